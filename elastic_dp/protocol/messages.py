@@ -97,6 +97,9 @@ class WorkerStopped:
     whole: bool
     reason: str
     unreachable: tuple[WorkerId, ...] = ()
+    # At the head of the loop: every body so far has run here. Only such a source can give a void worker its
+    # state; one that stopped inside an evaluation can serve those behind it, but no joiner.
+    at_head: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class WorkerFinished:
     generation: int
     place: Place
     digest: str  # SHA-256 of its final weights
+    inexact_because: tuple[str, ...] = ()  # operations without a deterministic kernel
 
 
 @dataclass(frozen=True, slots=True)

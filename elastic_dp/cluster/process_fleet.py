@@ -1,0 +1,201 @@
+"""A fleet of plain processes on this machine, without Ray: the same workers, the same controller.
+
+For tests that kill at a named instant a hundred times, for benchmarks, and for machines without Ray. Workers are
+forked from a server that has imported torch once (`multiprocessing`'s forkserver), so one starts in well under a
+second. Commands and events travel over a pipe per worker; a closed pipe is how a death is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from elastic_dp.cluster.controller import Controller, Outcome
+from elastic_dp.cluster.worker import Job, Worker, prepare_environment
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.protocol.messages import Command, Event, WorkerId, WorkerLost
+from elastic_dp.spec import JobSpec
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.train.faults import Fault
+
+_HOST = "127.0.0.1"
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["elastic_dp.cluster.worker", "elastic_dp.cluster.process_fleet"])
+
+
+class ProcessFleet:
+    """Implements `Fleet`. `limit`: how many processes there may be; more stay pending until one is gone."""
+
+    def __init__(
+        self,
+        job: Job,
+        post: Callable[[Event], None],
+        log: Callable[[int, int, Mapping[str, Any]], None],
+        limit: int | None = None,
+    ) -> None:
+        self._job, self._post, self._log = job, post, log
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._pipes: dict[WorkerId, Connection] = {}
+        self._outboxes: dict[WorkerId, queue.SimpleQueue[Any]] = {}
+        self._pending: list[WorkerId] = []
+        self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}
+
+    def start(self, worker: WorkerId) -> None:
+        with self._lock:
+            self._pending.append(worker)
+        self._place()
+
+    def send(self, worker: WorkerId, command: Command, rendezvous: Rendezvous | None) -> None:
+        with self._lock:
+            outbox = self._outboxes.get(worker)
+            if worker in self._pending:  # it never came to be
+                self._pending.remove(worker)
+                self._post(WorkerLost(worker, "was still pending"))
+        if outbox is not None:
+            outbox.put((command, rendezvous))
+
+    def kill(self, worker: WorkerId) -> None:
+        process = self.processes.get(worker)
+        if process is not None:
+            process.kill()
+
+    def allow(self, limit: int | None) -> None:
+        """Change how many processes there may be (capacity came or went; nobody is killed)."""
+        self.limit = limit
+        self._place()
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.join()
+
+    def _place(self) -> None:
+        while True:
+            with self._lock:
+                if not self._pending:
+                    return
+                if self.limit is not None and len(self._pipes) >= self.limit:
+                    return
+                worker = self._pending.pop(0)
+                ours, theirs = _context.Pipe()
+                self._pipes[worker] = ours
+                outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                self._outboxes[worker] = outbox
+            process = _context.Process(target=_main, args=(worker, self._job, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes[worker] = process
+            threading.Thread(target=self._read, args=(worker, ours), daemon=True).start()
+            threading.Thread(target=_write, args=(ours, outbox), daemon=True).start()
+
+    def _read(self, worker: WorkerId, pipe: Connection) -> None:
+        try:
+            while True:
+                kind, *content = pipe.recv()
+                if kind == "event":
+                    self._post(content[0])
+                else:
+                    self._log(*content)
+        except (EOFError, OSError):
+            pass
+        process = self.processes[worker]
+        process.join()
+        with self._lock:
+            del self._pipes[worker]
+            self._outboxes.pop(worker).put(None)
+        self._post(WorkerLost(worker, f"its process ended with {process.exitcode}"))
+        self._place()
+
+
+def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
+    while (message := outbox.get()) is not None:
+        with contextlib.suppress(OSError):
+            pipe.send(message)
+
+
+class _PipeLink:
+    """Implements `train.session.Link`."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def post(self, event: Event) -> None:
+        self._send("event", event)
+
+    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+        self._send("log", step, call, dict(metrics))
+
+    def _send(self, *message: Any) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._pipe.send(message)
+
+
+def _main(identity: WorkerId, job: Job, pipe: Connection) -> None:
+    worker = Worker(identity, job, _PipeLink(pipe), _HOST)
+
+    def listen() -> None:
+        while True:
+            try:
+                command, rendezvous = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the controller is gone
+            worker.deliver(command, rendezvous)
+
+    threading.Thread(target=listen, name="control", daemon=True).start()
+    worker.run()
+    os._exit(0)  # abandoned groups may block an orderly exit
+
+
+class ProcessRun:
+    """A whole run on plain processes: `with ProcessRun(spec, train) as run: run.wait()`."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        train: Callable[..., None],
+        *,
+        faults: tuple[Fault, ...] = (),
+        manifest: Any = None,
+        limit: int | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
+        token = secrets.token_hex(8)
+        self.journal = Journal(None) if journal is None else journal
+        self.controller = Controller(spec, f"run-{token}", _HOST, token, self.journal)
+        job = Job(
+            cloudpickle.dumps((spec, train)),
+            manifest,
+            f"run-{token}",
+            _HOST,
+            self.controller.heartbeats.port,
+            token,
+            faults,
+        )
+        self.fleet = ProcessFleet(job, self.controller.post, self.controller.log, limit)
+
+    def __enter__(self) -> ProcessRun:
+        self.controller.open(self.fleet)
+        self._thread = threading.Thread(target=self.controller.lead, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.fleet.close()
+
+    def wait(self, timeout_s: float = 120.0) -> Outcome:
+        """How the run ended. Raises TimeoutError with the status where it does not."""
+        if not self.controller.ended.wait(timeout_s):
+            raise TimeoutError(f"the run has not ended: {self.controller.status()}")
+        return self.controller.outcome

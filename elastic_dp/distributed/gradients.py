@@ -1,0 +1,392 @@
+"""Gradients of V virtual workers, added up across the members of a generation while backward still runs.
+
+Exact mode adds along the fixed tree of `tree.py`: the sum has the same bits for every world size. A worker adds
+its own subtrees as it goes (autograd itself adds the two leaves of a pair; other sums are put aside, not
+copied). In the backward pass of its last leaf, every bucket that is complete is sent: part r of each of my
+subtree sums to rank r (all-to-all), which adds up the tree for its part, divides once by the total weight, and
+gives the finished part to all (all-gather, into the buffer that the first one emptied). Fast mode is one
+all-reduce a bucket.
+
+What always holds:
+- Buckets are launched in index order, on every rank the same. One is launched early only when each of its
+  parameters has fired; a parameter that fires once more after that (tied weights under reentrant checkpointing
+  do) makes the step void (`late`), and from then on nothing is launched before backward has ended.
+- An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for x = -0.0.
+- Buffers belong to one generation: an operation that was walked away from may still write into its own.
+
+Layout: parameters that require a gradient, in reverse order of registration (about the order in which backward
+makes them), cut into buckets by dtype and device. A view into a bucket has the strides of its parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
+from elastic_dp.distributed.tree import Leaf, Node, add_up, cover
+from elastic_dp.errors import GroupError, ModelError
+
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
+BUCKET_BYTES = 25 << 20
+
+Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
+
+
+class _Bucket:
+    """A run of parameters of one dtype and device, and, within a generation, their flat buffers."""
+
+    def __init__(self, first: int, parameters: list[torch.nn.Parameter]) -> None:
+        self.first, self.last = first, first + len(parameters)
+        self.parameters = parameters
+        self.numel = sum(p.numel() for p in parameters)
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.flats: list[torch.Tensor] = []  # one per subtree of this worker: (world_size * chunk,)
+        self.views: list[list[torch.Tensor]] = []  # [subtree][parameter]
+        self.received: list[torch.Tensor] = []  # [j]: part `rank` of the j-th subtree of every rank
+        self.launched: list[Operation] = []
+        self.gathering: Operation | None = None
+        self.part: torch.Tensor | None = None  # my finished part
+        self.waiting = 0  # parameters that have not fired yet in the last leaf
+        self.flushed = False
+
+
+class GradientSum:
+    """Adds gradients for one model; buffers and collectives are those of the generation it was opened for."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.overlap = True
+        self.late = False
+        self._all = list(parameters)
+        self._parameters: list[torch.nn.Parameter] = []
+        self._known: set[torch.nn.Parameter] = set()
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: list[_Bucket] = []
+        self._hooks: list[Any] = []
+        self._group: ProcessGroup | None = None
+        self._shares: list[Node] = []
+        self._virtual_workers = 0
+        self._exact = True
+        self._running = False  # hooks act only within a step
+        self._armed = False  # ... and launch only in its last leaf
+        self._started = False  # a leaf of this step has run
+        self._next = 0  # first bucket that is not flushed
+        self._stack: list[Gradients] = []
+        self._merges = 0
+        self._fired = bytearray()
+        self._used = bytearray()
+        self._error: GroupError | None = None
+
+    # ----------------------------------------------------------------------- generation
+
+    def open(
+        self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
+    ) -> None:
+        """Work for this generation. `shares[r]` is the range of virtual workers of rank r."""
+        self._group, self._shares = group, list(shares)
+        self._virtual_workers, self._exact = virtual_workers, exact
+        self._lay_out()
+
+    def close(self) -> None:
+        """Forget the generation: its buffers belong to whatever is still in flight."""
+        self._running = False
+        self._group = None
+        self._stack.clear()
+        for bucket in self._buckets:
+            bucket.flats, bucket.views, bucket.received = [], [], []
+            bucket.launched, bucket.gathering = [], None
+
+    def _lay_out(self) -> None:
+        parameters = [p for p in reversed(self._all) if p.requires_grad]
+        if len(parameters) != len(self._parameters) or set(parameters) != self._known:
+            for hook in self._hooks:
+                hook.remove()
+            self._parameters, self._known = parameters, set(parameters)
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)
+            ]
+            self._buckets = _cut(parameters)
+            self._bucket_of = [b for b in self._buckets for _ in b.parameters]
+            self._used = bytearray(len(parameters))
+        for bucket in self._buckets:
+            self._allocate(bucket)
+
+    def _allocate(self, bucket: _Bucket) -> None:
+        assert self._group is not None
+        world_size, rank = self._group.world_size, self._group.rank
+        chunk = self._chunk(bucket)
+        mine = len(cover(*self._shares[rank], self._virtual_workers)) if self._exact else 1
+        bucket.flats = [
+            torch.zeros(world_size * chunk, dtype=bucket.dtype, device=bucket.device)
+            for _ in range(mine)
+        ]
+        bucket.views = [_views(flat, bucket.parameters) for flat in bucket.flats]
+        bucket.received = []
+        if self._exact and world_size > 1:
+            bucket.received = [
+                torch.empty(len(ranks) * chunk, dtype=bucket.dtype, device=bucket.device)
+                for ranks in self._ranks_with_subtree()
+            ]
+
+    def _chunk(self, bucket: _Bucket) -> int:
+        assert self._group is not None
+        return math.ceil(bucket.numel / self._group.world_size)
+
+    def _ranks_with_subtree(self) -> list[list[int]]:
+        """[j]: the ranks whose range consists of more than j subtrees."""
+        counts = [len(cover(*share, self._virtual_workers)) for share in self._shares]
+        return [[r for r, n in enumerate(counts) if n > j] for j in range(max(counts))]
+
+    # ----------------------------------------------------------------------------- step
+
+    def begin(self) -> None:
+        """Before the first leaf of a step. Follows `requires_grad` where the user changed it."""
+        assert self._group is not None
+        if any(p.requires_grad != (p in self._known) for p in self._all):
+            self._lay_out()
+        self.drop()
+        self.late = False
+        self._error = None
+        self._used[:] = bytes(len(self._used))
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.flushed, bucket.launched, bucket.gathering = False, [], None
+        self._started = False
+        self._running = True
+
+    def drop(self) -> None:
+        """Forget every gradient, also those of a step that was not committed."""
+        self._running = self._armed = False
+        self._stack.clear()
+        for p in self._all:
+            p.grad = None
+
+    def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
+        """Before the forward pass of `leaf`."""
+        if self._exact and not leaf.joins_previous:
+            hand: Gradients = [p.grad for p in self._parameters]
+            if self._started:
+                self._stack.append(hand)
+            for p in self._parameters:
+                p.grad = None
+        self._started = True
+        self._fired = bytearray(len(self._parameters))
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.parameters)
+        if is_last:
+            self._merges = leaf.merges if self._exact else 0
+            self._armed = True
+
+    def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
+        """After its backward pass, or after it turned out to contribute nothing."""
+        if is_last:
+            self._armed = False
+            return
+        for _ in range(leaf.merges if self._exact else 0):
+            left = self._stack.pop()
+            for p, one in zip(self._parameters, left, strict=True):
+                if one is not None:
+                    p.grad = one if p.grad is None else one.add_(p.grad)
+
+    def reduce(self, total_weight: float, scale: float) -> list[torch.Tensor]:
+        """After the last leaf: finish the sums of my parts, divided by `total_weight`, and send them out.
+
+        In fast mode the gradients carry 1/expected weight already, and `scale` is expected / total.
+        Returns scalars that are all finite if (not only if) the gradient is: see `all_finite`.
+        """
+        assert self._group is not None
+        self._running = False
+        while self._next < len(self._buckets):
+            self._flush(self._buckets[self._next])
+        if self._error is not None:
+            raise self._error
+        probes: list[torch.Tensor] = []
+        for bucket in self._buckets:
+            part = bucket.part = self._finish_part(bucket, total_weight, scale)
+            probes.append(part.sum(dtype=torch.float32 if part.element_size() < 4 else None))
+            if self._exact and self._group.world_size > 1:
+                bucket.gathering = self._group.all_gather(bucket.flats[0], part)
+        return probes
+
+    def all_finite(self, probes: list[torch.Tensor]) -> bool:
+        """Whether my parts of the gradient are. Sums of finite numbers may overflow, so then look at each."""
+        if not probes or all(math.isfinite(x) for x in torch.stack([p.double() for p in probes]).tolist()):
+            return True
+        return all(bool(torch.isfinite(bucket.part).all()) for bucket in self._buckets)  # type: ignore[arg-type]
+
+    def complete(self) -> None:
+        """Wait until the finished parts of all have arrived."""
+        assert self._group is not None
+        for bucket in self._buckets:
+            if bucket.gathering is not None:
+                self._group.wait(bucket.gathering)
+
+    def assign(self, used: Sequence[int]) -> None:
+        """Give every used parameter its gradient, a view into the buckets; the others keep None."""
+        for bucket in self._buckets:
+            for i, p, view in zip(
+                range(bucket.first, bucket.last), bucket.parameters, bucket.views[0], strict=True
+            ):
+                p.grad = view if used[i] else None
+
+    @property
+    def used(self) -> bytes:
+        """One byte per parameter: whether some virtual worker of mine gave it a gradient."""
+        return bytes(self._used)
+
+    # -------------------------------------------------------------------------- private
+
+    def _hook(self, index: int) -> Any:
+        def fired(parameter: torch.nn.Parameter) -> None:
+            if not self._running:
+                return
+            self._used[index] = 1
+            if not self._armed or self._fired[index]:
+                if self._armed and self._bucket_of[index].flushed:
+                    self.late = True
+                return
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ModelError(
+                    "a parameter has a sparse gradient; make it dense, e.g. Embedding(sparse=False)"
+                )
+            self._fired[index] = 1
+            bucket = self._bucket_of[index]
+            bucket.waiting -= 1
+            if bucket.waiting or not self.overlap:
+                return
+            while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+                self._flush(self._buckets[self._next])
+
+        return fired
+
+    def _flush(self, bucket: _Bucket) -> None:
+        """Write this worker's sums of one bucket into its buffers and launch its exchange."""
+        aside = self._stack[: len(self._stack) - self._merges]
+        for subtree, sums in enumerate(aside):
+            for view, one in zip(bucket.views[subtree], sums[bucket.first : bucket.last], strict=True):
+                _write(view, one)
+        lefts = self._stack[len(self._stack) - self._merges :]
+        self._write_last(bucket, bucket.views[-1], lefts)
+        bucket.flushed = True
+        self._next += 1
+        try:
+            self._launch(bucket)
+        except GroupError as error:  # must not pass through autograd; `reduce` raises it
+            self._error = self._error or error
+
+    def _write_last(
+        self, bucket: _Bucket, views: list[torch.Tensor], lefts: list[Gradients]
+    ) -> None:
+        gradients = [p.grad for p in bucket.parameters]
+        if not lefts and all(g is not None for g in gradients):
+            torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
+        else:
+            for i, (view, hand) in enumerate(zip(views, gradients, strict=True), bucket.first):
+                for depth, left in enumerate(reversed(lefts), 1):
+                    one = left[i]
+                    if one is None or hand is None:
+                        hand = hand if one is None else one
+                    elif depth < len(lefts):
+                        hand = one.add_(hand)
+                    else:
+                        hand = torch.add(one, hand, out=view)
+                if hand is not view:
+                    _write(view, hand)
+        for p in bucket.parameters:
+            p.grad = None
+
+    def _launch(self, bucket: _Bucket) -> None:
+        group = self._group
+        assert group is not None
+        if group.world_size == 1 or self._error is not None:
+            return
+        if not self._exact:
+            bucket.launched = [group.all_reduce(bucket.flats[0])]
+            return
+        chunk = self._chunk(bucket)
+        for j, ranks in enumerate(self._ranks_with_subtree()):
+            mine = bucket.flats[j] if j < len(bucket.flats) else bucket.flats[0][:0]
+            bucket.launched.append(
+                group.all_to_all(
+                    bucket.received[j],
+                    mine,
+                    [chunk if r in ranks else 0 for r in range(group.world_size)],
+                    [chunk if len(mine) else 0] * group.world_size,
+                )
+            )
+
+    def _finish_part(self, bucket: _Bucket, total_weight: float, scale: float) -> torch.Tensor:
+        """My part of the bucket, summed over all virtual workers and divided."""
+        group = self._group
+        assert group is not None
+        for operation in bucket.launched:
+            group.wait(operation)
+        if not self._exact:
+            if scale != 1.0:
+                bucket.flats[0].mul_(scale)
+            return self._part(bucket)
+        if group.world_size == 1:
+            nodes = dict(zip(cover(*self._shares[0], self._virtual_workers), bucket.flats, strict=True))
+        else:
+            nodes = self._received_nodes(bucket)
+        return add_up(nodes, self._virtual_workers, lambda a, b: a.add_(b)).div_(total_weight)
+
+    def _received_nodes(self, bucket: _Bucket) -> dict[Node, torch.Tensor]:
+        chunk = self._chunk(bucket)
+        nodes = {}
+        for j, ranks in enumerate(self._ranks_with_subtree()):
+            parts = bucket.received[j].split(chunk)
+            for part, rank in zip(parts, ranks, strict=True):
+                nodes[cover(*self._shares[rank], self._virtual_workers)[j]] = part
+        return nodes
+
+    def _part(self, bucket: _Bucket) -> torch.Tensor:
+        """Part `rank` of the finished bucket; everything, for a group of one."""
+        assert self._group is not None
+        chunk = self._chunk(bucket)
+        return bucket.flats[0][self._group.rank * chunk : (self._group.rank + 1) * chunk]
+
+
+def _cut(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
+    buckets: list[_Bucket] = []
+    current: list[torch.nn.Parameter] = []
+    size, limit = 0, FIRST_BUCKET_BYTES
+    for i, p in enumerate(parameters):
+        p_bytes = p.numel() * p.element_size()
+        same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)
+        if current and (not same or size + p_bytes > limit):
+            buckets.append(_Bucket(i - len(current), current))
+            current, size, limit = [], 0, BUCKET_BYTES
+        current.append(p)
+        size += p_bytes
+    if current:
+        buckets.append(_Bucket(len(parameters) - len(current), current))
+    return buckets
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    views, offset = [], 0
+    for p in parameters:
+        dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
+        stride = p.stride() if dense else torch.empty(p.shape, device="meta").stride()
+        views.append(flat.as_strided(p.shape, stride, offset))
+        offset += p.numel()
+    return views
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Whether its elements fill p.numel() places without gaps, in whatever order."""
+    if p.numel() == 0:
+        return True
+    reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
+    return reach == p.numel()
+
+
+def _write(view: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is None:
+        view.fill_(-0.0)
+    else:
+        view.copy_(value)

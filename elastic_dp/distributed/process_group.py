@@ -1,0 +1,373 @@
+"""The process group of one generation: formed under its own prefix, left at any instant.
+
+Three things always hold. Every operation is launched asynchronously and waited for on an event that either its
+completion or `abort()` sets, so a control thread can free the training thread from a collective whose peer is
+gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is empty and whose destructor blocks until
+its last operation ends. An operation that was walked away from may still write into its buffers: group,
+operations and buffers are buried together and dropped by a background thread. And forming happens on a thread
+that can be walked away from, too, with a store client of its own, since an absent peer blocks the constructor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
+
+# An operation may wait for a peer that is in a long loop body, so only aborts end it.
+_OPERATION_TIMEOUT = timedelta(hours=24)
+_SPIN_S = 0.0002  # polling this long before sleeping saves a thread switch on short collectives
+
+
+class Operation:
+    """One collective in flight, and the tensors it may still touch."""
+
+    __slots__ = ("buffers", "done", "error", "work")
+
+    def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.buffers = buffers
+        self.work: Any = None
+
+    def completed(self, future: Any) -> None:
+        """Called by the backend's thread; also for a failed operation."""
+        try:
+            future.value()
+        except Exception as error:  # any type: it is the backend's word for "a peer is gone"
+            self.error = error
+        self.done.set()
+
+
+class ProcessGroup:
+    """Collectives among the members of one generation. With one member, there are none."""
+
+    def __init__(self, backend: Any, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._backend = backend
+        self._aborted = False
+        self._pending: set[Operation] = set()
+        self._on_device = device.type == "cuda" and world_size > 1 and _is_nccl(backend)
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted
+
+    def abort(self) -> None:
+        """Free whoever waits in this group, from any thread; every later call raises GroupAborted."""
+        self._aborted = True
+        for operation in list(self._pending):
+            operation.done.set()
+        if self._on_device:
+            with contextlib.suppress(RuntimeError):
+                self._backend.abort()
+
+    def check(self) -> None:
+        if self._aborted:
+            raise GroupAborted("the generation was ended")
+
+    # ------------------------------------------------------------------------------- collectives
+
+    def all_reduce(self, tensor: torch.Tensor) -> Operation:
+        """Sum in place, by the backend's own algorithm."""
+        return self._launch((tensor,), lambda: self._backend.allreduce([tensor], c10d.AllreduceOptions()))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> Operation:
+        """Part r of the flat `input` goes to rank r; part r of the flat `output` comes from it."""
+        return self._launch(
+            (output, input),
+            lambda: self._backend.alltoall_base(
+                output, input, list(output_sizes), list(input_sizes), c10d.AllToAllOptions()
+            ),
+        )
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
+        """The equally long flat `input`s of all ranks, one after another, in `output`."""
+        return self._launch(
+            (output, input),
+            lambda: self._backend._allgather_base(output, input, c10d.AllgatherOptions()),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._launch((tensor,), lambda: self._backend.broadcast([tensor], options))
+
+    def wait(self, operation: Operation) -> None:
+        """Until it is done. Raises GroupAborted or CollectiveFailed."""
+        if self._on_device:
+            operation.work.wait()  # orders streams; `synchronize` is where the host waits
+            self.check()
+            return
+        if not operation.done.is_set():
+            until = time.perf_counter() + _SPIN_S
+            while not operation.done.is_set():
+                if time.perf_counter() > until:
+                    operation.done.wait()
+                    break
+                time.sleep(0)
+        self.check()
+        self._pending.discard(operation)
+        if operation.error is not None:
+            raise CollectiveFailed(str(operation.error).splitlines()[0]) from operation.error
+
+    def synchronize(self) -> None:
+        """Until the device has finished all that was launched; returns early, raising, when aborted."""
+        if self.device.type != "cuda":
+            self.check()
+            return
+        event = torch.cuda.Event()
+        event.record()
+        while not event.query():
+            self.check()
+            time.sleep(0.00005)
+        self.check()
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, of any length, in rank order; waits."""
+        if self.world_size == 1:
+            return [payload]
+        size = torch.tensor([len(payload)], dtype=torch.int64, device=self._home)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._home)
+        self.wait(self.all_gather(sizes, size))
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8, device=self._home)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self._home)
+        if longest:
+            self.wait(self.all_gather(everyone, mine))
+        rows = everyone.cpu().view(self.world_size, longest)
+        return [
+            rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.world_size)
+        ]
+
+    @property
+    def _home(self) -> torch.device:
+        """Where small tensors for this group live."""
+        return self.device if self._on_device else torch.device("cpu")
+
+    @property
+    def home(self) -> torch.device:
+        return self._home
+
+    def _launch(self, buffers: tuple[torch.Tensor, ...], start: Any) -> Operation:
+        operation = Operation(buffers)
+        self._pending.add(operation)
+        self.check()
+        try:
+            operation.work = start()
+        except RuntimeError as error:
+            raise CollectiveFailed(str(error).splitlines()[0]) from error
+        if self._on_device:
+            return operation
+        operation.work.get_future().add_done_callback(operation.completed)
+        return operation
+
+    def close(self) -> None:
+        """Leave for good. Returns at once; what is still in flight is dropped when it ends."""
+        self.abort()
+        _graveyard.bury((self._backend, self._pending))
+        self._backend, self._pending = None, set()
+
+
+def _is_nccl(backend: Any) -> bool:
+    return type(backend).__name__ == "ProcessGroupNCCL"
+
+
+# ------------------------------------------------------------------------------------------- forming
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the members of a generation meet: a store that outlives it, and a prefix nobody else uses."""
+
+    host: str
+    port: int
+    prefix: str
+
+
+def open_store() -> Any:
+    """A store server on this host, for as long as the returned object lives; see its `port`."""
+    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+
+
+class Forming:
+    """The making of one process group, on its own thread.
+
+    `wait` returns the group, or raises FormingFailed (with the ranks that did not show up in `absent`), or
+    GroupAborted when `abort` was called; the thread is then left to end by itself.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        self.absent: list[int] = []
+        self._rendezvous, self._rank, self._world_size = rendezvous, rank, world_size
+        self._device, self._backend, self._timeout_s = device, backend, timeout_s
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._group: ProcessGroup | None = None
+        self._error: Exception | None = None
+
+    def start(self) -> Forming:
+        if self._world_size == 1:
+            self._group = ProcessGroup(None, 0, 1, self._device)
+            self._ended.set()
+        else:
+            threading.Thread(target=self._form, name="forming", daemon=True).start()
+        return self
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            if self._group is not None:
+                self._group.abort()
+        self._ended.set()
+
+    def wait(self) -> ProcessGroup:
+        self._ended.wait()
+        with self._lock:
+            if self._aborted:
+                raise GroupAborted("the generation was ended while it formed")
+            if self._error is not None:
+                raise FormingFailed(str(self._error).splitlines()[0]) from self._error
+            assert self._group is not None
+            return self._group
+
+    def _form(self) -> None:
+        timeout = timedelta(seconds=self._timeout_s)
+        store = None
+        try:
+            store = dist.TCPStore(
+                self._rendezvous.host,
+                self._rendezvous.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout,
+            )
+            prefixed = dist.PrefixStore(self._rendezvous.prefix, store)
+            prefixed.set(f"present/{self._rank}", "1")
+            if self._backend == "nccl":
+                backend = _form_nccl(prefixed, self._rank, self._world_size, self._device, timeout)
+            else:
+                backend = _form_gloo(prefixed, self._rank, self._world_size, timeout)
+            group = ProcessGroup(backend, self._rank, self._world_size, self._device)
+        except Exception as error:  # the store's and the backend's errors have many types
+            if store is not None:
+                self.absent = _absent(store, self._rendezvous.prefix, self._world_size)
+            self._error = error
+        else:
+            with self._lock:
+                self._group = group
+                if self._aborted:
+                    group.close()
+        self._ended.set()
+
+
+_gloo_device: Any = None  # one listening socket and one event loop for all generations of this process
+_gloo_device_lock = threading.Lock()
+
+
+def use_interface(address: str | None) -> None:
+    """Bind Gloo to the interface of this IP address; None: the one this host's name resolves to."""
+    global _gloo_device
+    with _gloo_device_lock:
+        if address is None:
+            _gloo_device = dist.ProcessGroupGloo.create_default_device()
+        else:
+            _gloo_device = dist.ProcessGroupGloo.create_device(hostname=address)
+
+
+def _form_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    if _gloo_device is None:
+        use_interface(None)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [_gloo_device]
+    options._timeout = timeout
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    backend._set_default_timeout(_OPERATION_TIMEOUT)
+    return backend
+
+
+def _form_nccl(
+    store: Any, rank: int, world_size: int, device: torch.device, timeout: timedelta
+) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _OPERATION_TIMEOUT
+    torch.cuda.set_device(device)
+    backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
+    """Ranks that never reached the store under this prefix."""
+    try:
+        return [r for r in range(world_size) if not store.check([f"{prefix}/present/{r}"])]
+    except RuntimeError:
+        return []
+
+
+# ----------------------------------------------------------------------------------------- graveyard
+
+
+class _Graveyard:
+    """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to the end."""
+
+    def __init__(self) -> None:
+        self._dead: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def bury(self, body: tuple[Any, set[Operation]]) -> None:
+        if body[0] is None:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._dig, name="graveyard", daemon=True)
+                self._thread.start()
+        self._dead.put(body)
+
+    def _dig(self) -> None:
+        while True:
+            body = self._dead.get()
+            # One thread a body: a group that is stuck for hours must not keep the next ones from going.
+            threading.Thread(target=_drop, args=(body,), name="burial", daemon=True).start()
+            del body
+
+
+def _drop(body: tuple[Any, set[Operation]]) -> None:
+    _backend, operations = body
+    for operation in operations:
+        if operation.work is not None:
+            with contextlib.suppress(RuntimeError):
+                operation.work.wait()
+
+
+_graveyard = _Graveyard()

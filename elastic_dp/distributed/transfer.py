@@ -1,0 +1,178 @@
+"""State from one member to others: a nested tree of values and tensors, sent by broadcast.
+
+The tree is split into a skeleton (pickled: the members of one run trust each other) and its tensors. Large
+tensors travel as they are, small ones together. The receiver decides where each tensor goes; nothing it holds
+is touched before `receive` has returned, unless it hands out its own tensors itself (a void worker may).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
+
+_TOGETHER_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
+_MAX_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Stands in the skeleton for the tensor of this index."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A fresh tensor of this kind, on `device` unless it lives on the host anyway."""
+        place = device if self.device_type != "cpu" else torch.device("cpu")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+
+
+def pack(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    """The tree with its tensors replaced by slots; the tensors are appended to `tensors`."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach())
+        return TensorSlot(len(tensors) - 1)
+    if isinstance(tree, dict):
+        packed = {key: pack(value, tensors) for key, value in tree.items()}
+        return packed if type(tree) is dict else _like(tree, packed)
+    if type(tree) in (list, tuple):
+        return type(tree)(pack(value, tensors) for value in tree)
+    return tree
+
+
+def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The inverse of `pack`."""
+    if isinstance(skeleton, TensorSlot):
+        return tensors[skeleton.index]
+    if isinstance(skeleton, dict):
+        whole = {key: unpack(value, tensors) for key, value in skeleton.items()}
+        return whole if type(skeleton) is dict else _like(skeleton, whole)
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(unpack(value, tensors) for value in skeleton)
+    return skeleton
+
+
+def _like(mapping: Any, items: dict[Any, Any]) -> Any:
+    """`items` in a mapping of the other's type (OrderedDict, defaultdict, Counter)."""
+    new = mapping.copy()
+    new.clear()
+    new.update(items)
+    return new
+
+
+def send(group: ProcessGroup, tree: Any) -> int:
+    """Give `tree` to all others of `group`; this is rank 0 there. Returns the bytes of its tensors."""
+    tensors: list[torch.Tensor] = []
+    skeleton = pack(tree, tensors)
+    tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
+    specs = [TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in tensors]
+    head = pickle.dumps((skeleton, specs))
+    size = torch.tensor([len(head)], dtype=torch.int64, device=group.home)
+    group.wait(group.broadcast(size, 0))
+    group.wait(group.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(group.home), 0))
+    _stream(group, [_flat_bytes(t) for t in tensors], sending=True)
+    group.synchronize()
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def receive(
+    group: ProcessGroup,
+    device: torch.device,
+    targets: Callable[[Any], dict[int, torch.Tensor]] | None = None,
+) -> Any:
+    """The tree that rank 0 of `group` sends.
+
+    `targets(skeleton)` may name tensors of ours, by slot index, that are to be written in place.
+    """
+    size = torch.empty(1, dtype=torch.int64, device=group.home)
+    group.wait(group.broadcast(size, 0))
+    group.synchronize()
+    head = torch.empty(int(size), dtype=torch.uint8, device=group.home)
+    group.wait(group.broadcast(head, 0))
+    group.synchronize()
+    skeleton, specs = pickle.loads(head.cpu().numpy().tobytes())
+    ours = {} if targets is None else targets(skeleton)
+    tensors = []
+    for i, spec in enumerate(specs):
+        mine = ours.get(i)
+        fits = (
+            mine is not None
+            and mine.stride() == spec.stride
+            and mine.shape == spec.shape
+            and mine.dtype == spec.dtype
+        )
+        tensors.append(mine.detach() if fits else spec.empty(device))  # type: ignore[union-attr]
+    _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
+    group.synchronize()
+    return unpack(skeleton, tensors)
+
+
+def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool) -> None:
+    """Broadcast byte vectors, a few in flight; on the receivers, packed ones are taken apart again."""
+    flights: list[tuple[Operation, torch.Tensor, list[torch.Tensor]]] = []
+
+    def land() -> None:
+        operation, buffer, parts = flights.pop(0)
+        group.wait(operation)
+        if parts and not sending:
+            for part, piece in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
+                part.copy_(piece)
+
+    for parts in _together(flats):
+        direct = len(parts) == 1 and parts[0].device.type == group.home.type
+        if direct:
+            buffer = parts[0]
+        elif sending:
+            buffer = torch.cat([p.to(group.home) for p in parts])
+        else:
+            buffer = torch.empty(sum(p.numel() for p in parts), dtype=torch.uint8, device=group.home)
+        flights.append((group.broadcast(buffer, 0), buffer, [] if direct else parts))
+        if len(flights) >= _MAX_IN_FLIGHT:
+            land()
+    while flights:
+        land()
+
+
+def _together(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Large ones alone, small ones of one device in packs; the same cut on both sides, by sizes alone."""
+    pack_: list[torch.Tensor] = []
+    size = 0
+    for flat in flats:
+        if flat.numel() == 0:
+            continue
+        if flat.numel() >= _TOGETHER_BYTES:
+            yield [flat]
+            continue
+        pack_.append(flat)
+        size += flat.numel()
+        if size >= _TOGETHER_BYTES:
+            yield pack_
+            pack_, size = [], 0
+    if pack_:
+        yield pack_
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return tensor.is_contiguous()
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach == tensor.numel() and all(s > 0 for s in tensor.stride())
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes, without a copy; it must be dense."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

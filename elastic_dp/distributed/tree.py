@@ -1,0 +1,92 @@
+"""The fixed binary tree over virtual workers 0..V-1, along which exact mode adds.
+
+A node is a half-open range (first, last). A node of more than one leaf splits at the largest power of two
+that is smaller than its size, so the tree depends on V alone. Floating-point addition is not associative but it
+is commutative, bit for bit, so two sums over one tree are equal wherever its nodes are added.
+
+A worker's contiguous range is a few whole subtrees (`cover`): it adds up each by itself (`fold`, the order of
+work for it), and the owner of a chunk adds the subtrees of all workers (`add_up`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+Node = tuple[int, int]
+T = TypeVar("T")
+
+
+def middle(node: Node) -> int:
+    """Where a node of two or more leaves splits."""
+    first, last = node
+    size = last - first
+    assert size >= 2, node
+    return first + (1 << (size - 1).bit_length() - 1)
+
+
+def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
+    """The largest subtrees that together are exactly first..last-1, in order."""
+
+    def walk(node: Node) -> list[Node]:
+        low, high = node
+        if high <= first or last <= low:
+            return []
+        if first <= low and high <= last:
+            return [node]
+        split = middle(node)
+        return walk((low, split)) + walk((split, high))
+
+    return walk((0, virtual_workers))
+
+
+class Leaf(NamedTuple):
+    """One virtual worker's turn in a worker's step.
+
+    `joins_previous`: it and the leaf before it are the two halves of one node, so its gradients may be added
+    onto the previous one's in place. `merges`: how many times, afterwards, the sum at hand is added to the one
+    put aside last, each time completing a node.
+    """
+
+    virtual_worker: int
+    joins_previous: bool
+    merges: int
+
+
+def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
+    """The order in which a worker runs its leaves and adds them, subtree by subtree.
+
+    With a stack of sums: a leaf that does not join the previous one first puts the sum at hand on the stack.
+    At the end the stack and the sum at hand hold exactly the nodes of `cover`, in order.
+    """
+    leaves: list[Leaf] = []
+
+    def walk(node: Node) -> None:
+        low, high = node
+        if high - low == 1:
+            leaves.append(Leaf(low, False, 0))
+        elif high - low == 2:
+            leaves.append(Leaf(low, False, 0))
+            leaves.append(Leaf(low + 1, True, 0))
+        else:
+            split = middle(node)
+            walk((low, split))
+            walk((split, high))
+            leaves[-1] = leaves[-1]._replace(merges=leaves[-1].merges + 1)
+
+    for node in cover(first, last, virtual_workers):
+        walk(node)
+    return leaves
+
+
+def add_up(sums: Mapping[Node, T], virtual_workers: int, add: Callable[[T, T], T]) -> T:
+    """The sum over the whole tree from the sums of nodes that together are all of it.
+
+    A node whose sums are all missing from `sums` must not occur: `sums` covers 0..V-1.
+    """
+
+    def walk(node: Node) -> T:
+        if node in sums:
+            return sums[node]
+        split = middle(node)
+        return add(walk((node[0], split)), walk((split, node[1])))
+
+    return walk((0, virtual_workers))

@@ -1,0 +1,103 @@
+"""Who sits in the next generation: pure choices over the workers that are at hand.
+
+Always: the source is a most advanced whole worker; nobody void is a source; those who stay keep their order, and
+joiners come after. A worker that must leave but alone holds the newest state keeps a seat for the copy.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from elastic_dp.protocol.messages import Membership, Seat, WorkerId
+from elastic_dp.protocol.roster import Worker
+from elastic_dp.protocol.shares import shares
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    seated: list[Worker]  # by rank
+    source: Worker
+    left: list[Worker]  # had a seat, or state, and get none now
+    reason: str
+
+
+def choose(
+    stopped: list[Worker],
+    joiners: Iterable[Worker],
+    *,
+    size: int,
+    least: int,
+    virtual_workers: int,
+    now: float,
+    founder: Worker | None,
+) -> Seating | str:
+    """Seat `stopped` (by old rank) and `joiners` (void); or say why that is not possible now.
+
+    `founder`: before anybody holds the run's state, the worker whose initial weights count.
+    """
+    whole = [worker for worker in stopped if worker.whole]
+    top = max((worker.place for worker in whole), default=None)
+    source = next((worker for worker in whole if worker.place == top), founder)
+    if source is None:
+        return "no worker at hand holds the state"
+    # Void workers need a source at the head of the loop; until then those who are whole go on alone.
+    copies = source.at_head or not source.whole
+    eligible = [worker for worker in stopped if worker.whole or copies]
+    new = list(joiners) if copies else []
+
+    staying = [worker for worker in eligible if not worker.draining]
+    going = [worker for worker in eligible if worker.draining]
+    seated = staying[:size]
+    seated += new[: size - len(seated)]
+    seated += [worker for worker in going if now < worker.leave_at][: size - len(seated)]
+    if len(seated) < least:  # rather with one whose node is about to go than not at all
+        seated += [worker for worker in going if worker not in seated][: least - len(seated)]
+    if not any(worker is source or (worker.whole and worker.place == top) for worker in seated):
+        seated = [*seated[: min(size, virtual_workers - 1)], source]
+    if len(seated) < least and copies:
+        return f"{len(seated)} of at least {least} workers are ready"
+
+    chosen = {worker.id for worker in seated}
+    source = next((worker for worker in seated if worker.whole and worker.place == top), source)
+    order = [worker for worker in stopped if worker.id in chosen]
+    order += [worker for worker in new if worker.id in chosen]
+    left = [worker for worker in stopped if worker.id not in chosen]
+    return Seating(order, source, left, f"{len(order)} workers, state from {source.id}")
+
+
+def membership(
+    generation: int, seating: Seating, virtual_workers: int, timeout_s: float
+) -> Membership:
+    ranges = shares(virtual_workers, len(seating.seated))
+    seats = tuple(
+        Seat(worker.id, first, last, worker.place, worker.whole)
+        for worker, (first, last) in zip(seating.seated, ranges, strict=True)
+    )
+    return Membership(generation, seats, seating.source.id, timeout_s)
+
+
+def to_drop(
+    pairs: Collection[tuple[WorkerId, WorkerId]], members: list[Worker]
+) -> list[Worker]:
+    """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each other.
+
+    Void workers go before whole ones, higher ranks before lower; a pair (w, w) says that w was out of reach of
+    all. One whole worker with the greatest place always stays.
+    """
+    rank = {worker.id: index for index, worker in enumerate(members)}
+    broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}
+    top = max((worker.place for worker in members if worker.whole), default=None)
+    heads = {worker.id for worker in members if worker.whole and worker.place == top}
+    dropped: list[Worker] = []
+    while broken:
+        degree: Counter[WorkerId] = Counter()
+        for one, other in broken:
+            degree.update({one, other})
+        able = [worker for worker in degree if heads != {worker}]
+        if not able:
+            break
+        worst = max(able, key=lambda w: (degree[w], not members[rank[w]].whole, rank[w]))
+        heads.discard(worst)
+        dropped.append(members[rank[worst]])
+        broken = {pair for pair in broken if worst not in pair}
+    return dropped

@@ -1,0 +1,76 @@
+"""A counter-based generator: numbers that are a function of their key, and a keyed permutation.
+
+NumPy keeps its bit streams stable, but not what `permutation` makes of them, so what the order of a run
+depends on is written here, in integer arithmetic that every platform does alike. A golden test pins it.
+
+`mix64` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants "13").
+`permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it fits any size: the
+generalized Feistel cipher of Black and Rogaway (2002), values outside the size walked back in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_ROUNDS = 6
+
+
+def mix64(word: int) -> int:
+    """A bijection of 64-bit words in which every input bit moves every output bit."""
+    word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
+    word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
+    return word ^ (word >> 31)
+
+
+def derive(*parts: int) -> int:
+    """A 64-bit key from whole numbers >= 0 of any size; their order matters."""
+    key = len(parts)
+    for part in parts:
+        while True:
+            key = mix64((key ^ (part & _MASK)) + _GAMMA & _MASK)
+            part >>= 64
+            if not part:
+                break
+    return key
+
+
+def permute(index: npt.NDArray[np.int64], size: Words, key: Words) -> npt.NDArray[np.int64]:
+    """Where each `index` goes in a permutation of 0…size-1 that `key` picks.
+
+    All three have one shape; each element has its own size and key. O(1) per element, without a table.
+    Sizes up to 2^52 (so that the square root is exact enough to be the same everywhere).
+    """
+    out = index.astype(np.uint64)
+    left_size = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
+    right_size = (size + left_size - np.uint64(1)) // left_size
+    todo = np.arange(out.size)  # elements that are not yet inside 0…size-1
+    while todo.size:
+        a, b = left_size[todo], right_size[todo]
+        out[todo] = _feistel(out[todo], a, b, key[todo])
+        todo = todo[out[todo] >= size[todo]]
+    return out.astype(np.int64)
+
+
+def _feistel(index: Words, a: Words, b: Words, key: Words) -> Words:
+    left, right = index // b, index % b
+    for number in range(0, _ROUNDS, 2):
+        left = (left + _round(key, number, right) % a) % a
+        right = (right + _round(key, number + 1, left) % b) % b
+    return left * b + right
+
+
+def _round(key: Words, number: int, half: Words) -> Words:
+    return mix64_words(key ^ mix64_words(half + np.uint64((number + 1) * _GAMMA & _MASK)))
+
+
+def mix64_words(words: Words) -> Words:
+    """`mix64` of each element. Arrays wrap around in silence; that is meant."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_FACTORS[1])
+    return words ^ (words >> np.uint64(31))

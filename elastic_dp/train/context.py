@@ -1,0 +1,157 @@
+"""What a user's train function is given: `TrainContext`, and the `Step` its loop yields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from elastic_dp.data import open_evaluation
+from elastic_dp.errors import LoopError
+from elastic_dp.spec import DataConfig, MapStyleData
+from elastic_dp.train.evaluate import EvaluationBatches, evaluate
+from elastic_dp.train.session import Session
+from elastic_dp.train.state import StepRecord
+from elastic_dp.train.step import LossFn
+
+
+class Step:
+    """One committed step, equal on every worker.
+
+    `number` counts committed steps from 1, `epoch` passes over the data from 0; `epoch_end` is True on the last
+    step of one. `loss`, `weight` and `metrics` are means and sums over the whole global batch; `lr` is the first
+    parameter group's in this step; `grad_norm` is computed when it is read (before clipping).
+    """
+
+    def __init__(self, record: StepRecord, session: Session) -> None:
+        self._record, self._session = record, session
+        self.number, self.epoch, self.epoch_end = record.number, record.epoch, record.epoch_end
+        self.loss, self.weight, self.metrics = record.loss, record.weight, dict(record.metrics)
+        self.lr = record.lr
+
+    @property
+    def grad_norm(self) -> float:
+        if self._record.grad_norm is None:
+            if self._session.state.record is self._record:
+                self._record.grad_norm = self._session.stepper.grad_norm()
+            if self._record.grad_norm is None:
+                raise LoopError(
+                    f"grad_norm of step {self.number} is read too late: its gradients are gone; read it in "
+                    "the step's own loop body"
+                )
+        return self._record.grad_norm
+
+    def __repr__(self) -> str:
+        return f"Step(number={self.number}, epoch={self.epoch}, loss={self.loss:.6g})"
+
+
+class TrainContext:
+    """The way from a train function to the group. One per worker; the same methods with `fit(local=True)`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._evaluation_data: list[tuple[Any, EvaluationBatches]] = []
+
+    # -------------------------------------------------------------------------------- facts
+
+    @property
+    def rank(self) -> int:
+        """Of this worker in the present generation (0 before the first). It changes; log with `ctx.log`."""
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """Of the present generation (0 before the first)."""
+        return self._session.world_size
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation, from 1 (0 before the first)."""
+        return self._session.generation
+
+    @property
+    def device(self) -> torch.device:
+        return self._session.device
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The `config=` of the trainer."""
+        return self._session.spec.config
+
+    @property
+    def seed(self) -> int:
+        return self._session.spec.data.seed
+
+    @property
+    def total_steps(self) -> int:
+        """How many steps the run has by `max_steps` and `epochs`; 0 where only time limits it."""
+        return self._session.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._session.data.steps_per_epoch
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this worker's initial weights are the ones that count; the others take them."""
+        self._session.asked_source = True
+        return self._session.is_source
+
+    # --------------------------------------------------------------------------------- loop
+
+    def steps(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn,
+        *,
+        scheduler: Any = None,
+        clip_norm: float | None = None,
+        precision: str | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Iterator[Step]:
+        """The training loop: each committed step once, in order, whatever happens to the fleet.
+
+        `loss_fn(model, batch)` returns the mean loss of one micro-batch, or (loss, weight), or (loss, weight,
+        metrics); it may run more than once for a step and must be pure. `scheduler.step()` is called after each
+        optimizer step. `precision`: None, "bf16" or "fp16" autocast. `state`: what the loop's body changes, as
+        objects with `state_dict` and `load_state_dict`; joiners take it over.
+        """
+        session = self._session
+        session.open(model, optimizer, loss_fn, scheduler, clip_norm, precision, state)
+        while (record := session.next_step()) is not None:
+            yield Step(record, session)
+
+    def evaluate(
+        self, fn: LossFn, data: DataConfig | MapStyleData, *, model: torch.nn.Module | None = None
+    ) -> dict[str, float]:
+        """Means over all rows of `data`, computed by the whole group, equal on every worker.
+
+        `fn` is called like a loss function, with `model` (default: the trained one) in evaluation mode and
+        without gradients. Returns {"eval_loss": …} and one "eval_<name>" for each metric that `fn` returns.
+        """
+        for config, opened in self._evaluation_data:
+            if config is data:
+                break
+        else:
+            opened = open_evaluation(data)
+            self._evaluation_data.append((data, opened))
+        return evaluate(self._session, fn, opened, model)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Record metrics for this step. Call it on every worker: it is recorded once."""
+        session = self._session
+        plain = {key: _plain(value) for key, value in metrics.items()}
+        session.log_calls += 1
+        session.link.log(session.place.step, session.log_calls, plain)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present step, on every worker; one that asks is enough."""
+        self._session.control.stop(reason)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value

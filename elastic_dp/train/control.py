@@ -1,0 +1,191 @@
+"""What a worker's control thread tells its training thread, and the one lock between them.
+
+The control thread may speak at any instant, also while the training thread is inside a collective or is about to
+commit. Three things always hold: a step commits only through `commit`, which excludes `abort` (before it the
+worker is at k and can no longer apply, after it at k+1); a worker out of a generation never goes back into it;
+and of several planned ends of one generation the smallest counts.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.errors import GroupAborted
+from elastic_dp.protocol.messages import Membership
+
+
+class Released(BaseException):
+    """Unwinds the user's train function in a worker that leaves. Not an Exception, so no user code eats it."""
+
+
+class Abortable(Protocol):
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    membership: Membership
+    rendezvous: Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The controller asks a worker that waits whether it is out of `generation`."""
+
+    generation: int
+
+
+@dataclass
+class Control:
+    """Methods above the line are the control thread's, those below it the training thread's."""
+
+    lease_s: float = math.inf
+    # When the last heartbeat that a controller answered was sent (of `time.monotonic`).
+    renewed_at: Callable[[], float] | None = None
+    idle: bool = False  # the training thread only waits in its generation: a planned end is immediate
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _generation: int = 0  # the one the training thread is in, or was in last
+    _inside: bool = False
+    _ended: int = 0  # this generation and all before it are over
+    _planned: dict[int, int] = field(default_factory=dict)  # generation -> last step
+    _attempting: int | None = None
+    _asked: int = 0  # answer for this generation, when next waiting
+    _form: Form | None = None
+    _release: str | None = None
+    _stop: str | None = None
+    _abortables: list[Abortable] = field(default_factory=list)
+
+    def form(self, membership: Membership, rendezvous: Rendezvous) -> None:
+        with self._changed:
+            newest = max(self._generation, self._form.membership.generation if self._form else 0)
+            if membership.generation > max(newest, self._ended):
+                self._form = Form(membership, rendezvous)
+                self._planned = {
+                    g: s for g, s in self._planned.items() if g >= membership.generation
+                }
+                if self._inside:  # it would not be told to form anew if its generation were not over
+                    self._end(membership.generation - 1)
+                self._changed.notify_all()
+
+    def abort(self, generation: int) -> None:
+        with self._changed:
+            self._asked = max(self._asked, generation)
+            self._end(generation)
+            self._changed.notify_all()
+
+    def end(self, generation: int, after_step: int) -> None:
+        with self._changed:
+            if generation < self._generation or generation <= self._ended:
+                self._asked = max(self._asked, generation)
+                self._changed.notify_all()
+                return
+            last = min(after_step, self._planned.get(generation, after_step))
+            self._planned[generation] = last
+            if generation != self._generation or not self._inside:
+                self._asked = max(self._asked, generation)
+                self._changed.notify_all()
+            elif self.idle or (self._attempting is not None and self._attempting > last):
+                self._end(generation)  # the others did not enter this step
+
+    def release(self, reason: str) -> None:
+        with self._changed:
+            self._release = reason
+            self._end(self._generation)
+            self._changed.notify_all()
+
+    def stop(self, reason: str) -> None:
+        with self._changed:
+            self._stop = self._stop or reason
+
+    def _end(self, generation: int) -> None:
+        self._ended = max(self._ended, generation)
+        if self._inside and self._generation <= self._ended:
+            for abortable in self._abortables:
+                abortable.abort()
+
+    # ------------------------------------------------------------------- training thread
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop
+
+    @property
+    def release_reason(self) -> str | None:
+        return self._release
+
+    def wait(self) -> Form | Answer:
+        """Outside of every generation: the next one to form, or a question to answer. Raises Released."""
+        with self._changed:
+            while True:
+                if self._release is not None:
+                    raise Released(self._release)
+                if self._asked:
+                    asked, self._asked = self._asked, 0
+                    return Answer(asked)
+                form = self._form
+                if form is not None:
+                    self._form = None
+                    if form.membership.generation > self._ended:
+                        self._generation, self._inside = form.membership.generation, True
+                        self._abortables = []
+                        return form
+                    continue
+                self._changed.wait()
+
+    def guard(self, abortable: Abortable) -> None:
+        """Abort this, too, when the present generation ends."""
+        with self._changed:
+            self._abortables.append(abortable)
+            if self._ended >= self._generation:
+                abortable.abort()
+
+    def may_attempt(self, step: int) -> str | None:
+        """At a boundary: None, and `step` is being attempted; or why this generation ends here.
+
+        An evaluation in the body of step k attempts k: a planned end before k aborts it, one at k does not.
+        """
+        with self._changed:
+            if self._release is not None:
+                raise Released(self._release)
+            reason = self._over()
+            if reason is None and step > self._planned.get(self._generation, step):
+                reason = "planned end"
+            if reason is None:
+                self._attempting = step
+            return reason
+
+    def may_continue(self) -> None:
+        """Between micro-batches. Raises GroupAborted."""
+        if self._ended >= self._generation:
+            raise GroupAborted("the generation was ended")
+
+    def commit(self) -> None:
+        """The one instant at which a step becomes committed, or cannot any more: raises GroupAborted."""
+        with self._changed:
+            reason = self._over()
+            if reason is not None:
+                raise GroupAborted(reason)
+            self._attempting = None
+
+    def leave(self) -> int:
+        """Out of the present generation for good; returns its number. Clears questions this answers."""
+        with self._changed:
+            self._inside, self._attempting = False, None
+            self._ended = max(self._ended, self._generation)
+            if self._asked <= self._generation:
+                self._asked = 0
+            self._abortables = []
+            return self._generation
+
+    def _over(self) -> str | None:
+        if self._ended >= self._generation:
+            return "the generation was ended"
+        if self.renewed_at is not None and time.monotonic() > self.renewed_at() + self.lease_s:
+            return "the lease ran out: no controller has answered"
+        return None

@@ -1,0 +1,247 @@
+"""A worker's training state, and the two ways it is handed over.
+
+*What a step changes* (parameters, buffers, optimizer, scheduler, loss scale, the step's record, hyper-parameters
+as they were at the commit) is what a member that is behind takes from one ahead. *What the loop's body changes*
+(the user's `state=`, hyper-parameters as they are now) is each member's own, since each runs every body once;
+only a joiner takes both. A hand-over is all or nothing: `adopt` is called with the whole tree or not at all, and
+only a void worker receives straight into its own tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_dp.distributed.transfer import TensorSlot
+from elastic_dp.errors import LoopError, ModelError, SpecError
+
+
+@dataclass
+class StepRecord:
+    """The outcome of one committed step; equal on every worker."""
+
+    number: int
+    epoch: int
+    epoch_end: bool
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+    lr: float
+    grad_norm: float | None = None  # None: not computed yet
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16, by the rule of `torch.amp.GradScaler`."""
+
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    steps_since_overflow: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.scale, self.steps_since_overflow = self.scale * 0.5, 0
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow == self.growth_interval:
+            self.scale, self.steps_since_overflow = self.scale * 2.0, 0
+
+
+@dataclass
+class TrainState:
+    """The user's own objects, which stay the same objects through every generation."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    loss_scale: LossScale | None
+    user: Mapping[str, Any]
+    record: StepRecord | None = None
+    committed_hyper: list[dict[str, Any]] = field(default_factory=list)
+    committed_scheduler: Any = None
+    _versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.parameters = dict(self.model.named_parameters())
+        self.note_commit()
+
+    # -------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """Before anything starts: what cannot be trained this way, by name."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise ModelError(
+                    f"model.{name} is a SyncBatchNorm, which needs a collective in forward. Use BatchNorm: "
+                    "its statistics are per virtual worker, so they do not change with the fleet"
+                )
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ModelError("optimizer is LBFGS, which evaluates the loss several times per step")
+        known = set(self.parameters.values())
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p not in known:
+                    raise ModelError(
+                        f"the optimizer holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
+                        "the model given to ctx.steps; pass one module that holds all of them"
+                    )
+        for key, value in self.user.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise SpecError(f"state[{key!r}] needs state_dict() and load_state_dict()")
+
+    def layout(self) -> str:
+        """Digest of what must be equal on all members: names, shapes, dtypes, groups."""
+        digest = hashlib.sha256()
+        for name, p in self.parameters.items():
+            digest.update(f"{name} {tuple(p.shape)} {p.dtype}\n".encode())
+        for name, b in self.model.named_buffers():
+            digest.update(f"buffer {name} {tuple(b.shape)} {b.dtype}\n".encode())
+        digest.update(type(self.optimizer).__name__.encode())
+        digest.update(str([len(g["params"]) for g in self.optimizer.param_groups]).encode())
+        digest.update(str(sorted(self.user)).encode())
+        return digest.hexdigest()[:16]
+
+    def note_commit(self) -> None:
+        """Remember what the body must not write, and the hyper-parameters as they are now."""
+        self.committed_hyper = self._hyper()
+        self.committed_scheduler = (
+            None if self.scheduler is None else dict(self.scheduler.state_dict())
+        )
+        self._versions = [t._version for t in self._stepped()]
+
+    def check_body(self) -> None:
+        """After the loop's body: it must not have written parameters or buffers."""
+        if self._versions == [t._version for t in self._stepped()]:
+            return
+        names = [*self.parameters, *(name for name, _ in self.model.named_buffers())]
+        for name, tensor, version in zip(names, self._stepped(), self._versions, strict=False):
+            if tensor._version != version:
+                raise LoopError(
+                    f"the body of the loop over ctx.steps wrote to {name!r}. Parameters and buffers may "
+                    "change only inside the step; keep an average of them in a model of its own and pass it "
+                    "as state=, or evaluate another model with ctx.evaluate(…, model=…)"
+                )
+        raise LoopError("the body of the loop over ctx.steps added or removed a buffer of the model")
+
+    def _stepped(self) -> list[torch.Tensor]:
+        return [*self.parameters.values(), *self.model.buffers()]
+
+    # ---------------------------------------------------------------- hand-over
+
+    def tree(self, evaluations: Sequence[dict[str, float]], ended: str | None) -> dict[str, Any]:
+        """Everything, as the source gives it."""
+        return {
+            "step": {
+                "parameters": list(self.parameters.values()),
+                "buffers": dict(self.model.named_buffers()),
+                "optimizer": self._optimizer_tensors(),
+                "hyper": self.committed_hyper,
+                "scheduler": self.committed_scheduler,
+                "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
+                "record": self.record,
+            },
+            "body": {
+                "hyper": self._hyper(),
+                "user": {key: value.state_dict() for key, value in self.user.items()},
+                "requires_grad": [p.requires_grad for p in self.parameters.values()],
+                "training": [m.training for m in self.model.modules()],
+            },
+            "evaluations": list(evaluations),
+            "ended": ended,
+        }
+
+    def own_tensors(self, skeleton: Any) -> dict[int, torch.Tensor]:
+        """For a void worker: receive parameters and buffers in place."""
+        step = skeleton["step"]
+        buffers = dict(self.model.named_buffers())
+        ours = dict(zip((s.index for s in step["parameters"]), self.parameters.values(), strict=True))
+        for name, slot in step["buffers"].items():
+            if isinstance(slot, TensorSlot) and name in buffers:
+                ours[slot.index] = buffers[name]
+        return ours
+
+    @torch.no_grad()
+    def adopt(self, tree: Any, *, body: bool) -> None:
+        """Take what a step changes from a complete tree and, on a joiner, what bodies change."""
+        step = tree["step"]
+        for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
+            _take(mine, given)
+        buffers = dict(self.model.named_buffers())
+        for name, given in step["buffers"].items():
+            _take(buffers[name], given)
+        self._adopt_optimizer(step["optimizer"])
+        self._adopt_hyper(tree["body"]["hyper"] if body else step["hyper"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(step["scheduler"])
+        if self.loss_scale is not None:
+            vars(self.loss_scale).update(step["loss_scale"])
+        self.record = step["record"]
+        if body:
+            for key, value in tree["body"]["user"].items():
+                self.user[key].load_state_dict(value)
+            for p, flag in zip(self.parameters.values(), tree["body"]["requires_grad"], strict=True):
+                p.requires_grad_(flag)
+            for module, flag in zip(self.model.modules(), tree["body"]["training"], strict=True):
+                module.training = flag
+        self.note_commit()
+        if body:
+            self.committed_hyper = step["hyper"]
+
+    def _hyper(self) -> list[dict[str, Any]]:
+        return [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def _adopt_hyper(self, groups: list[dict[str, Any]]) -> None:
+        for mine, given in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, value in given.items():
+                if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                    mine[key].copy_(value)
+                else:
+                    mine[key] = value
+
+    def _optimizer_tensors(self) -> list[dict[str, Any]]:
+        """State per parameter, in the order of the groups; not by load_state_dict, which casts it."""
+        return [
+            dict(self.optimizer.state.get(p, {}))
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    def _adopt_optimizer(self, states: list[dict[str, Any]]) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for p, given in zip(parameters, states, strict=True):
+            if not given:
+                self.optimizer.state.pop(p, None)
+                continue
+            mine = self.optimizer.state[p]
+            for key in set(mine) - set(given):
+                del mine[key]
+            for key, value in given.items():
+                mine[key] = value
+
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes and bytes of parameters and buffers, in order."""
+        digest = hashlib.sha256()
+        for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _take(mine: torch.Tensor, given: torch.Tensor) -> None:
+    if mine.data_ptr() != given.data_ptr():
+        mine.copy_(given)

@@ -1,0 +1,367 @@
+"""One optimizer step, as a transaction: everything up to the commit can be undone, everything after it cannot fail.
+
+    for each of my virtual workers: same buffers, own random numbers, forward, backward
+        (gradients are added and sent while the last backward runs)
+    first header    launched after the last forward: losses, weights, metrics, stop wishes of all
+    sums            my part of the gradient, divided once by the weight of the whole global batch
+    closing header  which parameters were used, which buffers changed, finite or not, late hooks
+    gather          finished parts of all; changed buffers of all
+    commit          one compare-and-swap that excludes an abort
+    apply           gradients assigned, clipped, optimizer, scheduler, buffers
+
+A step has these collectives even where nothing needs a gradient, so nobody completes one that somebody did not
+enter: two members differ by one step at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from elastic_dp.distributed.gradients import GradientSum
+from elastic_dp.distributed.header import Header
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.tree import Node, fold
+from elastic_dp.errors import LossError
+from elastic_dp.sampling.seeds import body_seed, seed_for
+from elastic_dp.train.buffers import StepBuffers
+from elastic_dp.train.control import Control
+from elastic_dp.train.faults import Faults
+from elastic_dp.train.state import StepRecord, TrainState
+
+LossFn = Callable[[Any, Any], Any]
+
+
+class BatchSource(Protocol):
+    """What a step needs of a data set; see `elastic_dp.data`."""
+
+    fingerprint: str
+    steps_per_epoch: int
+
+    def epoch_of(self, step: int) -> int: ...
+    def ends_epoch(self, step: int) -> bool: ...
+    def rows(self, step: int, virtual_worker: int) -> int: ...
+    def batch(self, step: int, virtual_worker: int) -> Any: ...
+    def describe(self, step: int, virtual_worker: int) -> str: ...
+    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StopAgreed:
+    """Somebody asked for the end in this step's header: nobody commits it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """A hook fired after its bucket had been sent: nobody commits, all redo the step without overlap."""
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """What one virtual worker's forward pass gave."""
+
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+
+
+@dataclass
+class Stepper:
+    """Runs steps for one session; `group` and `shares` are set anew in each generation."""
+
+    state: TrainState
+    loss_fn: LossFn
+    data: BatchSource
+    virtual_workers: int
+    device: torch.device
+    exact: bool
+    clip_norm: float | None
+    precision: str | None
+    seed: int
+    control: Control
+    faults: Faults
+    report: Callable[[str], None]  # tells the phase
+    _group: ProcessGroup | None = None
+    _shares: list[Node] = field(default_factory=list)
+    _intact: bool = False  # the gradients of the last committed step are still assigned
+
+    def __post_init__(self) -> None:
+        self.gradients = GradientSum(list(self.state.parameters.values()))
+        self.buffers = StepBuffers(self.state.model)
+
+    def open(self, group: ProcessGroup, shares: Sequence[Node], next_step: int) -> None:
+        self._group, self._shares = group, list(shares)
+        self._first, self._closing, self._values = Header(group), Header(group), Header(group)
+        self.gradients.open(group, shares, self.virtual_workers, self.exact)
+        self.data.read_ahead(next_step, range(*shares[group.rank]))
+
+    def close(self) -> None:
+        """Undo what is not committed and let go of the group."""
+        if not self._intact:
+            self.gradients.drop()
+        self.gradients.close()
+        self.buffers.undo()
+        self._group = None
+
+    def attempt(self, step: int) -> StepRecord | StopAgreed | Redo:
+        """Raises GroupError when the step could not be completed; then nothing was applied."""
+        group = self._group
+        assert group is not None
+        totals = [self.data.rows(step, v) for v in range(self.virtual_workers)]
+        expected = float(sum(totals))
+        stop = self.control.stop_reason
+        self.report("compute")
+        self._intact = False
+        self.gradients.begin()
+        first = self._leaves(step, stop, expected)
+        stops = [record["stop"] for record in first if record["stop"]]
+        if stops:
+            self._undo()
+            self.control.commit()
+            return StopAgreed(stops[0])
+        leaves = self._all_leaves(step, first)
+        weight = math.fsum(leaf.weight for leaf in leaves.values())
+        self._point("exchange", step)
+        loss_scale = self.state.loss_scale
+        divisor = (weight or 1.0) * (loss_scale.scale if loss_scale else 1.0)
+        probes = self.gradients.reduce(divisor, expected / weight if weight else 1.0)
+        finite = self.gradients.all_finite(probes)
+        closing = self._close_step(step, finite)
+        if closing.late:
+            self.gradients.overlap = False
+            self._undo()
+            return Redo()
+        if not closing.finite and loss_scale is None:
+            raise LossError(
+                f"the gradient of step {step} is not finite although every loss is; the rows were: "
+                + "; ".join(self.data.describe(step, v) for v in sorted(leaves)[:4])
+            )
+        self._point("gather", step)
+        self.gradients.complete()
+        buffers = self._exchange_buffers(step, closing.changed)
+        group.synchronize()
+        self._point("before_commit", step)
+        self.control.commit()
+        self._point("after_commit", step)
+        return self._apply(step, leaves, weight, closing, buffers)
+
+    # ------------------------------------------------------------------- up to the commit
+
+    def _leaves(self, step: int, stop: str | None, expected: float) -> list[dict[str, Any]]:
+        """Run my virtual workers. Returns the first header of every rank."""
+        assert self._group is not None
+        mine = fold(*self._shares[self._group.rank], self.virtual_workers)
+        outcomes: list[tuple[int, float, float, dict[str, float]]] = []
+        for i, leaf in enumerate(mine):
+            is_last = i == len(mine) - 1
+            v = leaf.virtual_worker
+            self.control.may_continue()
+            self.gradients.before_leaf(leaf, is_last)
+            loss = None
+            if stop is None and self.data.rows(step, v) > 0:
+                self._point("before_forward", step)
+                loss, outcome = self._forward(step, v, expected)
+                outcomes.append((v, outcome.loss, outcome.weight, outcome.metrics))
+            if is_last:
+                self._first.launch(json.dumps({"v": outcomes, "stop": stop}).encode())
+                self._point("first_header", step)
+            if loss is not None and loss.requires_grad:
+                self._point("backward", step)
+                loss.backward()
+            self.buffers.after_leaf(v, contributes=loss is not None)
+            self.gradients.after_leaf(leaf, is_last)
+        self.report("collective")
+        return [json.loads(record) for record in self._first.collect()]
+
+    def _forward(self, step: int, v: int, expected: float) -> tuple[torch.Tensor | None, _Leaf]:
+        """The scaled loss to run backward from, or None where the weight is 0."""
+        seed_everything(seed_for(self.seed, step, v))
+        batch = to_device(self.data.batch(step, v), self.device)
+        with autocast(self.precision, self.device):
+            returned = self.loss_fn(self.state.model, batch)
+        self._point("forward", step)
+        loss, weight, metrics = parse_loss(returned, self.data.rows(step, v))
+        leaf = _Leaf(float(loss.detach()), weight, metrics)
+        if weight == 0.0:
+            return None, leaf
+        if not math.isfinite(leaf.loss) and self.state.loss_scale is None:
+            return None, leaf  # the header tells all; they raise together
+        scale = weight if self.exact else weight / expected
+        if self.state.loss_scale is not None:
+            scale *= self.state.loss_scale.scale
+        return loss * scale, leaf
+
+    def _all_leaves(self, step: int, headers: Sequence[dict[str, Any]]) -> dict[int, _Leaf]:
+        leaves = {v: _Leaf(loss, weight, m) for h in headers for v, loss, weight, m in h["v"]}
+        for v in sorted(leaves):
+            leaf = leaves[v]
+            if leaf.weight and not math.isfinite(leaf.loss) and self.state.loss_scale is None:
+                raise LossError(
+                    f"the loss of step {step} is {leaf.loss} on virtual worker {v} "
+                    f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 to leave it out"
+                )
+        return {v: leaves[v] for v in sorted(leaves) if leaves[v].weight}
+
+    def _close_step(self, step: int, finite: bool) -> _Closing:
+        flags = bytes([finite, self.gradients.late])
+        self._closing.launch(flags + self.gradients.used + self.buffers.changed())
+        self._point("closing_header", step)
+        rows = [np.frombuffer(row, dtype=np.uint8) for row in self._closing.collect()]
+        either = np.maximum.reduce(rows)
+        split = 2 + len(self.gradients.used)
+        return _Closing(
+            finite=all(row[0] for row in rows),
+            late=bool(either[1]),
+            used=either[2:split].tolist(),
+            changed=np.flatnonzero(either[split:]).tolist(),
+        )
+
+    def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor]:
+        if not changed:
+            return {}
+        self._values.launch(self.buffers.payload(changed))
+        self._point("buffers", step)
+        return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
+
+    def _undo(self) -> None:
+        self.gradients.drop()
+        self.buffers.undo()
+
+    # ---------------------------------------------------------------------- from the commit
+
+    def _apply(
+        self,
+        step: int,
+        leaves: Mapping[int, _Leaf],
+        weight: float,
+        closing: _Closing,
+        buffers: Mapping[int, torch.Tensor],
+    ) -> StepRecord:
+        self.report("apply")
+        state = self.state
+        record = StepRecord(
+            number=step,
+            epoch=self.data.epoch_of(step),
+            epoch_end=self.data.ends_epoch(step),
+            loss=_mean([(leaf.loss, leaf.weight) for leaf in leaves.values()]),
+            weight=weight,
+            metrics=_mean_metrics(leaves.values()),
+            lr=float(state.optimizer.param_groups[0]["lr"]),
+        )
+        seed_everything(body_seed(self.seed, step))
+        self.gradients.assign(closing.used)
+        self.buffers.commit(buffers)
+        if closing.finite:
+            if self.clip_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(state.parameters.values(), self.clip_norm)
+                record.grad_norm = float(norm)
+            self._point("optimizer", step)
+            state.optimizer.step()
+            if state.scheduler is not None:
+                state.scheduler.step()
+        if state.loss_scale is not None:
+            state.loss_scale.update(overflow=not closing.finite)
+        state.record = record
+        self._intact = True
+        state.note_commit()
+        self._point("after_step", step)
+        return record
+
+    def grad_norm(self) -> float | None:
+        """Of the last committed step, while its gradients are still there."""
+        if not self._intact:
+            return None
+        grads = [p.grad for p in self.state.parameters.values() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def _point(self, name: str, step: int) -> None:
+        if self.faults.plan:
+            assert self._group is not None
+            self.faults.point(name, step, self._group.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    finite: bool
+    late: bool
+    used: list[int]  # per parameter of the layout, whether any virtual worker gave it a gradient
+    changed: list[int]  # indices of buffers that any virtual worker changed
+
+
+# --------------------------------------------------------------------------------------------- parts
+
+
+def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str, float]]:
+    """What a loss function may return: loss, (loss, weight) or (loss, weight, metrics)."""
+    loss, weight, metrics = returned, rows, {}
+    if isinstance(returned, tuple):
+        if len(returned) not in (2, 3):
+            raise LossError(
+                f"the loss function returned a tuple of {len(returned)}; it may return loss, "
+                "(loss, weight) or (loss, weight, metrics)"
+            )
+        loss, weight = returned[:2]
+        metrics = returned[2] if len(returned) == 3 else {}
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise LossError(
+            f"the loss is {what}, must be a scalar tensor: the mean over the micro-batch, e.g. loss.mean()"
+        )
+    number = float(weight)
+    if not (math.isfinite(number) and number >= 0):
+        raise LossError(f"the weight of a micro-batch is {number}, must be finite and not negative")
+    return loss.reshape(()), number, {str(key): float(value) for key, value in metrics.items()}
+
+
+def _mean(values: Sequence[tuple[float, float]]) -> float:
+    """Weighted mean, added in the order of virtual workers."""
+    weight = math.fsum(w for _, w in values)
+    return math.fsum(x * w for x, w in values) / weight if weight else math.nan
+
+
+def _mean_metrics(leaves: Any) -> dict[str, float]:
+    """Over the micro-batches that reported each."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for leaf in leaves:
+        for name, value in leaf.metrics.items():
+            by_name.setdefault(name, []).append((value, leaf.weight))
+    return {name: _mean(values) for name, values in by_name.items()}
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, NumPy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed % (1 << 63))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors anywhere in dicts, lists and tuples, and anything else with a `.to` (a BatchEncoding)."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Mapping) and type(batch) is dict:
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch
+
+
+def autocast(precision: str | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if precision in (None, "fp32"):
+        return contextlib.nullcontext()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)

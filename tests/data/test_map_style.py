@@ -1,0 +1,86 @@
+"""Map-style datasets: the same order arithmetic, the user's own items."""
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.errors import DataError
+from elastic_dp.sampling import Order
+from elastic_dp.spec import MapStyleData
+
+NUMBERS = TensorDataset(torch.arange(50), torch.arange(50) * 2)
+
+
+def test_order_is_the_order_of_sampling():
+    data = open_data(MapStyleData(NUMBERS, micro_batch_size=4, seed=9), virtual_workers=3)
+    order = Order(group_rows=(50,), virtual_workers=3, micro_batch_size=4, seed=9, shuffle="full")
+    assert data.steps_per_epoch == order.steps_per_epoch == 4
+    for step in (1, 4, 5, 100):
+        for virtual_worker in range(3):
+            numbers, doubled = data.batch(step, virtual_worker)
+            assert numbers.tolist() == order.locate(step, virtual_worker)[1].tolist()
+            assert torch.equal(doubled, 2 * numbers)
+            assert data.describe(step, virtual_worker).startswith(f"rows {numbers[0]}, ")
+
+
+def test_every_row_once_with_a_short_tail():
+    config = MapStyleData(NUMBERS, micro_batch_size=4, tail="short")
+    data = open_data(config, virtual_workers=3)
+    seen = [
+        number
+        for step in range(1, data.steps_per_epoch + 1)
+        for virtual_worker in range(3)
+        if data.rows(step, virtual_worker)
+        for number in data.batch(step, virtual_worker)[0].tolist()
+    ]
+    assert sorted(seen) == list(range(50))
+
+
+def test_items_are_fetched_in_the_callers_thread_and_may_draw():
+    class Noisy(Dataset):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return index + torch.rand(())
+
+    data = open_data(MapStyleData(Noisy(), micro_batch_size=4), virtual_workers=2)
+    data.read_ahead(1, [0, 1])
+    torch.manual_seed(1)
+    first = data.batch(2, 1)
+    torch.manual_seed(1)
+    assert torch.equal(data.batch(2, 1), first)
+
+
+def test_collate_fn_gets_the_items():
+    config = MapStyleData(NUMBERS, micro_batch_size=4, shuffle=False, collate_fn=list)
+    assert [int(item[0]) for item in open_data(config, virtual_workers=2).batch(1, 1)] == [
+        4,
+        5,
+        6,
+        7,
+    ]
+
+
+def test_evaluation_in_order_with_a_short_last_batch():
+    data = open_evaluation(MapStyleData(NUMBERS, micro_batch_size=8))
+    assert [data.rows(i) for i in range(data.num_batches)] == [8] * 6 + [2]
+    numbers = torch.cat([data.batch(i)[0] for i in range(data.num_batches)])
+    assert numbers.tolist() == list(range(50))
+
+
+def test_fingerprint():
+    def fingerprint(rows: int = 50, virtual_workers: int = 2, **changes) -> str:
+        config = MapStyleData(list(range(rows)), **({"micro_batch_size": 4} | changes))
+        return open_data(config, virtual_workers=virtual_workers).fingerprint
+
+    assert fingerprint() == fingerprint()
+    assert len({fingerprint(), fingerprint(51), fingerprint(50, 3), fingerprint(seed=1)}) == 4
+
+
+def test_too_small():
+    with pytest.raises(DataError, match="is empty"):
+        open_data(MapStyleData([], micro_batch_size=4), virtual_workers=2)
+    with pytest.raises(DataError, match="3 rows, fewer than one global batch of 8"):
+        open_data(MapStyleData([1, 2, 3], micro_batch_size=4), virtual_workers=2)

@@ -1,0 +1,308 @@
+"""Parquet data sets against pyarrow's own reader, and what is said of those that cannot be used."""
+
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_dp.data import open_data, open_evaluation, read_manifest
+from elastic_dp.data.parquet import ParquetDataset
+from elastic_dp.data.reader import RowGroupReader
+from elastic_dp.errors import DataError
+from elastic_dp.spec import DataConfig
+
+ROWS = (70, 0, 45, 1)
+
+
+def table(first: int, rows: int) -> pa.Table:
+    ids = np.arange(first, first + rows)
+    pixels = (ids[:, None, None] * 100 + np.arange(6).reshape(2, 3)).astype(np.int16)
+    image = pa.FixedSizeListArray.from_arrays(pixels.reshape(-1), 3)
+    return pa.table(
+        {
+            "id": pa.array(ids, pa.int64()),
+            "weight": pa.array(ids / 7, pa.float32()),
+            "even": pa.array(ids % 2 == 0),
+            "image": pa.FixedSizeListArray.from_arrays(image, 2),
+            "same": pa.array([[i, i + 1] for i in ids.tolist()], pa.list_(pa.int32())),
+            "ragged": pa.array([list(range(i % 4)) for i in ids.tolist()], pa.list_(pa.int32())),
+            "text": pa.array([f"row {i}" if i % 5 else None for i in ids.tolist()]),
+            "raw": pa.array([bytes([i % 256]) for i in ids.tolist()], pa.binary()),
+        }
+    )
+
+
+REGULAR = ("id", "weight", "even", "image", "same", "text", "raw")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    first = 0
+    for number, rows in enumerate(ROWS):
+        pq.write_table(table(first, rows), tmp_path / f"part-{number}.parquet", row_group_size=16)
+        first += rows
+    (tmp_path / "README.txt").write_text("not a shard")
+    (tmp_path / "._part-9.parquet").write_text("not a shard either")
+    return tmp_path
+
+
+def config(folder: Path | str, **changes) -> DataConfig:
+    return DataConfig(
+        str(folder), **({"micro_batch_size": 8, "columns": REGULAR, "seed": 5} | changes)
+    )
+
+
+def test_rows_are_what_pyarrow_reads(folder):
+    data = open_data(config(folder, tail="short"), virtual_workers=3)
+    reference = pq.read_table(folder, columns=list(REGULAR)).to_pylist()
+    seen = []
+    for step in range(1, data.steps_per_epoch + 1):
+        for virtual_worker in range(3):
+            if rows := data.rows(step, virtual_worker):
+                batch = data.batch(step, virtual_worker)
+                assert {len(value) for value in batch.values()} == {rows}
+                for number, row in enumerate(batch["id"].tolist()):
+                    for name in REGULAR:
+                        value = batch[name][number]
+                        plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                        assert plain == reference[row][name], name
+                    seen.append(row)
+    assert sorted(seen) == list(range(sum(ROWS)))
+    assert seen != sorted(seen)
+    kinds = {n: (v.dtype, v.shape[1:]) for n, v in batch.items() if isinstance(v, torch.Tensor)}
+    assert kinds == {
+        "id": (torch.int64, ()),
+        "weight": (torch.float32, ()),
+        "even": (torch.bool, ()),
+        "image": (torch.int16, (2, 3)),
+        "same": (torch.int32, (2,)),
+    }
+    data.close()
+
+
+def test_tensors_own_their_memory(folder):
+    data = open_data(config(folder), virtual_workers=2)
+    first = data.batch(1, 0)
+    kept = {n: v.clone() for n, v in first.items() if isinstance(v, torch.Tensor)}
+    for value in first.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    again = data.batch(1, 0)
+    assert all(torch.equal(again[name], value) for name, value in kept.items())
+    data.close()
+
+
+def test_a_worker_needs_only_the_manifest(folder, monkeypatch):
+    driver = open_data(config(folder), virtual_workers=2)
+    shipped = pickle.loads(pickle.dumps(driver.manifest))
+    monkeypatch.setattr("elastic_dp.data.opening.read_manifest", lambda _: pytest.fail("listed"))
+    worker = open_data(config(folder), virtual_workers=2, manifest=shipped)
+    assert worker.fingerprint == driver.fingerprint
+    assert torch.equal(worker.batch(3, 1)["id"], driver.batch(3, 1)["id"])
+    worker.close()
+    driver.close()
+
+
+def test_fingerprint_is_of_the_content_and_the_order(folder, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("copy")
+    for shard in folder.glob("part-*"):
+        (copy / shard.name).write_bytes(shard.read_bytes())
+
+    def fingerprint(where: Path | str = folder, virtual_workers: int = 2, **changes) -> str:
+        data = open_data(config(where, **changes), virtual_workers=virtual_workers)
+        data.close()
+        return data.fingerprint
+
+    assert fingerprint() == fingerprint(copy) == fingerprint(f"{copy}/*.parquet")
+    changed = [
+        fingerprint(virtual_workers=3),
+        fingerprint(seed=6),
+        fingerprint(micro_batch_size=4),
+        fingerprint(shuffle="none"),
+        fingerprint(tail="short"),
+        fingerprint(columns=["id"]),
+        fingerprint(folder / "part-0.parquet"),
+    ]
+    assert len({fingerprint(), *changed}) == 1 + len(changed)
+
+
+def test_reading_ahead_changes_no_batch(folder, monkeypatch):
+    plain, ahead = (open_data(config(folder), virtual_workers=4) for _ in range(2))
+    wanted: list[int] = []
+    want = RowGroupReader.want
+
+    def watched(reader: RowGroupReader, groups):
+        wanted.extend(groups)
+        want(reader, groups)
+
+    monkeypatch.setattr(RowGroupReader, "want", watched)
+    ahead.read_ahead(1, [0, 1])
+    for step in range(1, 9):
+        if step == 5:
+            ahead.read_ahead(5, [2, 3])
+        for virtual_worker in (0, 1) if step < 5 else (2, 3):
+            one, other = plain.batch(step, virtual_worker), ahead.batch(step, virtual_worker)
+            assert torch.equal(one["id"], other["id"])
+            assert one["text"] == other["text"]
+    ahead.close()
+    plain.close()
+    assert wanted, "nothing was read ahead"
+    ahead.read_ahead(1, [0])  # a closed data set takes the hint and does nothing
+
+
+def test_memory_is_bounded(folder):
+    manifest = read_manifest(config(folder))
+    reader = RowGroupReader(config(folder), manifest, cache_bytes=1)
+    for group in range(len(manifest.group_rows)):
+        if manifest.group_rows[group]:
+            reader.rows(np.array([group]), np.array([0]))
+            reader.want([group])
+    assert len(reader._groups) == 1
+    reader.close()
+
+
+def test_file_system_may_be_any(folder):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for shard in folder.glob("part-*"):
+        memory.pipe(f"/set/{shard.name}", shard.read_bytes())
+    there = open_data(config("memory://set"), virtual_workers=2)
+    here = open_data(config(folder), virtual_workers=2)
+    assert there.fingerprint == here.fingerprint
+    assert torch.equal(there.batch(2, 1)["image"], here.batch(2, 1)["image"])
+    there.close()
+    here.close()
+
+
+def test_evaluation_is_every_row_in_file_order(folder):
+    data = open_evaluation(config(folder, seed=99, epochs=3))
+    assert data.num_batches == math.ceil(sum(ROWS) / 8)
+    batches = [data.batch(i) for i in range(data.num_batches)]
+    assert [len(batch["id"]) for batch in batches] == [data.rows(i) for i in range(len(batches))]
+    assert torch.cat([batch["id"] for batch in batches]).tolist() == list(range(sum(ROWS)))
+    assert data.describe(0).startswith("rows 0, 1, 2")
+    data.close()
+
+
+def test_transform_and_collate(folder):
+    doubled = config(folder, columns=["id"], transform=lambda batch: {"twice": 2 * batch["id"]})
+    data = open_data(doubled, virtual_workers=2)
+    plain = open_data(config(folder), virtual_workers=2)
+    assert torch.equal(data.batch(1, 1)["twice"], 2 * plain.batch(1, 1)["id"])
+
+    def pad(batch):
+        rows = [torch.from_numpy(row) for row in batch["ragged"]]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
+    padded = open_data(config(folder, columns=["ragged"], collate_fn=pad), virtual_workers=2)
+    lengths = (padded.batch(1, 1) >= 0).sum(1)
+    assert torch.equal(lengths, plain.batch(1, 1)["id"] % 4)
+    for opened in (data, plain, padded):
+        opened.close()
+
+
+def test_describe_names_rows_of_shards(folder):
+    data = open_data(config(folder, shuffle="none"), virtual_workers=2)
+    assert data.describe(1, 0) == "rows 0, 1, 2, 3, 4, 5, 6, 7 of part-0.parquet"
+    assert (
+        data.describe(5, 0)
+        == "rows 64, 65, 66, 67, 68, 69 of part-0.parquet; rows 0, 1 of part-2.parquet"
+    )
+    data.close()
+
+
+def test_a_shard_that_was_rewritten(folder):
+    data = open_data(config(folder), virtual_workers=2)
+    pq.write_table(table(0, 70), folder / "part-0.parquet", row_group_size=32)
+    with pytest.raises(DataError, match=r"part-0.parquet was rewritten"):
+        for step in range(1, data.steps_per_epoch + 1):
+            data.batch(step, 0)
+    data.close()
+
+
+def write(folder: Path, **tables: pa.Table) -> None:
+    for name, content in tables.items():
+        pq.write_table(content, folder / f"{name}.parquet")
+
+
+def nothing(folder: Path) -> DataConfig:
+    return config(folder)
+
+
+def wrong_scheme(folder: Path) -> DataConfig:
+    return config("nosuch://bucket/data")
+
+
+def empty(folder: Path) -> DataConfig:
+    write(folder, a=table(0, 0))
+    return config(folder)
+
+
+def missing_column(folder: Path) -> DataConfig:
+    write(folder, a=table(0, 50))
+    return config(folder, columns=["tokens"])
+
+
+def differing_types(folder: Path) -> DataConfig:
+    write(folder, a=pa.table({"x": [1] * 50}), b=pa.table({"x": [1.0] * 50}))
+    return config(folder, columns=None)
+
+
+def differing_names(folder: Path) -> DataConfig:
+    write(folder, a=pa.table({"x": [1] * 50}), b=pa.table({"y": [1] * 50}))
+    return config(folder, columns=None)
+
+
+def too_few(folder: Path) -> DataConfig:
+    write(folder, a=table(0, 15))
+    return config(folder)
+
+
+def not_parquet(folder: Path) -> DataConfig:
+    (folder / "a.parquet").write_text("hello")
+    return config(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (nothing, r"no \*\.parquet file at .*; it must be a folder"),
+        (wrong_scheme, r"cannot open 'nosuch://bucket/data'"),
+        (empty, r"hold no rows"),
+        (missing_column, r"no column 'tokens' in a\.parquet, which has 'id', 'weight'"),
+        (differing_types, r"'x' is int64 in a\.parquet and double in b\.parquet"),
+        (differing_names, r"'x' is int64 in a\.parquet and missing in b\.parquet"),
+        (
+            too_few,
+            r"15 rows, fewer than one global batch of 16 \(2 virtual workers × micro_batch_size 8\)",
+        ),
+        (not_parquet, r"cannot read the footer of a\.parquet"),
+    ],
+)
+def test_what_cannot_be_opened(make: Callable[[Path], DataConfig], said: str, tmp_path: Path):
+    with pytest.raises(DataError, match=said):
+        open_data(make(tmp_path), virtual_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (pa.array([1, None] * 20), r"column 'x' of a\.parquet holds 20 null"),
+        (pa.array([{"y": 1}] * 40), r"is struct<y: int64>, which has no tensor"),
+        (pa.array([[1], [1, 2]] * 20), r"'x' holds lists of different lengths .* collate_fn"),
+    ],
+)
+def test_what_has_no_tensor(column: pa.Array, said: str, tmp_path: Path):
+    write(tmp_path, a=pa.table({"x": column}))
+    data = open_data(config(tmp_path, columns=None), virtual_workers=2)
+    assert isinstance(data, ParquetDataset)
+    with pytest.raises(DataError, match=said):
+        data.batch(1, 0)
+    data.close()

@@ -1,0 +1,72 @@
+"""The generator is pinned: a change of any value here changes the order of every run there is."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_dp.sampling import body_seed, seed_for
+from elastic_dp.sampling.generator import derive, mix64, mix64_words, permute
+
+
+def permutation(size: int, key: int) -> list[int]:
+    sizes, keys = np.full(size, size, dtype=np.uint64), np.full(size, key, dtype=np.uint64)
+    return permute(np.arange(size), sizes, keys).tolist()
+
+
+def test_golden_words():
+    assert GOLDEN_WORDS
+
+
+def test_golden_permutations():
+    assert GOLDEN_PERMUTATIONS
+
+
+def test_golden_seeds():
+    assert GOLDEN_SEEDS
+
+
+def test_words_agree_with_the_scalar():
+    words = [0, 1, 2**32, 2**63, 2**64 - 1]
+    assert mix64_words(np.array(words, dtype=np.uint64)).tolist() == [mix64(w) for w in words]
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_permutes(size, key):
+    assert sorted(permutation(size, key)) == list(range(size))
+
+
+def test_each_element_has_its_own_size_and_key():
+    sizes, keys = [1, 7, 7, 1000], [3, 4, 5, 6]
+    together = permute(
+        np.array([0, 2, 2, 999]), np.array(sizes, dtype=np.uint64), np.array(keys, dtype=np.uint64)
+    )
+    alone = [permutation(n, k)[i] for n, k, i in zip(sizes, keys, [0, 2, 2, 999], strict=True)]
+    assert together.tolist() == alone
+
+
+def test_small_permutations_are_all_equally_likely():
+    seen = Counter(tuple(permutation(4, derive(key))) for key in range(6000))
+    assert len(seen) == 24
+    assert all(
+        170 < count < 340 for count in seen.values()
+    )  # 250 expected, ± 5.8 standard deviations
+
+
+def test_neighbours_are_torn_apart():
+    order = permutation(10_000, derive(1, 2))
+    assert sum(abs(a - b) == 1 for a, b in pairwise(order)) < 12  # 2 expected
+    assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.04
+
+
+def test_seeds_differ_in_every_argument():
+    seeds = {seed_for(s, t, v) for s in range(20) for t in range(20) for v in range(20)}
+    seeds |= {body_seed(s, t) for s in range(20) for t in range(20)}
+    assert len(seeds) == 8400
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_seeds_take_any_job_seed():
+    assert len({seed_for(seed, 1, 0) for seed in (0, 2**64 - 1, 2**64, 2**64 + 1, 2**200)}) == 5
