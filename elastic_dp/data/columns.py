@@ -28,7 +28,7 @@ class Lists:
     offsets: npt.NDArray[np.int64]
 
 
-Column = Array | Lists | pa.Array
+Column = Any  # Array, Lists, or a pa.Array of text
 
 
 def decode_column(column: pa.ChunkedArray, where: str) -> Column:

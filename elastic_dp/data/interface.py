@@ -17,20 +17,12 @@ from elastic_dp.data.manifest import Manifest
 class Dataset(Protocol):
     """Training data. Steps count from 1, epochs from 0, virtual workers from 0."""
 
-    @property
-    def manifest(self) -> Manifest | None:
-        """To hand to `open_data` in another process; None for map-style data, which is pickled whole."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the data set's shape and of everything that sets the order. Equal: same rows per step."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """At least 1."""
+    manifest: Manifest | None  # for `open_data` in another process; None: map-style, pickled whole
+    fingerprint: (
+        str  # of the data set's shape and all that sets the order. Equal: same rows per step
+    )
+    num_rows: int
+    steps_per_epoch: int  # at least 1
 
     def epoch_of(self, step: int) -> int: ...
 
@@ -57,17 +49,10 @@ class Dataset(Protocol):
 class EvaluationData(Protocol):
     """All rows once, in file order, the last batch shorter; `seed`, `epochs`, `shuffle`, `tail` do not matter."""
 
-    @property
-    def manifest(self) -> Manifest | None: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def num_batches(self) -> int: ...
+    manifest: Manifest | None
+    fingerprint: str
+    num_rows: int
+    num_batches: int
 
     def rows(self, index: int) -> int: ...
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import default_collate
 
+from elastic_dp.data.manifest import Manifest
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import Order
 from elastic_dp.spec import MapStyleData
@@ -25,7 +26,7 @@ _ROWS_NAMED = 8
 class MapStyleDataset:
     """A `Dataset` (see interface.py)."""
 
-    manifest = None
+    manifest: Manifest | None = None
 
     def __init__(self, config: MapStyleData, *, virtual_workers: int) -> None:
         self._config = config
@@ -65,7 +66,7 @@ class MapStyleDataset:
 class MapStyleEvaluation:
     """An `EvaluationData` (see interface.py)."""
 
-    manifest = None
+    manifest: Manifest | None = None
 
     def __init__(self, config: MapStyleData) -> None:
         self._config = config

@@ -24,8 +24,11 @@ _SHARDS_NAMED = 3
 class ParquetDataset:
     """A `Dataset` (see interface.py). `transform` gets a dict of NumPy arrays, and may return tensors."""
 
+    manifest: Manifest | None
+
     def __init__(self, config: DataConfig, manifest: Manifest, order: Order) -> None:
-        self.manifest, self._config, self._order = manifest, config, order
+        self.manifest, self._manifest = manifest, manifest
+        self._config, self._order = config, order
         self.num_rows, self.steps_per_epoch = order.num_rows, order.steps_per_epoch
         identity = f"{manifest.digest} {order.identity}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
@@ -50,7 +53,7 @@ class ParquetDataset:
         return to_micro_batch(self._config, arrays)
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        return describe_rows(self.manifest, *self._order.locate(step, virtual_worker))
+        return describe_rows(self._manifest, *self._order.locate(step, virtual_worker))
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         self._ours = frozenset(virtual_workers)
@@ -73,8 +76,11 @@ class ParquetDataset:
 class ParquetEvaluation:
     """An `EvaluationData` (see interface.py)."""
 
+    manifest: Manifest | None
+
     def __init__(self, config: DataConfig, manifest: Manifest) -> None:
-        self.manifest, self._config = manifest, config
+        self.manifest, self._manifest = manifest, manifest
+        self._config = config
         self.num_rows = manifest.num_rows
         self._order = Order(
             group_rows=manifest.group_rows,
@@ -97,7 +103,7 @@ class ParquetEvaluation:
         return to_micro_batch(self._config, arrays)
 
     def describe(self, index: int) -> str:
-        return describe_rows(self.manifest, *self._order.locate(index + 1, 0))
+        return describe_rows(self._manifest, *self._order.locate(index + 1, 0))
 
     def close(self) -> None:
         self._reader.close()

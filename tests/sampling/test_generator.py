@@ -17,15 +17,27 @@ def permutation(size: int, key: int) -> list[int]:
 
 
 def test_golden_words():
-    assert GOLDEN_WORDS
+    assert mix64(0x1) == 0x5692161D100B05E5
+    assert mix64(0x8000000000000000) == 0x25C26EA579CEA98A
+    assert derive(0) == 0x910A2DEC89025CC1
+    assert derive(1, 2, 3) == 0x1072DECA7455826
+    assert derive(3, 2, 1) == 0x51BF25161A05FB1B
+    assert derive(18446744073709551616, 5) == 0x8728E6207EE3BEE5
 
 
 def test_golden_permutations():
-    assert GOLDEN_PERMUTATIONS
+    assert permutation(1, 0) == [0]
+    assert permutation(2, 1) == [0, 1]
+    assert permutation(5, 2) == [1, 3, 2, 0, 4]
+    assert permutation(16, 3) == [6, 1, 12, 5, 15, 8, 4, 2, 11, 3, 10, 14, 7, 13, 0, 9]
 
 
 def test_golden_seeds():
-    assert GOLDEN_SEEDS
+    assert seed_for(0, 1, 0) == 0x40268385D4FCF1A3
+    assert seed_for(0, 1, 1) == 0xF541939D51746FCD
+    assert seed_for(7, 1000, 3) == 0x5402D01BFEF7AF2B
+    assert body_seed(0, 1) == 0x6C5795E14B3B7E33
+    assert body_seed(7, 1000) == 0x348EE6C2088ECEDC
 
 
 def test_words_agree_with_the_scalar():
