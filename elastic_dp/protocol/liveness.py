@@ -29,6 +29,9 @@ class Liveness:
         if not self._heard:
             self.due = math.inf
 
+    def knows(self, worker: WorkerId) -> bool:
+        return worker in self._heard
+
     def was_away(self, now: float) -> None:
         """The coordinator slept until `now`: who was silent meanwhile cannot be told."""
         self._awake_since = now

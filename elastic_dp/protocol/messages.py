@@ -110,6 +110,7 @@ class WorkerHeard:
     generation: int  # the last generation it entered; 0: none yet
     step: int  # committed steps
     phase: str  # "start", "wait", "form", "receive", "compute", "collective", "apply", "body", "evaluate", "done"
+    beat: int = 0  # counts this worker's heartbeats; the answer names the one it answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +268,14 @@ class AbortGeneration:
 
 @dataclass(frozen=True, slots=True)
 class RenewLease:
-    """Answer to a heartbeat: a controller still leads. A worker that gets none for `lease_s` stops."""
+    """Answer to a heartbeat: a controller still leads. A worker that gets none for `lease_s` stops.
+
+    The lease runs from the moment the heartbeat `beat` was sent, not from this answer's arrival: an answer
+    that was long under way must not prolong the life of a worker that has been given up.
+    """
 
     worker: WorkerId
+    beat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +316,7 @@ class FinishRun:
     place: Place
     digest: str
     reason: str
+    digests_differ: bool = False  # members finished with different weights: not exact
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ class Rules:
     forming_timeout_s: float = 30.0
     gather_timeout_s: float = 10.0
     release_timeout_s: float = 30.0  # one that was asked to leave is evicted after this
-    join_window_s: float = 0.05  # a ready joiner waits this long for others: a burst makes one change
+    join_window_s: float = (
+        0.05  # a ready joiner waits this long for others: a burst makes one change
+    )
     drain_margin_s: float = 5.0  # be gone this long before the deadline of a notice
     source_timeout_s: float = 60.0  # nobody's weights count yet and nobody fresh starts: make room
     steps_ahead: int = 2  # a planned end lies this far beyond what the heartbeats foretell

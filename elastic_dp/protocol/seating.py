@@ -77,17 +77,17 @@ def membership(
 
 
 def to_drop(
-    pairs: Collection[tuple[WorkerId, WorkerId]], members: list[Worker]
+    pairs: Collection[tuple[WorkerId, WorkerId]], members: list[Worker], founder: WorkerId | None
 ) -> list[Worker]:
     """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each other.
 
     Void workers go before whole ones, higher ranks before lower; a pair (w, w) says that w was out of reach of
-    all. One whole worker with the greatest place always stays.
+    all. One whole worker with the greatest place (or the founder, before anybody is whole) always stays.
     """
     rank = {worker.id: index for index, worker in enumerate(members)}
     broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}
     top = max((worker.place for worker in members if worker.whole), default=None)
-    heads = {worker.id for worker in members if worker.whole and worker.place == top}
+    heads = {worker.id for worker in members if worker.whole and worker.place == top} or {founder}
     dropped: list[Worker] = []
     while broken:
         degree: Counter[WorkerId] = Counter()
