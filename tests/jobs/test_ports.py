@@ -1,0 +1,62 @@
+"""Users' loops fit: each port is a plain single-process script with few lines changed, and it runs."""
+
+import dataclasses
+import difflib
+import importlib
+import math
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PORTS = {
+    "nanogpt.py": "nanogpt_port.py",
+    "transformers_llama.py": "transformers_port.py",
+    "timm_like.py": "timm_like_port.py",
+}
+NEEDS = {"transformers_port.py": ["transformers"], "timm_like_port.py": ["sklearn.datasets"]}
+MAX_CHANGED_LINES = 25
+
+
+def significant(path: Path) -> list[str]:
+    lines = path.read_text().splitlines()
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize(("original", "port"), PORTS.items())
+def test_few_lines_change(original, port):
+    before, after = significant(ROOT / "docs/ports" / original), significant(ROOT / "jobs" / port)
+    changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert len(changed) <= MAX_CHANGED_LINES, "\n".join(changed)
+
+
+@pytest.mark.parametrize("port", PORTS.values())
+@pytest.mark.filterwarnings("default")  # of foreign libraries
+def test_the_port_runs(port, tmp_path, monkeypatch):
+    """The script as it is, but for `fit`: here, in this process, and for a few steps."""
+    for needed in NEEDS.get(port, []):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(needed)
+    edp = importlib.import_module("elastic_dp")
+    if not hasattr(edp, "ElasticTrainer"):
+        pytest.skip("elastic_dp has no ElasticTrainer yet")
+    results = []
+
+    def fit_here(trainer, local=False):
+        trainer.storage_path = str(tmp_path)
+        epochs = None if trainer.spec.data.epochs is None else 1
+        data = dataclasses.replace(trainer.spec.data, epochs=epochs)
+        trainer.spec = dataclasses.replace(trainer.spec, max_steps=22, data=data)
+        results.append(fit(trainer, local=True))
+
+    fit = edp.ElasticTrainer.fit
+    monkeypatch.setattr(edp.ElasticTrainer, "fit", fit_here)
+    runpy.run_path(str(ROOT / "jobs" / port), run_name="__main__")
+    [result] = results
+    assert result.step == 22
+    assert result.exact, result.inexact_because
+    assert math.isfinite(result.metrics["loss"])
+    assert result.metrics["loss"] < {"timm_like_port.py": 2.0}.get(port, 5.0)
