@@ -27,6 +27,7 @@ Three things always hold:
   one worker, the founder; another may take its place if it dies.
 * A message about an older generation changes nothing, and an identity is used once.
 
+A coordinator that slept, or heard nobody for a while, confirms by a claim that it still leads before it acts.
 Nobody who is heard is evicted for being slow, and nobody at all for silence while the group makes steps. Members
 of one generation differ by at most a step; one that is found further behind cannot be brought up and is replaced.
 While the run is being stopped, `min_workers` does not hold it up: one worker is enough to end it.
@@ -58,6 +59,15 @@ class Phase(StrEnum):
 
 IN_FLIGHT = frozenset({Phase.FORMING, Phase.RUNNING, Phase.ENDING})
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "receive"})
+FROM_WORKERS = (
+    m.WorkerHeard,
+    m.WorkerStarted,
+    m.WorkerReady,
+    m.WorkerStopped,
+    m.WorkerFinished,
+    m.WorkerReported,
+)
+UNTIMED = frozenset({Stage.STARTING, Stage.LEAVING, Stage.EVICTED})  # not judged by heartbeats
 ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
 
 
@@ -76,6 +86,10 @@ class Coordinator:
         self._alarms: list[tuple[float, str, WorkerId]] = []  # a heap
         self._set: set[tuple[float, str, WorkerId]] = set()  # the same, to set none twice
         self._out: list[Command] = []
+
+        self._heard_at = -math.inf  # anybody
+        self._held: list[Event] | None = None  # not acted on until leadership is confirmed
+        self._slept = False
 
         self._useful: set[WorkerId] = set()  # count towards size + standby
         self._ready: dict[WorkerId, Worker] = {}  # void, may be seated now
@@ -128,6 +142,8 @@ class Coordinator:
     @property
     def deadline(self) -> float | None:
         """When to come back with DeadlineReached; None: not before the next fact."""
+        if self._held is not None:
+            return None
         due = self._alarms[0][0] if self._alarms else math.inf
         if self.phase is not Phase.OVER:
             due = min(due, self._liveness.due)
@@ -160,6 +176,7 @@ class Coordinator:
             self._useful.add(worker_id)
             self._unreported.add(worker_id)
             self._liveness.heard(worker_id, now)
+            self._heard_at = now
             self._emit(m.ReportYourself(worker_id))
         self._claiming = highest_claimed + 1
         self._emit(m.ClaimGeneration(self._claiming))
@@ -174,17 +191,56 @@ class Coordinator:
         deadline = self.deadline
         if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):
             return []
-        if deadline is not None and now > deadline + self.rules.heartbeat_interval_s:
-            self._liveness.was_away(now)
         if self.phase is Phase.OVER:
             self._handle_over(event, now)
-            return self._flush()
-        self._take(event, now)
-        self._ring(now)
-        self._proceed(now)
+        elif self._held is not None:
+            self._hold(event, now)
+        elif self._fell_quiet(now):
+            self._confirm(event, now, deadline)
+        else:
+            self._take(event, now)
+            self._ring(now)
+            self._proceed(now)
         return self._flush()
 
+    # A coordinator that heard nobody for a while, because it slept or because the workers follow another one by
+    # now, acts on nothing before it has claimed one more generation: that shows whether it still leads.
+
+    def _fell_quiet(self, now: float) -> bool:
+        quiet_s = 2 * self.rules.heartbeat_interval_s
+        return self._liveness.waiting and now > self._heard_at + quiet_s
+
+    def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
+        on_time = deadline is None or now <= deadline + self.rules.heartbeat_interval_s
+        self._slept = not (isinstance(event, m.DeadlineReached) and on_time)
+        self._held = []
+        self._claiming = max(self.generation, self._claimed, self._claiming) + 1
+        self._emit(m.ClaimGeneration(self._claiming))
+        self._hold(event, now)
+
+    def _hold(self, event: Event, now: float) -> None:
+        assert self._held is not None
+        if isinstance(event, m.GenerationClaimLost):
+            self._held = None
+            self._stand_down(event)
+        elif event != m.GenerationClaimed(self._claiming):
+            self._held.append(event)
+        else:
+            if self._slept:  # who was silent meanwhile cannot be told
+                self._liveness.was_away(now)
+            self._heard_at = now
+            held, self._held = self._held, None
+            for each in (event, *held):
+                self._take(each, now)
+            self._ring(now)
+            self._proceed(now)
+
     def _take(self, event: Event, now: float) -> None:
+        if isinstance(event, FROM_WORKERS):
+            self._heard_at = now
+            worker = self._workers.get(event.worker)
+            if worker is not None and worker.stage not in UNTIMED:
+                self._liveness.heard(worker.id, now)
         match event:
             case m.WorkerHeard():
                 self._heard(event, now)
@@ -263,6 +319,7 @@ class Coordinator:
 
     def _begin(self, worker: Worker, now: float) -> None:
         self._move(worker, Stage.BUILDING, now)
+        worker.renewed_at = now  # its first lease runs from its start
         self._liveness.heard(worker.id, now)
         if not self._founded and self._founder is None and not self._able:
             self._founder = worker.id
@@ -276,7 +333,6 @@ class Coordinator:
             return
         worker.signature, worker.can_source = signature, can_source
         self._move(worker, Stage.READY, now)
-        self._liveness.heard(worker_id, now)
         if can_source and not self._founded:
             self._able[worker_id] = worker
         if self._founder == worker_id and not self._founded:
@@ -358,8 +414,6 @@ class Coordinator:
             return
         if worker.stage is Stage.STARTING:
             self._begin(worker, now)
-        if worker.stage is not Stage.LEAVING:
-            self._liveness.heard(worker.id, now)
         worker.renewed_at = now
         self._emit(m.RenewLease(worker.id, event.beat))
         if worker.stage is Stage.MEMBER:
@@ -377,8 +431,9 @@ class Coordinator:
             self._emit(m.BeginTraining(worker.id, worker.id == self._founder))  # ours was, perhaps
 
     def _member_heard(self, worker: Worker, event: m.WorkerHeard, now: float) -> None:
-        self._lease_until = max(self._lease_until, now + self.rules.lease_s)
         inside = worker.id in self._open
+        if inside:  # who has stopped makes no steps, whatever its lease
+            self._lease_until = max(self._lease_until, now + self.rules.lease_s)
         if event.generation == self.generation and self.phase in IN_FLIGHT:
             self._unentered.discard(worker.id)
             if event.phase not in BEFORE_TRAINING:
@@ -852,6 +907,9 @@ class Coordinator:
         worker.entered, worker.place, worker.whole = event.generation, event.place, event.whole
         if event.signature is None:
             self._move(worker, Stage.BUILDING, -math.inf)
+        elif self.generation == 0:  # none was ever announced
+            self._move(worker, Stage.BUILDING, now)
+            self._became_ready(worker.id, event.signature, event.can_source, now)
         else:  # it may hold, or be about to enter, any generation up to the newest
             self._move(worker, Stage.MEMBER, now)
             self._members[worker.id] = worker

@@ -32,6 +32,11 @@ class Liveness:
     def knows(self, worker: WorkerId) -> bool:
         return worker in self._heard
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anybody should be heard."""
+        return bool(self._heard)
+
     def was_away(self, now: float) -> None:
         """The coordinator slept until `now`: who was silent meanwhile cannot be told."""
         self._awake_since = now
