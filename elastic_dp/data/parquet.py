@@ -16,6 +16,8 @@ from elastic_dp.errors import DataError
 from elastic_dp.sampling import Order
 from elastic_dp.spec import DataConfig
 
+Ints = npt.NDArray[np.int64]
+
 READ_AHEAD_STEPS = 4
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
@@ -34,6 +36,9 @@ class ParquetDataset:
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._reader = RowGroupReader(config, manifest)
         self._ours: frozenset[int] = frozenset()  # the virtual workers that read_ahead named
+        self._located: dict[
+            tuple[int, int], tuple[Ints, Ints]
+        ] = {}  # by (step, virtual worker), ahead
 
     def epoch_of(self, step: int) -> int:
         return self._order.epoch_of(step)
@@ -45,11 +50,12 @@ class ParquetDataset:
         return self._order.rows(step, virtual_worker)
 
     def batch(self, step: int, virtual_worker: int) -> Any:
-        groups, rows = self._order.locate(step, virtual_worker)
+        known = self._located.pop((step, virtual_worker), None)
+        groups, rows = known or self._order.locate(step, virtual_worker)
         assert len(rows), "a micro-batch of 0 rows is not to be asked for"
         arrays = self._reader.rows(groups, rows)
         if virtual_worker in self._ours:
-            self._plan(step + READ_AHEAD_STEPS, step + READ_AHEAD_STEPS, (virtual_worker,))
+            self._plan(step + READ_AHEAD_STEPS, virtual_worker)
         return to_micro_batch(self._config, arrays)
 
     def describe(self, step: int, virtual_worker: int) -> str:
@@ -57,20 +63,20 @@ class ParquetDataset:
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         self._ours = frozenset(virtual_workers)
-        self._plan(step, step + READ_AHEAD_STEPS - 1, tuple(virtual_workers))
+        self._located.clear()
+        for ahead in range(READ_AHEAD_STEPS):
+            for virtual_worker in virtual_workers:
+                self._plan(step + ahead, virtual_worker)
 
     def close(self) -> None:
         self._reader.close()
 
-    def _plan(self, first: int, last: int, virtual_workers: tuple[int, ...]) -> None:
-        def plan() -> None:
-            for step in range(first, last + 1):
-                for virtual_worker in virtual_workers:
-                    if virtual_worker in self._ours:  # else it was moved meanwhile
-                        groups, _ = self._order.locate(step, virtual_worker)
-                        self._reader.want(np.unique(groups).tolist())
-
-        self._reader.submit(plan)
+    def _plan(self, step: int, virtual_worker: int) -> None:
+        """The reader's threads fetch what the micro-batch needs; where its rows are is kept for `batch`."""
+        if len(self._located) >= 2 * READ_AHEAD_STEPS * len(self._ours):
+            self._located.clear()  # steps were jumped over
+        located = self._located[step, virtual_worker] = self._order.locate(step, virtual_worker)
+        self._reader.want(np.unique(located[0]).tolist())
 
 
 class ParquetEvaluation:
@@ -135,9 +141,7 @@ def _to_tensor(name: str, value: Any) -> Any:
     return value
 
 
-def describe_rows(
-    manifest: Manifest, groups: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> str:
+def describe_rows(manifest: Manifest, groups: Ints, rows: Ints) -> str:
     """ "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet", rows counted in the shard from 0."""
     by_shard: dict[str, list[int]] = {}
     for group, row in zip(groups.tolist(), rows.tolist(), strict=True):

@@ -7,7 +7,6 @@ Decoded row groups are shared, so what `rows` returns is always a copy that the 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -28,7 +27,6 @@ CACHE_BYTES = 1 << 30
 READ_THREADS = 4
 FOOTERS_KEPT = 1024
 
-_log = logging.getLogger(__name__)
 _Group = dict[str, Column]
 
 
@@ -57,29 +55,20 @@ class RowGroupReader:
         """Row `rows[i]` of row group `groups[i]`, in this order: arrays [len(rows), …], or lists of objects."""
         distinct = sorted(set(groups.tolist()))
         waiting = [self._start(group) for group in distinct]
-        parts = [(np.flatnonzero(groups == group), group) for group in distinct]
+        places = [np.flatnonzero(groups == group) for group in distinct]
         loaded = [future.result()[0] for future in waiting]
         return {
             name: gather(
-                [
-                    (group[name], rows[places], places)
-                    for group, (places, _) in zip(loaded, parts, strict=True)
-                ],
-                len(rows),
+                [(g[name], rows[at], at) for g, at in zip(loaded, places, strict=True)], len(rows)
             )
             for name in self._columns
         }
 
     def want(self, groups: Iterable[int]) -> None:
-        """Starts to read those that are not here yet, and does not wait."""
+        """Starts to read those that are not here yet, and does not wait. A hint: nothing once closed."""
         for group in groups:
-            self._start(group)
-
-    def submit(self, plan: Any) -> None:
-        """Runs a function that calls `want` off the caller's thread. Nothing happens after `close`."""
-        with self._lock:
             if not self._closed:
-                self._pool.submit(plan)
+                self._start(group)
 
     def close(self) -> None:
         with self._lock:
