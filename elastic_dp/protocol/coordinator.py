@@ -89,7 +89,7 @@ class Coordinator:
 
         self._heard_at = -math.inf  # anybody
         self._held: list[Event] | None = None  # not acted on until leadership is confirmed
-        self._slept = False
+        self._slept, self._asked_at = False, -math.inf
 
         self._useful: set[WorkerId] = set()  # count towards size + standby
         self._ready: dict[WorkerId, Worker] = {}  # void, may be seated now
@@ -213,7 +213,7 @@ class Coordinator:
     def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
         on_time = deadline is None or now <= deadline + self.rules.heartbeat_interval_s
         self._slept = not (isinstance(event, m.DeadlineReached) and on_time)
-        self._held = []
+        self._held, self._asked_at = [], now
         self._claiming = max(self.generation, self._claimed, self._claiming) + 1
         self._emit(m.ClaimGeneration(self._claiming))
         self._hold(event, now)
@@ -226,7 +226,7 @@ class Coordinator:
         elif event != m.GenerationClaimed(self._claiming):
             self._held.append(event)
         else:
-            if self._slept:  # who was silent meanwhile cannot be told
+            if self._slept or now > self._asked_at + self.rules.heartbeat_interval_s:
                 self._liveness.was_away(now)
             self._heard_at = now
             held, self._held = self._held, None
@@ -282,7 +282,6 @@ class Coordinator:
                 now,
             )
             return
-        self._replenish(now)
         if self.phase is Phase.SURVEYING:
             self._end_survey(now)
         if self.phase is Phase.FORMING and not self._unformed:
@@ -293,6 +292,8 @@ class Coordinator:
             self._consider_change(now)
         if self.phase is Phase.GATHERING:
             self._seat(now)
+        if self.phase is not Phase.OVER:
+            self._replenish(now)
 
     # ------------------------------------------------------------------ before the first seat
 
@@ -489,7 +490,9 @@ class Coordinator:
         if self.phase in (Phase.FORMING, Phase.RUNNING):
             self._abort(f"{worker.id} stopped: {event.reason}", now)
             self._count(worker, now)
-        elif self._after_step is not None and event.place < (self._after_step,):
+        elif self._after_step is not None and (
+            event.place < (self._after_step,) or not event.at_head
+        ):
             self._abort(f"{worker.id} stopped before the planned end: {event.reason}", now)
 
     def _finished(self, event: m.WorkerFinished) -> None:
@@ -555,12 +558,12 @@ class Coordinator:
             if worker.whole and again:
                 self._release(worker, "out of reach of other members", now)
             elif not worker.whole:
-                self._put_back(worker, now)
+                self._put_back(worker, again, now)
 
-    def _put_back(self, worker: Worker, now: float) -> None:
+    def _put_back(self, worker: Worker, again: bool, now: float) -> None:
         """A void member that could not be reached; back off, or replace it."""
         worker.failed_joins += 1
-        if worker.failed_joins > self.rules.max_failed_joins:
+        if again or worker.failed_joins > self.rules.max_failed_joins:
             self._evict(worker, "could not join the others", now)
             return
         del self._members[worker.id]

@@ -42,6 +42,7 @@ class Checkers:
         self.dismissed: set[str] = set()  # evicted or released by command
         self.failed_sets: list[frozenset[str]] = []
         self.finish: m.FinishRun | None = None
+        self.finished_by: SimController | None = None
         self.failure: m.FailRun | None = None
         self.marks: Counter[str] = Counter()
 
@@ -63,7 +64,9 @@ class Checkers:
             for other in self.world.workers.values()
             if other.alive and other.whole and other.id not in self.dismissed
         ]
-        must(not holders, f"{worker.id} founds the run anew while {holders} hold its state")
+        must(not holders or worker.id in self.dismissed, f"{worker.id} founds the run anew while {holders} hold its state")
+        if worker.id in self.dismissed:
+            return f"init {worker.id}"  # given up; its lease keeps it from any step
         if 0 in self.states:
             self.marks["founded anew"] += 1
         self.states = {0: f"init {worker.id}"}
@@ -73,6 +76,7 @@ class Checkers:
         generation = group.membership.generation
         self.holds(worker)
         self.marks["commit"] += 1
+        self.failed_sets.clear()
         if generation < self.newest_committing:
             self.marks["late commit"] += 1
             last = max(key for key in group.completed_at if isinstance(key, tuple) and key[0] == worker.step)
@@ -126,7 +130,7 @@ class Checkers:
             case m.ReleaseWorker(worker=worker):
                 by.dismissed.add(worker)
             case m.FinishRun():
-                self.finished(command)
+                self.finished(command, by)
             case m.FailRun():
                 self.run_failed(command, by)
 
@@ -161,7 +165,7 @@ class Checkers:
             must(not ahead, f"{ahead} are ahead of {top} and have no seat")
         at_head = self.world.workers[membership.source].at_head
         if not by.stopping and at_head:
-            least = min(self.world.rules.min_workers, by.size)
+            least = min(by.coordinator.rules.min_workers, by.size)
             must(len(seats) >= least, f"{len(seats)} members, at least {least} wanted")
         must(len(seats) <= max(by.size + 1, 1), f"{len(seats)} members, size {by.size}")
         ranks = [seat.worker for seat in seats]
@@ -194,11 +198,15 @@ class Checkers:
         membership = self.memberships.get(generation)
         return membership.seats if membership else ()
 
-    def finished(self, command: m.FinishRun) -> None:
-        must(self.finish is None, "finished twice")
-        self.finish = command
+    def finished(self, command: m.FinishRun, by: SimController) -> None:
+        if self.finish is not None:  # the record is create-only, the first counts
+            must(by is not self.finished_by, "finished twice")
+            return
+        self.finish, self.finished_by = command, by
         if command.place.step == 0 and command.digest == "":
-            must(not self.first_commit, "finished at step 0, but steps were made")
+            holders = [w.id for w in self.world.workers.values() if w.alive and w.whole]
+            holders = [w for w in holders if w not in self.dismissed]
+            must(not holders, f"finished at step 0, but {holders} hold a state")
             return
         must(command.place.ended == 1, f"finished at {command.place}")
         must(command.digest == self.states.get(command.place.step), "finished with other weights")
@@ -258,6 +266,7 @@ class Watched:
                 all(isinstance(c, m.EvictWorker) for c in answers), f"after the end: {answers}"
             )
         told = [c for c in answers if not isinstance(c, m.Explain | m.StartWorker)]
+        size = max(size, len(coordinator.workers))
         must(len(told) <= 3 * size + 6 or not sure, f"{len(told)} commands for {event}")
         return out + answers
 

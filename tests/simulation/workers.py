@@ -38,31 +38,32 @@ class Group:
         self.world, self.membership = world, membership
         self.members = [seat.worker for seat in membership.seats]
         self.seats = {seat.worker: seat for seat in membership.seats}
-        self.entered: dict[Any, set[str]] = {}
+        self.entered: dict[Any, dict[SimWorker, int]] = {}  # with the token it had then
         self.completed_at: dict[Any, float] = {}
         self.stop: dict[int, bool] = {}
         self.formed: set[str] = set()
 
     def enter(self, worker: SimWorker, key: Any) -> None:
-        inside = self.entered.setdefault(key, set())
-        inside.add(worker.id)
+        inside = self.entered.setdefault(key, {})
+        inside[worker] = worker.token
         if len(inside) == len(self.members):
             self.completed_at[key] = self.world.now
-            for member in self.alive():
+            for member, token in inside.items():
                 if key == "form":
-                    member.all_entered(member.token)
+                    member.later(0.0, member.all_entered, token)
                 else:
                     delay = self.world.rng.choice((0.01, 0.05, 0.4))
-                    member.later(delay, member.collective_done, member.token, key)
+                    member.later(delay, member.collective_done, token, key)
 
     def alive(self) -> list[SimWorker]:
         workers = (self.world.workers[member] for member in self.members)
-        return [w for w in workers if w.alive and w.generation == self.membership.generation]
+        here = self.membership.generation
+        return [w for w in workers if w.alive and w.inside and w.generation == here]
 
     def reset_by(self, gone: SimWorker) -> None:
         """A member left or died: those blocked with it may see their connection reset, or stay blocked."""
         for member in self.alive():
-            if member is not gone and member.inside and self.world.rng.random() < 0.8:
+            if member is not gone and self.world.rng.random() < 0.8:
                 delay = self.world.rng.uniform(0.0, 0.3)
                 member.later(delay, member.connection_reset, member.token)
 
@@ -270,10 +271,12 @@ class SimWorker:
 
     def forming_timeout(self, token: int) -> None:
         if token == self.token and self.phase == "form" and self.group is not None:
-            absent = set(self.group.members) - self.group.entered["form"]
+            absent = set(self.group.members) - {w.id for w in self.group.entered["form"]}
             self.failed("forming timed out", tuple(sorted(absent)))
 
     def all_entered(self, token: int) -> None:
+        if token != self.token:
+            return
         assert self.group is not None
         far = [w for w in self.group.members if frozenset((w, self.id)) in self.world.bad_pairs]
         if far:
@@ -368,7 +371,7 @@ class SimWorker:
         if token != self.token:
             return  # aborted: the compare-and-swap of the commit
         assert self.group is not None
-        torn = any(not self.world.workers[w].alive for w in self.group.members)
+        torn = len(self.group.alive()) < len(self.group.members)
         if torn and self.world.rng.random() < 0.5:
             self.failed("connection reset")
         elif key[0] == "evaluate":
