@@ -43,7 +43,7 @@ from elastic_dp.protocol.budget import Budget
 from elastic_dp.protocol.liveness import Liveness
 from elastic_dp.protocol.messages import START, Command, Event, Membership, Signature, WorkerId
 from elastic_dp.protocol.roster import USEFUL, Identities, Stage, Worker
-from elastic_dp.protocol.rules import Rules
+from elastic_dp.protocol.rules import Rules as Rules
 from elastic_dp.protocol.seating import Seating, choose, membership, to_drop
 
 
@@ -68,6 +68,7 @@ FROM_WORKERS = (
     m.WorkerReported,
 )
 UNTIMED = frozenset({Stage.STARTING, Stage.LEAVING, Stage.EVICTED})  # not judged by heartbeats
+QUIET_BEATS = 2  # no heartbeat of anybody for so many intervals is odd
 ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
 
 
@@ -199,6 +200,7 @@ class Coordinator:
             self._confirm(event, now, deadline)
         else:
             self._take(event, now)
+            self._judge_silence(event, now)
             self._ring(now)
             self._proceed(now)
         return self._flush()
@@ -207,7 +209,7 @@ class Coordinator:
     # now, acts on nothing before it has claimed one more generation: that shows whether it still leads.
 
     def _fell_quiet(self, now: float) -> bool:
-        quiet_s = 2 * self.rules.heartbeat_interval_s
+        quiet_s = QUIET_BEATS * self.rules.heartbeat_interval_s
         return self._liveness.waiting and now > self._heard_at + quiet_s
 
     def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
@@ -232,6 +234,7 @@ class Coordinator:
             held, self._held = self._held, None
             for each in (event, *held):
                 self._take(each, now)
+            self._judge_silence(event, now)
             self._ring(now)
             self._proceed(now)
 
@@ -292,14 +295,13 @@ class Coordinator:
             self._consider_change(now)
         if self.phase is Phase.GATHERING:
             self._seat(now)
-        if self.phase is not Phase.OVER:
-            self._replenish(now)
+        self._replenish(now)
 
     # ------------------------------------------------------------------ before the first seat
 
     def _replenish(self, now: float) -> None:
         wanted = self.size + self.rules.standby - self._unfilled
-        if len(self._useful) >= wanted or self._stop is not None:
+        if len(self._useful) >= wanted or self._stop is not None or self.phase is Phase.OVER:
             return
         if self.phase is Phase.SURVEYING and self._claimed <= self.generation:
             return  # identities are counted under the claim
@@ -946,8 +948,6 @@ class Coordinator:
 
     def _ring(self, now: float) -> None:
         """Act on what is due, each alarm only if it still means something."""
-        for worker_id in self._liveness.overdue(now):
-            self._judge_silence(worker_id, now)
         while self._alarms and now >= self._alarms[0][0] and self.phase is not Phase.OVER:
             alarm = heapq.heappop(self._alarms)
             self._set.discard(alarm)
@@ -973,18 +973,28 @@ class Coordinator:
                     f"waiting for {', '.join(waiting[:5])}{' …' if waiting[5:] else ''} to stop"
                 )
 
-    def _judge_silence(self, worker_id: WorkerId, now: float) -> None:
-        worker = self._workers[worker_id]
+    def _judge_silence(self, event: Event, now: float) -> None:
+        """Once nothing more waits to be read, as DeadlineReached says; or some time after, if it never comes."""
+        patience_s = (
+            0.0
+            if isinstance(event, m.DeadlineReached)
+            else QUIET_BEATS * self.rules.heartbeat_interval_s
+        )
+        if now >= self._liveness.due + patience_s:
+            for worker_id in self._liveness.overdue(now):
+                self._judge_silent(self._workers[worker_id], now)
+
+    def _judge_silent(self, worker: Worker, now: float) -> None:
         excused_until = self._progress_at + self.rules.heartbeat_timeout_s
         if worker.stage is Stage.MEMBER and now < excused_until:
-            self._wake(excused_until, "silent", worker_id)  # the group makes steps, so it lives
+            self._wake(excused_until, "silent", worker.id)  # the group makes steps, so it lives
         else:
             self._evict(worker, f"silent for {self.rules.heartbeat_timeout_s:g} s", now)
 
     def _worker_alarm(self, kind: str, worker: Worker, now: float) -> None:
         match kind, worker.stage:
             case "silent", Stage.MEMBER if not self._liveness.knows(worker.id):
-                self._judge_silence(worker.id, now)
+                self._judge_silent(worker, now)
             case "leave", Stage.LEAVING:
                 if now >= worker.since + self.rules.release_timeout_s:
                     self._evict(worker, "did not leave", now)

@@ -87,7 +87,9 @@ def to_drop(
     rank = {worker.id: index for index, worker in enumerate(members)}
     broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}
     top = max((worker.place for worker in members if worker.whole), default=None)
-    heads = {worker.id for worker in members if worker.whole and worker.place == top} or {founder}
+    heads = {worker.id for worker in members if worker.whole and worker.place == top}
+    if founder is not None and not heads:
+        heads.add(founder)
     dropped: list[Worker] = []
     while broken:
         degree: Counter[WorkerId] = Counter()

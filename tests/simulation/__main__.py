@@ -1,7 +1,7 @@
 """Run the simulator by hand.
 
-    python -m tests.simulation --seed 17          replay one case, with its weather and a trace
-    python -m tests.simulation --seeds 0 5000     a range, on all cores
+python -m tests.simulation --seed 17          replay one case, with its weather and a trace
+python -m tests.simulation --seeds 0 5000     a range, on all cores
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def sweep(first: int, last: int, processes: int, record: bool) -> int:
                 print(f"\npython -m tests.simulation --seed {seed}\n{error}")
             if done % 500 == 0 or done == last - first:
                 rate = done / (time.monotonic() - began)
-                print(f"\r{done} of {last - first} seeds, {rate:.0f} seeds/s, {len(failed)} failed", end="")
+                print(
+                    f"\r{done} of {last - first} seeds, {rate:.0f} seeds/s, {len(failed)} failed",
+                    end="",
+                )
                 sys.stdout.flush()
     print(f"\n{dict(marks)}")
     if record:

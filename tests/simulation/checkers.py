@@ -39,18 +39,23 @@ class Checkers:
         self.newest_committing = 0
         self.claims: dict[int, Any] = {}
         self.started: set[str] = set()
-        self.dismissed: set[str] = set()  # evicted or released by command
-        self.failed_sets: list[frozenset[str]] = []
         self.finish: m.FinishRun | None = None
         self.finished_by: SimController | None = None
         self.failure: m.FailRun | None = None
         self.marks: Counter[str] = Counter()
 
+    @property
+    def dismissed(self) -> set[str]:
+        """Evicted or released by whoever leads now."""
+        return self.world.controllers[-1].dismissed
+
     # ------------------------------------------------------------------- the workers
 
     def entered(self, worker: SimWorker, membership: Membership) -> None:
         known = self.memberships.get(membership.generation)
-        must(known == membership, f"{worker.id} knows another membership of {membership.generation}")
+        must(
+            known == membership, f"{worker.id} knows another membership of {membership.generation}"
+        )
         seat = next(s for s in membership.seats if s.worker == worker.id)
         if seat.whole or worker.whole:
             must(seat.whole == worker.whole, f"{seat} but {worker.id} is whole: {worker.whole}")
@@ -58,13 +63,18 @@ class Checkers:
 
     def founded(self, worker: SimWorker) -> str:
         """The founder formed its first generation: its initial weights are the state from now on."""
-        must(worker.can_source, f"{worker.id} was told its weights do not count, and founds the run")
+        must(
+            worker.can_source, f"{worker.id} was told its weights do not count, and founds the run"
+        )
         holders = [
             other.id
             for other in self.world.workers.values()
             if other.alive and other.whole and other.id not in self.dismissed
         ]
-        must(not holders or worker.id in self.dismissed, f"{worker.id} founds the run anew while {holders} hold its state")
+        must(
+            not holders or worker.id in self.dismissed,
+            f"{worker.id} founds the run anew while {holders} hold its state",
+        )
         if worker.id in self.dismissed:
             return f"init {worker.id}"  # given up; its lease keeps it from any step
         if 0 in self.states:
@@ -76,10 +86,15 @@ class Checkers:
         generation = group.membership.generation
         self.holds(worker)
         self.marks["commit"] += 1
-        self.failed_sets.clear()
+        for controller in self.world.controllers:
+            controller.failed_sets.clear()
         if generation < self.newest_committing:
             self.marks["late commit"] += 1
-            last = max(key for key in group.completed_at if isinstance(key, tuple) and key[0] == worker.step)
+            last = max(
+                key
+                for key in group.completed_at
+                if isinstance(key, tuple) and key[0] == worker.step
+            )
             later = min(at for g, at in self.first_commit.items() if g > generation)
             must(
                 group.completed_at[last] <= later,
@@ -112,7 +127,9 @@ class Checkers:
                 f"{worker.id} at {worker.step} is too far behind {source.step}",
             )
         else:
-            must(source.at_head, f"{source.id} is inside a body and gives void {worker.id} its state")
+            must(
+                source.at_head, f"{source.id} is inside a body and gives void {worker.id} its state"
+            )
 
     # ------------------------------------------------------------------ the commands
 
@@ -137,7 +154,10 @@ class Checkers:
     def formation(self, worker: str, membership: Membership, by: SimController) -> None:
         generation = membership.generation
         must(self.claims.get(generation) is by, f"{generation} announced without its claim")
-        must(worker not in by.buried, f"{worker} is known to be lost, and gets a seat in {generation}")
+        must(
+            worker not in by.buried,
+            f"{worker} is known to be lost, and gets a seat in {generation}",
+        )
         must(worker not in by.dismissed, f"{worker} was dismissed, and gets a seat in {generation}")
         if generation in self.memberships:
             must(self.memberships[generation] == membership, f"two memberships of {generation}")
@@ -155,12 +175,21 @@ class Checkers:
             must(source.whole and source.place == top, f"{source} is the source, {top} exists")
             must(self.world.workers[source.worker].whole, f"{source} holds no state")
             must(top.step - min(s.place.step for s in whole) <= 1, f"places too far apart: {whole}")
-            known = {seat.worker for seat in self.seats(by.generations[-1])} if by.generations else set()
+            known = (
+                {seat.worker for seat in self.seats(by.generations[-1])}
+                if by.generations
+                else set()
+            )
             ahead = [
                 w.id
                 for w in self.world.workers.values()
-                if w.id in known and w.alive and w.whole and w.place > top and w.phase == "wait"
-                and w.id in by.spoken and w.id not in by.dismissed
+                if w.id in known
+                and w.alive
+                and w.whole
+                and w.place > top
+                and w.phase == "wait"
+                and w.id in by.spoken
+                and w.id not in by.dismissed
             ]
             must(not ahead, f"{ahead} are ahead of {top} and have no seat")
         at_head = self.world.workers[membership.source].at_head
@@ -170,23 +199,24 @@ class Checkers:
         must(len(seats) <= max(by.size + 1, 1), f"{len(seats)} members, size {by.size}")
         ranks = [seat.worker for seat in seats]
         if by.generations:
-            old = [s.worker for s in self.seats(by.generations[-1]) if s.worker in ranks and s.whole]
+            old = [
+                s.worker for s in self.seats(by.generations[-1]) if s.worker in ranks and s.whole
+            ]
             must([w for w in ranks if w in old] == old, f"ranks changed order: {old} -> {ranks}")
         by.generations.append(generation)
         members = frozenset(ranks)
-        if self.failed_sets[-2:] == [members, members] and len(members) > 1:
+        if by.failed_sets[-2:] == [members, members] and len(members) > 1:
             must(False, f"{sorted(members)} failed to form twice and is tried again")
-
-    def forming_failed(self, generation: int) -> None:
-        self.failed_sets.append(frozenset(s.worker for s in self.memberships[generation].seats))
 
     def eviction(self, worker: str, reason: str, by: SimController) -> None:
         by.dismissed.add(worker)
-        self.dismissed.add(worker)
         if not reason.startswith("silent"):
             return
         now, timeout = self.world.now, self.world.rules.heartbeat_timeout_s
-        must(now - by.heard.get(worker, by.born) >= timeout - 1e-6, f"{worker} was heard, and evicted")
+        must(
+            now - by.heard.get(worker, by.born) >= timeout - 1e-6,
+            f"{worker} was heard, and evicted",
+        )
         waiting = [e for e in by.inbox if isinstance(e, m.WorkerHeard) and e.worker == worker]
         must(not waiting, f"{worker} evicted while its heartbeats wait to be read")
         generation = by.coordinator.generation
@@ -221,7 +251,10 @@ class Checkers:
             holders = [
                 w.id
                 for w in self.world.workers.values()
-                if w.alive and w.whole and w.id not in by.dismissed and w.id not in by.buried
+                if w.alive
+                and w.whole
+                and w.id not in by.dismissed
+                and w.id not in by.buried
                 and w.id not in by.drained
             ]
             must(not holders, f"given up, but {holders} hold the state")
@@ -262,9 +295,7 @@ class Watched:
             aborts = [c for c in answers if isinstance(c, m.AbortGeneration)]
             must(not aborts, f"the loss of bystander {event} broke {coordinator.generation}")
         if over:
-            must(
-                all(isinstance(c, m.EvictWorker) for c in answers), f"after the end: {answers}"
-            )
+            must(all(isinstance(c, m.EvictWorker) for c in answers), f"after the end: {answers}")
         told = [c for c in answers if not isinstance(c, m.Explain | m.StartWorker)]
         size = max(size, len(coordinator.workers))
         must(len(told) <= 3 * size + 6 or not sure, f"{len(told)} commands for {event}")

@@ -213,7 +213,9 @@ class SimWorker:
         self.ended = max(self.ended, generation)
         if self.inside and self.generation <= self.ended and not self.busy:
             self.token += 1
-            self.later(self.world.rng.choice((0.0, 0.05, 0.5)), self.leave, self.token, "aborted", ())
+            self.later(
+                self.world.rng.choice((0.0, 0.05, 0.5)), self.leave, self.token, "aborted", ()
+            )
 
     def look(self) -> None:
         if self.ready and not self.inside:
@@ -290,6 +292,9 @@ class SimWorker:
 
     def connected(self, token: int) -> None:
         if token != self.token:
+            return
+        if self.world.now > self.lease_until:
+            self.failed("lease ran out")
             return
         group = self.group
         assert group is not None

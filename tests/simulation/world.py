@@ -77,9 +77,21 @@ class Weather:
 
 
 FAULTS = (
-    "kill silent_kill kill_source kill_joiner kill_all freeze cut false_failure drain scale stop "
-    "bad_pair crash_controller freeze_controller"
-).split()
+    "kill",
+    "silent_kill",
+    "kill_source",
+    "kill_joiner",
+    "kill_all",
+    "freeze",
+    "cut",
+    "false_failure",
+    "drain",
+    "scale",
+    "stop",
+    "bad_pair",
+    "crash_controller",
+    "freeze_controller",
+)
 LIVENESS_S = 900.0
 
 
@@ -97,6 +109,7 @@ class SimController:
         self.buried: set[str] = set()
         self.dismissed: set[str] = set()
         self.drained: set[str] = set()
+        self.failed_sets: list[frozenset[str]] = []  # since the last step of anybody
         self.spoken: set[str] = set()  # said that they stopped, in the newest generation
         self.generations: list[int] = []
         self.stopping = False
@@ -131,8 +144,14 @@ class SimController:
         self.world.trace(f"c{self.number} <- {event}")
         before, phase = self.coordinator.generation, self.coordinator.phase
         commands = self.watched.handle(event, self.world.now)
-        if phase == "forming" and isinstance(event, m.WorkerStopped) and self.coordinator.phase == "ending":
-            self.world.check.forming_failed(before)
+        if (
+            phase == "forming"
+            and isinstance(event, m.WorkerStopped)
+            and self.coordinator.phase == "ending"
+        ):
+            self.failed_sets.append(frozenset(s.worker for s in self.world.check.seats(before)))
+        if self.coordinator.phase == "running":
+            self.failed_sets.clear()
         if before != self.coordinator.generation:
             self.spoken.clear()
         self.execute(commands)
@@ -141,9 +160,13 @@ class SimController:
         match event:
             case m.WorkerHeard(worker=worker, generation=generation, step=step):
                 self.heard[worker] = self.world.now
-                if step > self.steps.get(generation, 0):
-                    if generation in self.steps:
-                        self.stepped_at[generation] = self.world.now
+                seats = self.world.check.seats(generation)
+                begun = max((seat.place.step for seat in seats), default=0)
+                if generation not in self.steps:
+                    ours = generation in self.generations
+                    self.steps[generation] = begun if ours else max(begun, step)
+                if step > self.steps[generation]:
+                    self.stepped_at[generation] = self.world.now
                     self.steps[generation] = step
             case m.WorkerLost(worker=worker):
                 self.buried.add(worker)
@@ -236,7 +259,9 @@ class World:
         self.calm_down()
         self.run_until(self.now + LIVENESS_S)
         if not self.over:
-            raise Violation(f"no end within {LIVENESS_S:g} s after the faults stopped\n{self.picture()}")
+            raise Violation(
+                f"no end within {LIVENESS_S:g} s after the faults stopped\n{self.picture()}"
+            )
         self.run_until(self.now + 3.0, even_if_over=True)
         self.check.end()
         return self.check
@@ -377,7 +402,9 @@ class World:
 
     def signature(self, worker: str) -> Signature:
         number = sum(worker.encode())
-        misfit = number % 3 == 0 and random.Random(self.seed + number).random() < self.weather.misfit
+        misfit = (
+            number % 3 == 0 and random.Random(self.seed + number).random() < self.weather.misfit
+        )
         return Signature("layout", "data", "other kind" if misfit else "kind")
 
     def build_time(self) -> float:
