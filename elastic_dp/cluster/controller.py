@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +125,20 @@ class Controller:
     def lead(self) -> Outcome:
         """Until the run has ended and every worker is gone, or was told to go for long enough."""
         self._started_at = time.time()
+        try:
+            self._lead()
+        except Exception as error:  # a bug of ours must end the run, not hang it
+            self.outcome.error = f"the controller failed: {type(error).__name__}: {error}"
+            self.outcome.traceback = traceback.format_exc()
+        self._fleet.close()
+        self.heartbeats.close()
+        self.outcome.wall_s = time.time() - self._started_at
+        self.outcome.workers_lost = self._lost
+        self.outcome.generations = self.coordinator.generation
+        self.ended.set()
+        return self.outcome
+
+    def _lead(self) -> None:
         clock = time.monotonic
         ends_at = None if self.spec.max_time_s is None else clock() + self.spec.max_time_s
         self._execute_all(self.coordinator.start(clock()))
@@ -138,23 +153,16 @@ class Controller:
                     ends_at, event = None, StopRequested("max_time_s reached")
             self._note(event)
             self._execute_all(self.coordinator.handle(event, clock()))
-        self._fleet.close()
-        self.heartbeats.close()
-        self.outcome.wall_s = time.time() - self._started_at
-        self.outcome.workers_lost = self._lost
-        self.outcome.generations = self.coordinator.generation
-        self.ended.set()
-        return self.outcome
 
     def _done(self) -> bool:
-        return self.coordinator.phase == "over"
+        return self.coordinator.phase == "over" and not self.coordinator.workers
 
     def _note(self, event: Event) -> None:
         match event:
             case WorkerHeard(worker=worker, step=step):
                 self._steps[worker] = step
                 return  # not news
-            case WorkerFinished(place=place, inexact_because=because):
+            case WorkerFinished(inexact_because=because):
                 self._inexact |= dict.fromkeys(because)
             case WorkerFailed(worker=worker):
                 self.outcome.error_worker = worker

@@ -41,7 +41,10 @@ class Page:
     ) -> subprocess.Popen[bytes]:
         """The process beside this one; it ends by itself when this one does."""
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", pulse.__file__, self.path, host, str(port), worker, token, str(interval_s)],
+            [
+                *(sys.executable, "-I", "-S", pulse.__file__, self.path, host, str(port)),
+                *(worker, token, str(interval_s), str(os.getpid())),
+            ],
             stdin=subprocess.DEVNULL,
         )
 

@@ -29,7 +29,9 @@ from elastic_dp.train.faults import Fault
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["elastic_dp.cluster.worker", "elastic_dp.cluster.process_fleet"])
+_context.set_forkserver_preload(
+    ["elastic_dp.cluster.worker", "elastic_dp.cluster.process_fleet", "torch._dynamo"]
+)  # the first optimizer of a process imports torch._dynamo, which takes a second
 
 
 class ProcessFleet:

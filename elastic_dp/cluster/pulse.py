@@ -43,8 +43,10 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def main(path: str, host: str, port: str, worker: str, token: str, interval_s: str) -> None:
-    parent = os.getppid()
+def main(
+    path: str, host: str, port: str, worker: str, token: str, interval_s: str, parent_pid: str
+) -> None:
+    parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
     with open(path, "r+b") as file:
         page = mmap.mmap(file.fileno(), PAGE.size)

@@ -18,6 +18,7 @@ from elastic_dp.cluster.controller import Outcome
 from elastic_dp.cluster.record import Result, RunRecord, read_result, write_result
 from elastic_dp.cluster.worker import pick_device, prepare_environment
 from elastic_dp.data import open_data
+import elastic_dp.errors as errors
 from elastic_dp.errors import ClusterError, SpecError, TrainError, UserCodeError
 from elastic_dp.spec import (
     CheckpointConfig,
@@ -257,8 +258,6 @@ class Run:
 
 def error_of(outcome: Outcome) -> Exception:
     """The exception a failed run raises in the driver."""
-    from elastic_dp import errors
-
     text = outcome.error or ""
     kind, _, message = text.partition(": ")
     known = getattr(errors, kind, None)

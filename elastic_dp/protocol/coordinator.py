@@ -929,9 +929,8 @@ class Coordinator:
             return
         self.phase = Phase.ENDING
         self._formed = True
-        self._ghosts.add(
-            ""
-        )  # there may be workers of the newest generation that we were not told of
+        # There may be workers of the newest generation that we were not told of.
+        self._ghosts.add("")
         whole = [worker for worker in self._members.values() if worker.whole]
         if whole:
             self._founded = True

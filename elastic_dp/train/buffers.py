@@ -1,7 +1,7 @@
 """Buffers of the model within a step: every virtual worker starts from the same ones.
 
-A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by tensor versions and identity) is
-put aside and undone before the next leaf, and undone for good when the step is aborted. At the end, a float
+A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by tensor version, and, for
+small buffers, by value, since batch normalisation writes without raising the version) is put aside and undone before the next leaf, and undone for good when the step is aborted. At the end, a float
 buffer that some leaf changed becomes the mean over all leaves that contributed, added up along the tree of
 virtual workers; a buffer of integers or booleans must be the same on all of them.
 """
@@ -16,6 +16,9 @@ from torch import nn
 
 from elastic_dp.distributed.tree import Node, middle
 from elastic_dp.errors import ModelError
+
+
+_COMPARED_NUMEL = 1 << 16  # up to this size a buffer is compared by value
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +119,27 @@ class StepBuffers:
             self._versions[i] = self._own[i]._version
         self._leaves.clear()
 
+    def written_outside(self) -> str | None:
+        """The name of a buffer that differs from the committed one before a step has begun."""
+        for i, place in enumerate(self._places):
+            if place.tensor is not self._own[i] or self._written(i):
+                return place.name
+        return None
+
     # ------------------------------------------------------------------------------ private
+
+    def _written(self, i: int) -> bool:
+        own = self._own[i]
+        if own._version != self._versions[i]:
+            return True
+        return own.numel() <= _COMPARED_NUMEL and not torch.equal(own, self._committed[i])
 
     @torch.no_grad()
     def _undo(self) -> dict[int, torch.Tensor]:
         changed: dict[int, torch.Tensor] = {}
         for i, (place, own) in enumerate(zip(self._places, self._own, strict=True)):
             present = place.tensor
-            if present is own and own._version == self._versions[i]:
+            if present is own and not self._written(i):
                 continue
             if present.shape != own.shape or present.dtype != own.dtype:
                 raise ModelError(f"buffer {place.name!r} changed its shape or dtype in a step")

@@ -131,13 +131,7 @@ class TrainContext:
         `fn` is called like a loss function, with `model` (default: the trained one) in evaluation mode and
         without gradients. Returns {"eval_loss": …} and one "eval_<name>" for each metric that `fn` returns.
         """
-        for config, opened in self._evaluation_data:
-            if config is data:
-                break
-        else:
-            opened = open_evaluation(data)
-            self._evaluation_data.append((data, opened))
-        return evaluate(self._session, fn, opened, model)
+        return evaluate(self._session, fn, self._opened(data), model)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Record metrics for this step. Call it on every worker: it is recorded once."""
@@ -145,6 +139,14 @@ class TrainContext:
         plain = {key: _plain(value) for key, value in metrics.items()}
         session.log_calls += 1
         session.link.log(session.place.step, session.log_calls, plain)
+
+    def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
+        """Opened once for each config, since reading an index costs."""
+        for config, batches in self._evaluation_data:
+            if config is data:
+                return batches
+        self._evaluation_data.append((data, open_evaluation(data)))
+        return self._evaluation_data[-1][1]
 
     def stop(self, reason: str) -> None:
         """End the run after the present step, on every worker; one that asks is enough."""

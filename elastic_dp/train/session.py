@@ -414,8 +414,13 @@ class Session:
         return record
 
     def _body_ended(self) -> None:
-        if self.opened:
-            self.state.check_body()
+        self.state.check_body()
+        written = self.stepper.buffers.written_outside()
+        if written is not None:
+            raise LoopError(
+                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by calling the model "
+                "in training mode; call model.eval() before it and model.train() after, or use ctx.evaluate"
+            )
         self.in_body = False
 
     def stop(self, reason: str) -> None:

@@ -346,7 +346,10 @@ def seed_everything(seed: int) -> None:
     """Python's, NumPy's and torch's global generators."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed % (1 << 63))
+    # Not torch.manual_seed: where a device is not in use yet, it formats a stack trace for it (0.4 ms).
+    torch.default_generator.manual_seed(seed % (1 << 63))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed % (1 << 63))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -1,0 +1,29 @@
+# The newcomer's commands. Each makes .venv when it is missing or when the packages it needs have changed.
+PYTHON ?= python3
+export OMP_NUM_THREADS ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: train test chaos check install
+
+train: .venv/installed
+	.venv/bin/python -m jobs.gpt
+
+chaos: .venv/installed
+	.venv/bin/python -m benchmarks.chaos
+
+test: .venv/installed
+	.venv/bin/python -m pytest -q
+
+check: .venv/installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,jobs]'
+	touch .venv/installed

@@ -1,0 +1,56 @@
+"""Where results go: `benchmarks/results/<name>.json`, dated and named by hardware."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def hardware() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next(line.split(":")[1].strip() for line in file if "model name" in line)
+    except (OSError, StopIteration):
+        pass
+    found = {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def write(name: str, results: Any) -> Path:
+    """Write one benchmark's results, replacing its last ones."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(),
+        "results": results,
+    }
+    path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    return path
+
+
+def median_interval(values: Sequence[float], samples: int = 2000) -> tuple[float, float, float]:
+    """Median and its 95 % interval by bootstrap (fixed seed)."""
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(values, k=len(values))) for _ in range(samples)
+    )
+    return (
+        statistics.median(values),
+        medians[int(0.025 * samples)],
+        medians[int(0.975 * samples)],
+    )

@@ -1,0 +1,168 @@
+"""What a step costs beside plain DDP: the same model in the same two processes, step by step in turn.
+
+    python -m benchmarks.step_overhead [--pairs 60]
+
+Each pair is one of our steps and one of DDP's (`gradient_as_bucket_view=True`), on the same rows, begun together on
+both ranks. Modes: fast and exact with one virtual worker per worker, and both with four, against DDP that
+accumulates the same four micro-batches without synchronising. Quoted: the median of the paired ratios of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
+from benchmarks.report import median_interval, write
+from elastic_dp.distributed.process_group import Rendezvous, open_store
+from elastic_dp.protocol.messages import Event, Membership, Place, Seat, WorkerReady
+from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
+from elastic_dp.train.control import Control
+from elastic_dp.train.run import run_worker
+from elastic_dp.train.session import Session
+
+WORLD = 2
+ROWS = {"0.9M": 8, "4.9M": 8, "25.5M": 4}
+
+
+class StaticLink:
+    """A controller that forms one generation of all workers, once."""
+
+    def __init__(self, control: Control, membership: Membership, port: int) -> None:
+        self._control, self._membership, self._port = control, membership, port
+
+    def post(self, event: Event) -> None:
+        if isinstance(event, WorkerReady):
+            self._control.form(self._membership, Rendezvous("127.0.0.1", self._port, "bench"))
+        elif type(event).__name__ == "WorkerFinished":
+            self._control.release("finished")
+        elif type(event).__name__ == "WorkerFailed":
+            print(event.traceback, file=sys.stderr)  # type: ignore[union-attr]
+            os._exit(1)
+
+    def log(self, step: int, call: int, metrics: Any) -> None:
+        pass
+
+    def write(self, generation: int, step: int, phase: str) -> None:
+        pass
+
+
+def worker(
+    rank: int, port: int, path: str, size: str, exact: bool, per_worker: int, pairs: int, out: Any
+) -> None:
+    torch.set_num_threads(1)
+    virtual = WORLD * per_worker
+    spec = JobSpec(
+        name="bench",
+        data=DataConfig("none", micro_batch_size=ROWS[size]),
+        scaling=ScalingConfig(max_workers=WORLD, virtual_workers=virtual),
+        exact=exact,
+        max_steps=pairs + 5,
+    )
+    seats = tuple(
+        Seat(f"w{r}", r * per_worker, (r + 1) * per_worker, Place(0), False) for r in range(WORLD)
+    )
+    control = Control()
+    link = StaticLink(control, Membership(1, seats, "w0", 60.0), port)
+    data = RandomTokens(ROWS[size])
+    session = Session(
+        spec, f"w{rank}", data, torch.device("cpu"), "gloo", link, link, control, rank == 0
+    )
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
+    ours, theirs = [], []
+
+    def train(ctx: Any) -> None:
+        model = GPT(*SIZES[size])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(GPT(*SIZES[size]), gradient_as_bucket_view=True)
+        ddp_optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
+        started = None
+        for step in ctx.steps(model, optimizer, loss_fn):
+            if started is not None:
+                ours.append(time.perf_counter() - started)
+            dist.barrier()
+            started = time.perf_counter()
+            ddp_step(ddp, ddp_optimizer, data, step.number, rank, per_worker)
+            theirs.append(time.perf_counter() - started)
+            dist.barrier()
+            started = time.perf_counter()
+
+    run_worker(train, session)
+    if rank == 0:
+        out.put((ours, theirs))
+        time.sleep(0.3)
+    os._exit(0)
+
+
+def ddp_step(
+    ddp: Any, optimizer: Any, data: RandomTokens, step: int, rank: int, per_worker: int
+) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    for i in range(per_worker):
+        batch = data.batch(step, rank * per_worker + i)
+        if i < per_worker - 1:
+            with ddp.no_sync():
+                (loss_fn(ddp, batch) / per_worker).backward()
+        else:
+            (loss_fn(ddp, batch) / per_worker).backward()
+    optimizer.step()
+
+
+def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    store = open_store()
+    out = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (store.port, f"{folder}/store", size, exact, per_worker, pairs, out)
+        processes = [context.Process(target=worker, args=(r, *args)) for r in range(WORLD)]
+        for process in processes:
+            process.start()
+        ours, theirs = out.get()
+        for process in processes:
+            process.join()
+    skip = 5  # first steps allocate
+    ours, theirs = ours[skip:], theirs[skip : skip + len(ours) - skip]
+    ratio, low, high = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
+    return {
+        "parameters": size,
+        "mode": "exact" if exact else "fast",
+        "virtual_workers_per_worker": per_worker,
+        "ours_ms": round(1e3 * statistics.median(ours), 2),
+        "ddp_ms": round(1e3 * statistics.median(theirs), 2),
+        "ratio": round(ratio, 3),
+        "interval": [round(low, 3), round(high, 3)],
+        "pairs": len(ours),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
+    parser.add_argument("--no-write", action="store_true")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results = []
+    for size in options.sizes:
+        for exact in (False, True):
+            for per_worker in (1, 4):
+                pairs = options.pairs if size != "25.5M" else max(20, options.pairs // 3)
+                results.append(measure(size, exact, per_worker, pairs))
+                print(results[-1], flush=True)
+    if not options.no_write:
+        print(write("step_overhead", results))
+
+
+if __name__ == "__main__":
+    main()

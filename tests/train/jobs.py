@@ -1,0 +1,282 @@
+"""Train functions for tests: one for each thing that has broken bitwise equality somewhere."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from elastic_dp.train.run import LocalRun
+
+
+def hold(ctx: Any, step: Any) -> None:
+    """In the body of the steps named in ctx.config["hold"], wait until the group has the size named there.
+
+    Only bodies wait, so no result depends on it; it makes sure that a resize happened where a test wants it.
+    """
+    if isinstance(ctx._session.link, LocalRun):
+        return
+    size = ctx.config.get("hold", {}).get(step.number)
+    until = time.monotonic() + 10
+    while size and ctx.world_size != size and time.monotonic() < until:
+        if ctx._session.control._over() or ctx._session.control._planned:
+            return
+        time.sleep(0.005)
+    time.sleep(ctx.config.get("body_s", 0.0))
+
+
+def classifier(x: int = 16) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(x, 32), nn.LayerNorm(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
+    )
+
+
+def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def loop(ctx: Any, model: nn.Module, optimizer: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
+    for step in ctx.steps(model, optimizer, loss_fn, **options):
+        hold(ctx, step)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+# ----------------------------------------------------------------------------------------- the zoo
+
+
+def plain(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
+
+
+def batch_norm(ctx: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    loop(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), clip_norm=1.0)
+
+
+def autocast_bf16(ctx: Any) -> None:
+    model = classifier()
+    loop(ctx, model, adamw(model), precision="bf16")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def tied(ctx: Any) -> None:
+    model = Tied()
+    loop(ctx, model, adamw(model))
+
+
+class Checkpointed(nn.Module):
+    """Tied weights under activation checkpointing: with the reentrant kind, hooks fire twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body = Tied()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        x = checkpoint(lambda y: torch.tanh(self.body.first(y)), x, use_reentrant=self.reentrant)
+        x = checkpoint(lambda y: torch.tanh(self.body.second(y)), x, use_reentrant=self.reentrant)
+        return self.body.head(F.dropout(x, 0.1, self.training))
+
+
+def checkpointed(ctx: Any) -> None:
+    model = Checkpointed(False)
+    loop(ctx, model, adamw(model))
+
+
+def checkpointed_reentrant(ctx: Any) -> None:
+    model = Checkpointed(True)
+    loop(ctx, model, adamw(model))
+
+
+def frozen_and_unused(ctx: Any) -> None:
+    model = nn.ModuleDict({"net": classifier(), "unused": nn.Linear(3, 3), "frozen": nn.Linear(16, 16)})
+    model["frozen"].requires_grad_(False)
+    optimizer = adamw(model, weight_decay=0.1)
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(m["net"](m["frozen"](batch["x"])), batch["y"])
+
+    for step in ctx.steps(model, optimizer, loss_fn):
+        if step.number == 4:
+            model["frozen"].requires_grad_(True)
+        hold(ctx, step)
+
+
+def branching(ctx: Any) -> None:
+    """A branch that some micro-batches take and others do not."""
+    model = nn.ModuleDict({"net": classifier(), "rare": nn.Linear(16, 4)})
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        out = m["net"](batch["x"])
+        if int(batch["i"].sum()) % 3 == 0:
+            out = out + m["rare"](batch["x"])
+        return F.cross_entropy(out, batch["y"])
+
+    loop(ctx, model, adamw(model), loss_fn)
+
+
+def groups(ctx: Any) -> None:
+    model = classifier()
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": rest, "weight_decay": 0.0}, {"params": decay, "lr": 3e-3}], lr=1e-2
+    )
+    loop(ctx, model, optimizer)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def channels_last(ctx: Any) -> None:
+    model = Convolution().to(memory_format=torch.channels_last)
+    loop(ctx, model, adamw(model))
+
+
+def bf16_parameters(ctx: Any) -> None:
+    model = classifier().to(torch.bfloat16)
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(m(batch["x"].bfloat16()).float(), batch["y"])
+
+    loop(ctx, model, adamw(model), loss_fn)
+
+
+def fused(ctx: Any) -> None:
+    model = classifier()
+    loop(ctx, model, adamw(model, fused=True))
+
+
+def lazy_optimizer_state(ctx: Any) -> None:
+    """Momentum buffers that do not exist before the first step that uses each parameter."""
+    model = nn.ModuleDict({"net": classifier(), "late": nn.Linear(16, 4)})
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        out = m["net"](batch["x"])
+        if ctx._session.place.step >= 5:
+            out = out + m["late"](batch["x"])
+        return F.cross_entropy(out, batch["y"])
+
+    loop(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_fn)
+
+
+class Average:
+    """An exponential moving average of the weights, kept in the loop's body."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for mine, p in zip(self.model.parameters(), model.parameters(), strict=True):
+            mine.lerp_(p, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
+
+def average_and_plateau(ctx: Any) -> None:
+    """An EMA and a plateau scheduler in the body: each body must run exactly once in every worker.
+
+    The average enters the loss, so a body run twice, or not at all, changes the final weights.
+    """
+    model = classifier()
+    optimizer = adamw(model)
+    average = Average(model)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            teacher = average.model.eval()(batch["x"])
+        out = m(batch["x"])
+        return F.cross_entropy(out, batch["y"]) + 0.1 * F.mse_loss(out, teacher)
+
+    state = {"ema": average, "plateau": plateau}
+    for step in ctx.steps(model, optimizer, loss_fn, state=state):
+        average.update(model)
+        plateau.step(step.loss)
+        if step.number % 4 == 0:
+            ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"], model=average.model))
+        hold(ctx, step)
+
+
+def zero_weights(ctx: Any) -> None:
+    """Some micro-batches weigh nothing, and their loss is not a number."""
+    model = classifier()
+
+    def loss_fn(m: Any, batch: Any) -> Any:
+        weight = int(batch["i"].sum()) % 4
+        loss = F.cross_entropy(m(batch["x"]), batch["y"])
+        return loss if weight else loss * float("nan"), weight, {"weight": weight}
+
+    loop(ctx, model, adamw(model), loss_fn)
+
+
+def compiled(ctx: Any) -> None:
+    model = torch.compile(classifier())
+    loop(ctx, model, adamw(model))
+
+
+def clipped_average_norm(ctx: Any) -> None:
+    """Reads the lazily computed gradient norm in the body, and logs it."""
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log({"norm": step.grad_norm, "loss": step.loss})
+        hold(ctx, step)
+
+
+ZOO = {
+    f.__name__: f
+    for f in (
+        plain,
+        batch_norm,
+        autocast_bf16,
+        tied,
+        checkpointed,
+        checkpointed_reentrant,
+        frozen_and_unused,
+        branching,
+        groups,
+        channels_last,
+        bf16_parameters,
+        fused,
+        lazy_optimizer_state,
+        average_and_plateau,
+        zero_weights,
+        clipped_average_norm,
+    )
+}
