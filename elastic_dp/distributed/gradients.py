@@ -9,8 +9,9 @@ all-reduce a bucket.
 
 What always holds:
 - Buckets are launched in index order, on every rank the same. One is launched early only when each of its
-  parameters has fired; a parameter that fires once more after that (tied weights under reentrant checkpointing
-  do) makes the step void (`late`), and from then on nothing is launched before backward has ended.
+  parameters has fired. A parameter that fires twice in one backward (tied weights under reentrant checkpointing
+  do) makes the step void (`late`): it may have been sent too early, or been added to its neighbour in parts. From
+  then on (`careful`) nothing is launched before backward has ended, and every leaf is added as a whole.
 - An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for x = -0.0.
 - Buffers belong to one generation: an operation that was walked away from may still write into its own.
 
@@ -58,7 +59,7 @@ class GradientSum:
     """Adds gradients for one model; buffers and collectives are those of the generation it was opened for."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.overlap = True
+        self.careful = False
         self.late = False
         self._all = list(parameters)
         self._parameters: list[torch.nn.Parameter] = []
@@ -166,7 +167,7 @@ class GradientSum:
 
     def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
         """Before the forward pass of `leaf`."""
-        if self._exact and not leaf.joins_previous:
+        if self._exact and (self.careful or not leaf.joins_previous):
             hand: Gradients = [p.grad for p in self._parameters]
             if self._started:
                 self._stack.append(hand)
@@ -177,7 +178,7 @@ class GradientSum:
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
         if is_last:
-            self._merges = leaf.merges if self._exact else 0
+            self._merges = self._merges_after(leaf)
             self._armed = True
 
     def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
@@ -185,11 +186,16 @@ class GradientSum:
         if is_last:
             self._armed = False
             return
-        for _ in range(leaf.merges if self._exact else 0):
+        for _ in range(self._merges_after(leaf)):
             left = self._stack.pop()
             for p, one in zip(self._parameters, left, strict=True):
                 if one is not None:
                     p.grad = one if p.grad is None else one.add_(p.grad)
+
+    def _merges_after(self, leaf: Leaf) -> int:
+        if not self._exact:
+            return 0
+        return leaf.merges + (self.careful and leaf.joins_previous)
 
     def reduce(self, total_weight: float, scale: float) -> list[torch.Tensor]:
         """After the last leaf: finish the sums of my parts, divided by `total_weight`, and send them out.
@@ -244,18 +250,19 @@ class GradientSum:
             if not self._running:
                 return
             self._used[index] = 1
-            if not self._armed or self._fired[index]:
-                if self._armed and self._bucket_of[index].flushed:
-                    self.late = True
+            if self._fired[index]:
+                self.late = not self.careful
+                return
+            self._fired[index] = 1
+            if not self._armed:
                 return
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ModelError(
                     "a parameter has a sparse gradient; make it dense, e.g. Embedding(sparse=False)"
                 )
-            self._fired[index] = 1
             bucket = self._bucket_of[index]
             bucket.waiting -= 1
-            if bucket.waiting or not self.overlap:
+            if bucket.waiting or self.careful:
                 return
             while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
                 self._flush(self._buckets[self._next])

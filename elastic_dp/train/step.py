@@ -63,7 +63,7 @@ class StopAgreed:
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """A hook fired after its bucket had been sent: nobody commits, all redo the step without overlap."""
+    """A parameter fired twice in one backward: nobody commits, all redo the step more carefully."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Stepper:
         finite = self.gradients.all_finite(probes)
         closing = self._close_step(step, finite)
         if closing.late:
-            self.gradients.overlap = False
+            self.gradients.careful = True
             self._undo()
             return Redo()
         if not closing.finite and loss_scale is None:
