@@ -179,8 +179,7 @@ class Coordinator:
             self._liveness.heard(worker_id, now)
             self._heard_at = now
             self._emit(m.ReportYourself(worker_id))
-        self._claiming = highest_claimed + 1
-        self._emit(m.ClaimGeneration(self._claiming))
+        self._claim()
         self._say(
             f"took over after generation {highest_claimed}, asking {len(self._workers)} workers"
         )
@@ -215,10 +214,20 @@ class Coordinator:
     def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
         on_time = deadline is None or now <= deadline + self.rules.heartbeat_interval_s
         self._slept = not (isinstance(event, m.DeadlineReached) and on_time)
-        self._held, self._asked_at = [], now
-        self._claiming = max(self.generation, self._claimed, self._claiming) + 1
-        self._emit(m.ClaimGeneration(self._claiming))
+        self._held = []
+        if self._claiming:  # one after the other: who skips a number may skip one that another owns
+            self._asked_at = -math.inf
+        else:
+            self._ask_again(now)
         self._hold(event, now)
+
+    def _ask_again(self, now: float) -> None:
+        self._asked_at = now
+        self._claim()
+
+    def _claim(self) -> None:
+        self._claiming = max(self.generation, self._claimed) + 1
+        self._emit(m.ClaimGeneration(self._claiming))
 
     def _hold(self, event: Event, now: float) -> None:
         assert self._held is not None
@@ -227,6 +236,9 @@ class Coordinator:
             self._stand_down(event)
         elif event != m.GenerationClaimed(self._claiming):
             self._held.append(event)
+        elif now > self._asked_at + self.rules.heartbeat_timeout_s:
+            self._claimed = self._claiming
+            self._ask_again(now)  # the answer is old: what did we miss while it lay there?
         else:
             if self._slept or now > self._asked_at + self.rules.heartbeat_interval_s:
                 self._liveness.was_away(now)
@@ -289,7 +301,7 @@ class Coordinator:
             self._end_survey(now)
         if self.phase is Phase.FORMING and not self._unformed:
             self._all_formed(now)
-        if self.phase in IN_FLIGHT and not self._open:
+        if self.phase in IN_FLIGHT and not (self._open and self._unfinished):
             self._generation_over(now)
         if self.phase is Phase.RUNNING:
             self._consider_change(now)
@@ -469,7 +481,7 @@ class Coordinator:
         """It is out of the generation, and its own word of that did not arrive."""
         if phase == "wait":
             self._abort(f"{worker.id} waits, its report was lost", now)
-        elif phase == "done" and worker.id in self._unfinished:
+        elif phase == "done":
             worker.odd_beats += 1
             if worker.odd_beats >= ODD_BEATS:
                 worker.odd_beats = 0
@@ -609,8 +621,7 @@ class Coordinator:
             self._say(seating)
         elif self._claimed <= self.generation:
             self.phase = Phase.CLAIMING
-            self._claiming = self.generation + 1
-            self._emit(m.ClaimGeneration(self._claiming))
+            self._claim()
         else:
             self._form(seating, now)
 
@@ -984,7 +995,9 @@ class Coordinator:
                 self._judge_silent(self._workers[worker_id], now)
 
     def _judge_silent(self, worker: Worker, now: float) -> None:
-        excused_until = self._progress_at + self.rules.heartbeat_timeout_s
+        excused_until = self.rules.heartbeat_timeout_s + max(
+            self._progress_at, self._liveness.awake_since
+        )
         if worker.stage is Stage.MEMBER and now < excused_until:
             self._wake(excused_until, "silent", worker.id)  # the group makes steps, so it lives
         else:

@@ -15,7 +15,7 @@ class Liveness:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._heard: OrderedDict[WorkerId, float] = OrderedDict()
-        self._awake_since = -math.inf
+        self.awake_since = -math.inf
         self.due = math.inf  # when the next of them is overdue, as far as is known
 
     def heard(self, worker: WorkerId, now: float) -> None:
@@ -39,7 +39,7 @@ class Liveness:
 
     def was_away(self, now: float) -> None:
         """The coordinator slept until `now`: who was silent meanwhile cannot be told."""
-        self._awake_since = now
+        self.awake_since = now
         self._look()
 
     def overdue(self, now: float) -> list[WorkerId]:
@@ -56,4 +56,4 @@ class Liveness:
 
     def _look(self) -> None:
         first = next(iter(self._heard.values()), math.inf)
-        self.due = max(first, self._awake_since) + self.timeout_s
+        self.due = max(first, self.awake_since) + self.timeout_s

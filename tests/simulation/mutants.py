@@ -33,82 +33,416 @@ class Mutant:
 
 MUTANTS = [
     # fences
-    Mutant("stop of an older generation counts", C, "worker is None or event.generation < self.generation or worker.id not in self._open", "worker is None or worker.id not in self._open"),
-    Mutant("finish of an older generation counts", C, "worker is None or event.generation != self.generation or self.phase not in IN_FLIGHT", "worker is None or self.phase not in IN_FLIGHT"),
-    Mutant("any claim counts", C, "        if event.generation != self._claiming:\n            return\n", ""),
-    Mutant("heartbeat of an older generation counts", C, "if event.generation == self.generation and self.phase in IN_FLIGHT:", "if self.phase in IN_FLIGHT:"),
-    Mutant("announced without a claim", C, "        elif self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claiming = self.generation + 1\n            self._emit(m.ClaimGeneration(self._claiming))\n", "        elif self._claimed <= self.generation:\n            self._claimed = self.generation + 1\n            self._form(seating, now)\n"),
-    Mutant("a lost claim is ignored", C, "                self._stand_down(event)\n            case m.DeadlineReached", "                pass\n            case m.DeadlineReached"),
-    Mutant("an early deadline counts", C, "if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):\n            return []", "if isinstance(event, m.DeadlineReached):\n            self._retry_at = now"),
+    Mutant(
+        "stop of an older generation counts",
+        C,
+        "worker is None or event.generation < self.generation or worker.id not in self._open",
+        "worker is None or worker.id not in self._open",
+    ),
+    Mutant(
+        "finish of an older generation counts",
+        C,
+        "worker is None or event.generation != self.generation or self.phase not in IN_FLIGHT",
+        "worker is None or self.phase not in IN_FLIGHT",
+    ),
+    Mutant(
+        "any claim counts",
+        C,
+        "        if event.generation != self._claiming:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "heartbeat of an older generation counts",
+        C,
+        "if event.generation == self.generation and self.phase in IN_FLIGHT:",
+        "if self.phase in IN_FLIGHT:",
+    ),
+    Mutant(
+        "announced without a claim",
+        C,
+        "        elif self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claim()\n",
+        "        elif self._claimed <= self.generation:\n            self._claimed = self.generation + 1\n            self._form(seating, now)\n",
+    ),
+    Mutant(
+        "a lost claim is ignored",
+        C,
+        "                self._stand_down(event)\n            case m.DeadlineReached",
+        "                pass\n            case m.DeadlineReached",
+    ),
+    Mutant(
+        "an early deadline counts",
+        C,
+        "if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):\n            return []",
+        "if isinstance(event, m.DeadlineReached):\n            self._retry_at = now",
+    ),
     # I8
-    Mutant("no wait for the lease", C, "return self._acknowledged or not self._ghosts or now >= self._lease_until", "return True"),
-    Mutant("the evicted count as dead", C, "            self._ghosts.add(worker.id)\n", "            pass\n"),
-    Mutant("take-over does not wait for the lease", C, 'self._ghosts.add("")', "self._acknowledged = True"),
-    Mutant("renewed members are forgotten", C, "self._lease_until = renewed_at + rules.lease_s", "self._lease_until = now"),
-    Mutant("members that run keep no lease", C, "self._lease_until = max(self._lease_until, now + self.rules.lease_s)", "pass"),
-    Mutant("leases of the stopped are waited for", C, "        if inside:  # who", "        if True:  # who"),
-    Mutant("the next forms while members are open", C, "if self.phase in IN_FLIGHT and not self._open:", "if self.phase is Phase.ENDING or (self.phase in IN_FLIGHT and not self._open):"),
+    Mutant(
+        "no wait for the lease",
+        C,
+        "return self._acknowledged or not self._ghosts or now >= self._lease_until",
+        "return True",
+    ),
+    Mutant(
+        "the evicted count as dead",
+        C,
+        "            self._ghosts.add(worker.id)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "take-over does not wait for the lease",
+        C,
+        'self._ghosts.add("")',
+        "self._acknowledged = True",
+    ),
+    Mutant(
+        "renewed members are forgotten",
+        C,
+        "self._lease_until = renewed_at + rules.lease_s",
+        "self._lease_until = now",
+    ),
+    Mutant(
+        "members that run keep no lease",
+        C,
+        "self._lease_until = max(self._lease_until, now + self.rules.lease_s)",
+        "pass",
+    ),
+    Mutant(
+        "leases of the stopped are waited for",
+        C,
+        "        if inside:  # who",
+        "        if True:  # who",
+    ),
+    Mutant(
+        "the next forms while members are open",
+        C,
+        "if self.phase in IN_FLIGHT and not self._open:",
+        "if self.phase is Phase.ENDING or (self.phase in IN_FLIGHT and not self._open):",
+    ),
     # I13 and the source
-    Mutant("void workers can be the source", S, "whole = [worker for worker in stopped if worker.whole]", "whole = stopped"),
-    Mutant("any whole worker can be the source", S, "source = next((worker for worker in seated if worker.whole and worker.place == top), source)", "source = next((worker for worker in seated if worker.whole), source)"),
-    Mutant("the most advanced may lose its seat", S, "if not any(worker is source or (worker.whole and worker.place == top) for worker in seated):", "if not any(worker.whole or worker is founder for worker in seated):"),
-    Mutant("a source inside a body serves joiners", S, "copies = source.at_head or not source.whole", "copies = True"),
-    Mutant("a half-written worker founds the run", C, "self._able.pop(worker.id, None)  # may", "pass  # may"),
-    Mutant("whoever was told no founds the run", C, "if can_source and not self._founded:", "if not self._founded:"),
-    Mutant("the run is never founded by a report", C, "self._founded = self._founded or event.whole", "pass"),
-    Mutant("no room is made for a founder", C, "            self._make_room_for_founder(now)\n", "            pass\n"),
-    Mutant("losing everyone goes unnoticed", C, "            self._lost_everyone(now)\n            return\n", "            self._say('?')\n            return\n"),
-    Mutant("leavers are forgotten at once", C, "            if step > self._start_step and self._leavers and self.phase is not Phase.ENDING:", "            if self._leavers:"),
-    Mutant("leavers never go", C, "                    self._release(leaver, leaver.leave_reason, now)\n", "                    pass\n"),
-    Mutant("leavers are not called back", C, "ahead = [w for w in self._leavers.values() if top is None or w.place > top]", "ahead = []"),
-    Mutant("joiners before those who stay", S, "order = [worker for worker in stopped if worker.id in chosen]\n    order += [worker for worker in new if worker.id in chosen]", "order = [worker for worker in new if worker.id in chosen]\n    order += [worker for worker in stopped if worker.id in chosen]"),
-    Mutant("fewer than min_workers will do", S, "if len(seated) < least and copies:", "if not seated:"),
+    Mutant(
+        "void workers can be the source",
+        S,
+        "whole = [worker for worker in stopped if worker.whole]",
+        "whole = stopped",
+    ),
+    Mutant(
+        "any whole worker can be the source",
+        S,
+        "source = next((worker for worker in seated if worker.whole and worker.place == top), source)",
+        "source = next((worker for worker in seated if worker.whole), source)",
+    ),
+    Mutant(
+        "the most advanced may lose its seat",
+        S,
+        "if not any(worker is source or (worker.whole and worker.place == top) for worker in seated):",
+        "if not any(worker.whole or worker is founder for worker in seated):",
+    ),
+    Mutant(
+        "a source inside a body serves joiners",
+        S,
+        "copies = source.at_head or not source.whole",
+        "copies = True",
+    ),
+    Mutant(
+        "a half-written worker founds the run",
+        C,
+        "self._able.pop(worker.id, None)  # may",
+        "pass  # may",
+    ),
+    Mutant(
+        "whoever was told no founds the run",
+        C,
+        "if can_source and not self._founded:",
+        "if not self._founded:",
+    ),
+    Mutant(
+        "the run is never founded by a report",
+        C,
+        "self._founded = self._founded or event.whole",
+        "pass",
+    ),
+    Mutant(
+        "no room is made for a founder",
+        C,
+        "            self._make_room_for_founder(now)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "losing everyone goes unnoticed",
+        C,
+        "            self._lost_everyone(now)\n            return\n",
+        "            self._say('?')\n            return\n",
+    ),
+    Mutant(
+        "leavers are forgotten at once",
+        C,
+        "            if step > self._start_step and self._leavers and self.phase is not Phase.ENDING:",
+        "            if self._leavers:",
+    ),
+    Mutant(
+        "leavers never go",
+        C,
+        "                    self._release(leaver, leaver.leave_reason, now)\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "leavers are not called back",
+        C,
+        "ahead = [w for w in self._leavers.values() if top is None or w.place > top]",
+        "ahead = []",
+    ),
+    Mutant(
+        "joiners before those who stay",
+        S,
+        "order = [worker for worker in stopped if worker.id in chosen]\n    order += [worker for worker in new if worker.id in chosen]",
+        "order = [worker for worker in new if worker.id in chosen]\n    order += [worker for worker in stopped if worker.id in chosen]",
+    ),
+    Mutant(
+        "fewer than min_workers will do", S, "if len(seated) < least and copies:", "if not seated:"
+    ),
     # liveness
-    Mutant("evicted while the group makes steps", C, "if worker.stage is Stage.MEMBER and now < excused_until:", "if False:"),
-    Mutant("sleep is taken for their silence", C, "                self._liveness.was_away(now)\n", "                pass\n"),
+    Mutant(
+        "evicted while the group makes steps",
+        C,
+        "if worker.stage is Stage.MEMBER and now < excused_until:",
+        "if False:",
+    ),
+    Mutant(
+        "sleep is taken for their silence",
+        C,
+        "                self._liveness.was_away(now)\n",
+        "                pass\n",
+    ),
     Mutant("a quiet coordinator does not confirm", C, "elif self._fell_quiet(now):", "elif False:"),
     Mutant("what was held is dropped", C, "for each in (event, *held):", "for each in (event,):"),
-    Mutant("judged before all is read", C, "0.0\n            if isinstance(event, m.DeadlineReached)\n            else", "0.0\n            if True\n            else"),
-    Mutant("silence is never judged", C, "        if now >= self._liveness.due + patience_s:", "        if False:"),
-    Mutant("messages are no sign of life", C, "            if worker is not None and worker.stage not in UNTIMED:\n                self._liveness.heard(worker.id, now)\n", "            if isinstance(event, m.WorkerHeard) and worker is not None and worker.stage not in UNTIMED:\n                self._liveness.heard(worker.id, now)\n"),
-    Mutant("the silent are looked at once only", C, '            self._wake(excused_until, "silent", worker.id)', "            pass"),
-    Mutant("the thawed are answered", C, "if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.EvictWorker(event.worker, \"not a worker of this run any more\"))\n            return", "if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.RenewLease(event.worker, event.beat))\n            return"),
+    Mutant(
+        "judged before all is read",
+        C,
+        "0.0\n            if isinstance(event, m.DeadlineReached)\n            else",
+        "0.0\n            if True\n            else",
+    ),
+    Mutant(
+        "silence is never judged",
+        C,
+        "        if now >= self._liveness.due + patience_s:",
+        "        if False:",
+    ),
+    Mutant(
+        "messages are no sign of life",
+        C,
+        "            if worker is not None and worker.stage not in UNTIMED:\n                self._liveness.heard(worker.id, now)\n",
+        "            if isinstance(event, m.WorkerHeard) and worker is not None and worker.stage not in UNTIMED:\n                self._liveness.heard(worker.id, now)\n",
+    ),
+    Mutant(
+        "the silent are looked at once only",
+        C,
+        '            self._wake(excused_until, "silent", worker.id)',
+        "            pass",
+    ),
+    Mutant(
+        "the thawed are answered",
+        C,
+        'if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.EvictWorker(event.worker, "not a worker of this run any more"))\n            return',
+        "if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.RenewLease(event.worker, event.beat))\n            return",
+    ),
     # ends
-    Mutant("a stop unasked ends nothing", C, '            self._abort(f"{worker.id} stopped: {event.reason}", now)\n', "            pass\n"),
-    Mutant("a loss ends nothing", C, "        if self.phase is Phase.FORMING or (self.phase is Phase.RUNNING and not finished):", "        if False:"),
-    Mutant("any loss breaks the group", C, "        if self._members.pop(worker_id, None) is None:\n            return\n", "        self._members.pop(worker_id, None)\n"),
-    Mutant("ends are told once", C, "        if self.phase is Phase.ENDING:\n            self._tell_end(worker)\n", "        if self.phase is Phase.ENDING:\n            pass\n"),
-    Mutant("lost reports stay lost", C, "                self._note_lost_report(worker, event.phase, now)\n", "                pass\n"),
-    Mutant("no deadline for forming", C, "if self.phase is Phase.FORMING and now >= self._form_by:", "if False:"),
-    Mutant("the unreachable are tried again", C, "        dropped = to_drop(", "        return\n        dropped = to_drop("),
-    Mutant("who fails to join twice stays", C, "if again or worker.failed_joins > self.rules.max_failed_joins:", "if False:"),
-    Mutant("the one that holds the state is dropped", S, "able = [worker for worker in degree if heads != {worker}]", "able = list(degree)"),
+    Mutant(
+        "a stop unasked ends nothing",
+        C,
+        '            self._abort(f"{worker.id} stopped: {event.reason}", now)\n',
+        "            pass\n",
+    ),
+    Mutant(
+        "a loss ends nothing",
+        C,
+        "        if self.phase is Phase.FORMING or (self.phase is Phase.RUNNING and not finished):",
+        "        if False:",
+    ),
+    Mutant(
+        "any loss breaks the group",
+        C,
+        "        if self._members.pop(worker_id, None) is None:\n            return\n",
+        "        self._members.pop(worker_id, None)\n",
+    ),
+    Mutant(
+        "ends are told once",
+        C,
+        "        if self.phase is Phase.ENDING:\n            self._tell_end(worker)\n",
+        "        if self.phase is Phase.ENDING:\n            pass\n",
+    ),
+    Mutant(
+        "lost reports stay lost",
+        C,
+        "                self._note_lost_report(worker, event.phase, now)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "no deadline for forming",
+        C,
+        "if self.phase is Phase.FORMING and now >= self._form_by:",
+        "if False:",
+    ),
+    Mutant(
+        "the unreachable are tried again",
+        C,
+        "        dropped = to_drop(",
+        "        return\n        dropped = to_drop(",
+    ),
+    Mutant(
+        "who fails to join twice stays",
+        C,
+        "if again or worker.failed_joins > self.rules.max_failed_joins:",
+        "if False:",
+    ),
+    Mutant(
+        "the one that holds the state is dropped",
+        S,
+        "able = [worker for worker in degree if heads != {worker}]",
+        "able = list(degree)",
+    ),
     # identities and the end
-    Mutant("identities start over after a take-over", C, "            self._identities.adopt(event.generation)\n", "            self._identities.given = 0\n"),
-    Mutant("identities before the claim", C, "            return  # identities are counted under the claim", "            pass"),
-    Mutant("the dismissed are seated", C, "for pool in (self._ready, self._leavers, self._draining, self._able):", "for pool in (self._leavers, self._draining, self._able):"),
-    Mutant("the lost are seated", C, "if self._members.pop(worker_id, None) is None:", "if worker_id not in self._members:"),
-    Mutant("losses are not replaced", C, "while len(self._useful) < wanted:", "while len(self._workers) < self.size + self.rules.standby:"),
-    Mutant("finished when the first one is", C, "if finished and not self._unfinished:", "if finished:"),
-    Mutant("a stop is not repeated", C, "            if self._stop is not None:\n                self._emit(m.StopTraining(worker.id, self._stop))\n", ""),
-    Mutant("a stop is not told again on heartbeats", C, "        elif self.phase in IN_FLIGHT and self._stop is not None:\n            self._emit(m.StopTraining(worker.id, self._stop))\n", ""),
-    Mutant("talks on after the end", C, "        if self.phase is Phase.OVER:\n            self._handle_over(event, now)\n        elif", "        if self.phase is Phase.OVER and not self._held:\n            self._take(event, now)\n        elif"),
-    Mutant("size without bounds", C, "if not 1 <= event.size <= self.rules.virtual_workers:", "if False:"),
-    Mutant("lost words are not asked for", C, "            self._emit(m.ReportYourself(worker.id))  # its word was lost\n", "            pass\n"),
-    Mutant("a lost beginning stays lost", C, "            self._emit(m.BeginTraining(worker.id, worker.id == self._founder))  # ours was, perhaps\n", "            pass\n"),
-    Mutant("a take-over does not end what runs", C, "            self._emit(m.AbortGeneration(worker.id, self.generation))\n        if worker.draining", "        if worker.draining"),
-    Mutant("does not wait for all reports", C, "if self._unreported or self._claimed <= self.generation:", "if self._claimed <= self.generation:"),
+    Mutant(
+        "identities start over after a take-over",
+        C,
+        "            self._identities.adopt(event.generation)\n",
+        "            self._identities.given = 0\n",
+    ),
+    Mutant(
+        "identities before the claim",
+        C,
+        "            return  # identities are counted under the claim",
+        "            pass",
+    ),
+    Mutant(
+        "the dismissed are seated",
+        C,
+        "for pool in (self._ready, self._leavers, self._draining, self._able):",
+        "for pool in (self._leavers, self._draining, self._able):",
+    ),
+    Mutant(
+        "the lost are seated",
+        C,
+        "if self._members.pop(worker_id, None) is None:",
+        "if worker_id not in self._members:",
+    ),
+    Mutant(
+        "losses are not replaced",
+        C,
+        "while len(self._useful) < wanted:",
+        "while len(self._workers) < self.size + self.rules.standby:",
+    ),
+    Mutant(
+        "finished when the first one is", C, "if finished and not self._unfinished:", "if finished:"
+    ),
+    Mutant(
+        "a stop is not repeated",
+        C,
+        "            if self._stop is not None:\n                self._emit(m.StopTraining(worker.id, self._stop))\n",
+        "",
+    ),
+    Mutant(
+        "a stop is not told again on heartbeats",
+        C,
+        "        elif self.phase in IN_FLIGHT and self._stop is not None:\n            self._emit(m.StopTraining(worker.id, self._stop))\n",
+        "",
+    ),
+    Mutant(
+        "talks on after the end",
+        C,
+        "        if self.phase is Phase.OVER:\n            self._handle_over(event, now)\n        elif",
+        "        if self.phase is Phase.OVER and not self._held:\n            self._take(event, now)\n        elif",
+    ),
+    Mutant(
+        "size without bounds",
+        C,
+        "if not 1 <= event.size <= self.rules.virtual_workers:",
+        "if False:",
+    ),
+    Mutant(
+        "lost words are not asked for",
+        C,
+        "            self._emit(m.ReportYourself(worker.id))  # its word was lost\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a lost beginning stays lost",
+        C,
+        "            self._emit(m.BeginTraining(worker.id, worker.id == self._founder))  # ours was, perhaps\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a take-over does not end what runs",
+        C,
+        "            self._emit(m.AbortGeneration(worker.id, self.generation))\n        if worker.draining",
+        "        if worker.draining",
+    ),
+    Mutant(
+        "does not wait for all reports",
+        C,
+        "if self._unreported or self._claimed <= self.generation:",
+        "if self._claimed <= self.generation:",
+    ),
     # the workers' own rules
-    Mutant("commit without compare-and-swap", W, "            return  # aborted: the compare-and-swap of the commit", "            pass"),
-    Mutant("commit without a lease", W, "        elif self.world.now > self.lease_until:\n            self.failed(\"lease ran out\")\n        else:\n            self.commit()", "        else:\n            self.commit()"),
-    Mutant("lease from the answer's arrival", W, "sent = self.beats.get(beat, -math.inf)", "sent = self.world.now"),
-    Mutant("old generations are entered", W, "if membership.generation <= max(newest, self.ended):\n            return", "if False:\n            return"),
-    Mutant("a stopped worker resumes", W, "if membership is not None and membership.generation > self.ended:", "if membership is not None and membership.generation >= self.ended:"),
-    Mutant("the body's state is handed to those behind", W, "            elif source.step > self.step:\n                self.at_head, self.evaluated = False, 0\n", "            elif source.step > self.step:\n                self.at_head, self.evaluated, self.body_begun = True, 0, source.step\n"),
-    Mutant("written to before all has arrived", W, '            if not self.whole:\n                self.state = GARBAGE\n            self.failed("the source is gone", (source.id,))', '            self.state = GARBAGE\n            self.failed("the source is gone", (source.id,))'),
-    Mutant("whole before the copy is complete", W, '                self.state = GARBAGE\n            self.failed("the source is gone"', '                self.state, self.whole = GARBAGE, True\n            self.failed("the source is gone"'),
-    Mutant("a late planned end is ignored", W, "if generation == self.generation and (self.finished or self.attempting > last):", "if False:"),
-    Mutant("planned ends are not kept", W, "        elif self.step >= self.planned.get(self.generation, math.inf):\n            self.failed(\"planned end\")\n", ""),
+    Mutant(
+        "commit without compare-and-swap",
+        W,
+        "            return  # aborted: the compare-and-swap of the commit",
+        "            pass",
+    ),
+    Mutant(
+        "commit without a lease",
+        W,
+        '        elif self.world.now > self.lease_until:\n            self.failed("lease ran out")\n        else:\n            self.commit()',
+        "        else:\n            self.commit()",
+    ),
+    Mutant(
+        "lease from the answer's arrival",
+        W,
+        "sent = self.beats.get(beat, -math.inf)",
+        "sent = self.world.now",
+    ),
+    Mutant(
+        "old generations are entered",
+        W,
+        "if membership.generation <= max(newest, self.ended):\n            return",
+        "if False:\n            return",
+    ),
+    Mutant(
+        "a stopped worker resumes",
+        W,
+        "if membership is not None and membership.generation > self.ended:",
+        "if membership is not None and membership.generation >= self.ended:",
+    ),
+    Mutant(
+        "the body's state is handed to those behind",
+        W,
+        "            elif source.step > self.step:\n                self.at_head, self.evaluated = False, 0\n",
+        "            elif source.step > self.step:\n                self.at_head, self.evaluated, self.body_begun = True, 0, source.step\n",
+    ),
+    Mutant(
+        "written to before all has arrived",
+        W,
+        '            if not self.whole:\n                self.state = GARBAGE\n            self.failed("the source is gone", (source.id,))',
+        '            self.state = GARBAGE\n            self.failed("the source is gone", (source.id,))',
+    ),
+    Mutant(
+        "whole before the copy is complete",
+        W,
+        '                self.state = GARBAGE\n            self.failed("the source is gone"',
+        '                self.state, self.whole = GARBAGE, True\n            self.failed("the source is gone"',
+    ),
+    Mutant(
+        "a late planned end is ignored",
+        W,
+        "if generation == self.generation and (self.finished or self.attempting > last):",
+        "if False:",
+    ),
+    Mutant(
+        "planned ends are not kept",
+        W,
+        '        elif self.step >= self.planned.get(self.generation, math.inf):\n            self.failed("planned end")\n',
+        "",
+    ),
 ]
 
 
@@ -116,7 +450,10 @@ MUTANTS = [
 def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
     """The simulator over modules of which one is broken; everything is put back afterwards."""
     ours = [name for name in sys.modules if name.startswith((PROTOCOL, "tests.simulation."))]
-    shared = {__name__, messages.__name__}  # one set of message classes, or nothing matches anything
+    shared = {
+        __name__,
+        messages.__name__,
+    }  # one set of message classes, or nothing matches anything
     kept = {name: sys.modules.pop(name) for name in ours if name not in shared}
     try:
         original = importlib.util.find_spec(mutant.module)
@@ -127,7 +464,10 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
         module = types.ModuleType(mutant.module)
         module.__file__ = original.origin
         sys.modules[mutant.module] = module
-        exec(compile(source.replace(mutant.text, mutant.instead), original.origin, "exec"), vars(module))
+        exec(
+            compile(source.replace(mutant.text, mutant.instead), original.origin, "exec"),
+            vars(module),
+        )
         yield importlib.import_module("tests.simulation.world")
     finally:
         for name in [n for n in sys.modules if n.startswith((PROTOCOL, "tests.simulation."))]:
@@ -143,7 +483,10 @@ def caught(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
             try:
                 world.World(seed).run()
             except Exception as error:
-                return seed, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                return (
+                    seed,
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                )
     return None
 
 

@@ -147,7 +147,7 @@ class SimController:
         if (
             phase == "forming"
             and isinstance(event, m.WorkerStopped)
-            and self.coordinator.phase == "ending"
+            and self.coordinator.phase != "forming"
         ):
             self.failed_sets.append(frozenset(s.worker for s in self.world.check.seats(before)))
         if self.coordinator.phase == "running":
@@ -165,7 +165,7 @@ class SimController:
                 if generation not in self.steps:
                     ours = generation in self.generations
                     self.steps[generation] = begun if ours else max(begun, step)
-                if step > self.steps[generation]:
+                if step > self.steps[generation] and worker not in self.dismissed:
                     self.stepped_at[generation] = self.world.now
                     self.steps[generation] = step
             case m.WorkerLost(worker=worker):
