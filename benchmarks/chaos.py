@@ -39,7 +39,9 @@ def main() -> None:
         ended.set()
         print("2. undisturbed", flush=True)
         calm = make_trainer(name="calm", workers=options.workers, **common).fit()
-    print(f"{len(kills)} workers killed, {disturbed.generations} generations, {disturbed.wall_s:.1f} s")
+    print(
+        f"{len(kills)} workers killed, {disturbed.generations} generations, {disturbed.wall_s:.1f} s"
+    )
     print(f"with kills   {disturbed.weights_sha256}\nundisturbed  {calm.weights_sha256}")
     if disturbed.weights_sha256 != calm.weights_sha256:
         sys.exit("the weights differ")
@@ -48,7 +50,9 @@ def main() -> None:
     print("equal, to the last bit")
 
 
-def kill(run: object, ended: threading.Event, kills: list[str], options: argparse.Namespace) -> None:
+def kill(
+    run: object, ended: threading.Event, kills: list[str], options: argparse.Namespace
+) -> None:
     """SIGKILL a random worker at random instants."""
     rng = random.Random(options.seed)
     while not ended.wait(rng.expovariate(1 / options.every)):
@@ -62,7 +66,10 @@ def kill(run: object, ended: threading.Event, kills: list[str], options: argpars
         victim = rng.choice(sorted(members))
         os.kill(pids[victim], signal.SIGKILL)
         kills.append(victim)
-        print(f"           killed {victim} (process {pids[victim]}) at step {status['step']}", flush=True)
+        print(
+            f"           killed {victim} (process {pids[victim]}) at step {status['step']}",
+            flush=True,
+        )
         time.sleep(0.2)
 
 

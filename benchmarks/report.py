@@ -46,9 +46,7 @@ def write(name: str, results: Any) -> Path:
 def median_interval(values: Sequence[float], samples: int = 2000) -> tuple[float, float, float]:
     """Median and its 95 % interval by bootstrap (fixed seed)."""
     rng = random.Random(0)
-    medians = sorted(
-        statistics.median(rng.choices(values, k=len(values))) for _ in range(samples)
-    )
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(samples))
     return (
         statistics.median(values),
         medians[int(0.025 * samples)],

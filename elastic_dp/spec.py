@@ -75,7 +75,9 @@ class DataConfig(_Order):
             raise SpecError(f"DataConfig.url is {self.url!r}, must be a path or URL")
         _one_of("DataConfig.shuffle", self.shuffle, ("none", "rows"))
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
-            raise SpecError("DataConfig.columns must be a list of at least one column name, or None")
+            raise SpecError(
+                "DataConfig.columns must be a list of at least one column name, or None"
+            )
 
 
 @dataclass(frozen=True)

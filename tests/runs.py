@@ -90,5 +90,3 @@ def group(
 
 def resize(step: int, size: int) -> tuple[int, Event]:
     return step, SizeRequested(size)
-
-

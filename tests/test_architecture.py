@@ -16,7 +16,16 @@ ALLOWED = {
     "telemetry": {"errors", "telemetry"},
     "data": {"errors", "spec", "sampling", "data"},
     "distributed": {"errors", "distributed"},
-    "train": {"errors", "spec", "protocol.messages", "sampling", "data", "distributed", "telemetry", "train"},
+    "train": {
+        "errors",
+        "spec",
+        "protocol.messages",
+        "sampling",
+        "data",
+        "distributed",
+        "telemetry",
+        "train",
+    },
     "cluster": {
         *("errors", "spec", "protocol", "sampling", "data", "distributed"),
         *("train", "telemetry", "cluster"),

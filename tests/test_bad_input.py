@@ -89,7 +89,8 @@ def test_a_run_that_would_never_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("other", "word"), [({"seed": 1}, "seed"), ({"virtual": 4}, "virtual_workers"), ({"rows": 96}, "data")]
+    ("other", "word"),
+    [({"seed": 1}, "seed"), ({"virtual": 4}, "virtual_workers"), ({"rows": 96}, "data")],
 )
 def test_a_rerun_that_differs(tmp_path, other, word):
     first = trainer(tmp_path, good).fit(local=True)
@@ -117,7 +118,11 @@ def test_no_loop():
 
 
 def test_a_lone_break():
-    fails(LoopError, ["after step 3", "ctx.stop"], body=lambda m, s, c: "break" if s.number == 3 else 0)
+    fails(
+        LoopError,
+        ["after step 3", "ctx.stop"],
+        body=lambda m, s, c: "break" if s.number == 3 else 0,
+    )
 
 
 def test_a_loss_that_is_no_scalar():

@@ -223,5 +223,3 @@ def rules_of(spec: JobSpec) -> Rules:
         max_losses_without_progress=failure.max_losses_without_progress,
         exact=spec.exact,
     )
-
-

@@ -78,9 +78,7 @@ class HeartbeatServer:
         if worker in self._last:
             address, at = self._last[worker]
             with contextlib.suppress(OSError):
-                self._socket.sendto(
-                    json.dumps({"token": self._token} | body(at)).encode(), address
-                )
+                self._socket.sendto(json.dumps({"token": self._token} | body(at)).encode(), address)
 
     def _serve(self) -> None:
         while True:

@@ -135,23 +135,29 @@ class ControllerActor:
     """Leads one run until it has ended. Its name is the run's: two drivers cannot lead one run."""
 
     def __init__(
-        self, pickled: bytes, manifest: Any, run: str, token: str, url: str | None, faults: tuple[Fault, ...]
+        self,
+        pickled: bytes,
+        manifest: Any,
+        run: str,
+        token: str,
+        url: str | None,
+        faults: tuple[Fault, ...],
     ) -> None:
         spec, _ = cloudpickle.loads(pickled)
         host = ray.util.get_node_ip_address()
         self._journal = Journal(url)
         self._controller = Controller(spec, run, host, token, self._journal, self._claim)
         self._run_name = run
-        job = Job(
-            pickled, manifest, run, host, self._controller.heartbeats.port, token, faults
-        )
+        job = Job(pickled, manifest, run, host, self._controller.heartbeats.port, token, faults)
         handle = ray.get_runtime_context().current_actor
         self._fleet = RayFleet(job, spec, self._controller, handle)
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         self._controller.open(self._fleet)
-        self._thread = threading.Thread(target=self._controller.lead, name="controller", daemon=True)
+        self._thread = threading.Thread(
+            target=self._controller.lead, name="controller", daemon=True
+        )
         self._thread.start()
 
     @ray.method(concurrency_group="events")
@@ -204,5 +210,3 @@ class ControllerActor:
     def _claim(self, generation: int) -> bool:
         key = f"elastic_dp/{self._run_name}/generation/{generation}".encode()
         return not internal_kv._internal_kv_put(key, b"claimed", overwrite=False)
-
-

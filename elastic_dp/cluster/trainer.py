@@ -64,7 +64,9 @@ class ElasticTrainer:
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(train):
-            raise SpecError(f"train is a {type(train).__name__}, must be a function of one argument (ctx)")
+            raise SpecError(
+                f"train is a {type(train).__name__}, must be a function of one argument (ctx)"
+            )
         self.train = train
         self.spec = JobSpec(
             name=name or f"{getattr(train, '__name__', 'run')}-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -252,7 +254,9 @@ class Run:
         import ray
 
         if self.controller is None:
-            raise ClusterError(f"the run {self._trainer.spec.name!r} is over; {method} needs a live one")
+            raise ClusterError(
+                f"the run {self._trainer.spec.name!r} is over; {method} needs a live one"
+            )
         return ray.get(getattr(self.controller, method).remote(*args))
 
 
@@ -295,5 +299,3 @@ def _start_controller(
     ).remote(pickled, manifest, run, token, trainer.url, faults)
     ray.get(controller.start.remote())
     return controller
-
-

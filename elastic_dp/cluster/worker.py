@@ -47,7 +47,9 @@ class Job:
 class Worker:
     """`deliver` may be called from any thread; `run` is the training thread until the worker is released."""
 
-    def __init__(self, identity: WorkerId, job: Job, link: Link, address: str | None = None) -> None:
+    def __init__(
+        self, identity: WorkerId, job: Job, link: Link, address: str | None = None
+    ) -> None:
         self.identity, self._job, self._link = identity, job, link
         self._begin = threading.Event()
         self._is_source = False
@@ -133,5 +135,3 @@ def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     for key, value in EXACT_ENVIRONMENT.items():
         environment.setdefault(key, value)
-
-

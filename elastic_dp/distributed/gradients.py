@@ -107,7 +107,8 @@ class GradientSum:
                 hook.remove()
             self._parameters, self._known = parameters, set(parameters)
             self._hooks = [
-                p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(parameters)
+                p.register_post_accumulate_grad_hook(self._hook(i))
+                for i, p in enumerate(parameters)
             ]
             self._buckets = _cut(parameters)
             self._bucket_of = [b for b in self._buckets for _ in b.parameters]
@@ -219,7 +220,9 @@ class GradientSum:
 
     def all_finite(self, probes: list[torch.Tensor]) -> bool:
         """Whether my parts of the gradient are. Sums of finite numbers may overflow, so then look at each."""
-        if not probes or all(math.isfinite(x) for x in torch.stack([p.double() for p in probes]).tolist()):
+        if not probes or all(
+            math.isfinite(x) for x in torch.stack([p.double() for p in probes]).tolist()
+        ):
             return True
         return all(bool(torch.isfinite(bucket.part).all()) for bucket in self._buckets)  # type: ignore[arg-type]
 
@@ -273,7 +276,9 @@ class GradientSum:
         """Write this worker's sums of one bucket into its buffers and launch its exchange."""
         aside = self._stack[: len(self._stack) - self._merges]
         for subtree, sums in enumerate(aside):
-            for view, one in zip(bucket.views[subtree], sums[bucket.first : bucket.last], strict=True):
+            for view, one in zip(
+                bucket.views[subtree], sums[bucket.first : bucket.last], strict=True
+            ):
                 _write(view, one)
         lefts = self._stack[len(self._stack) - self._merges :]
         self._write_last(bucket, bucket.views[-1], lefts)
@@ -336,7 +341,9 @@ class GradientSum:
                 bucket.flats[0].mul_(scale)
             return self._part(bucket)
         if group.world_size == 1:
-            nodes = dict(zip(cover(*self._shares[0], self._virtual_workers), bucket.flats, strict=True))
+            nodes = dict(
+                zip(cover(*self._shares[0], self._virtual_workers), bucket.flats, strict=True)
+            )
         else:
             nodes = self._received_nodes(bucket)
         return add_up(nodes, self._virtual_workers, lambda a, b: a.add_(b)).div_(total_weight)

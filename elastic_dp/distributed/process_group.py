@@ -81,7 +81,9 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
         """Sum in place, by the backend's own algorithm."""
-        return self._launch((tensor,), lambda: self._backend.allreduce([tensor], c10d.AllreduceOptions()))
+        return self._launch(
+            (tensor,), lambda: self._backend.allreduce([tensor], c10d.AllreduceOptions())
+        )
 
     def all_to_all(
         self,
@@ -150,14 +152,14 @@ class ProcessGroup:
         self.wait(self.all_gather(sizes, size))
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8, device=self._home)
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        mine[: len(payload)] = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
+        )
         everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self._home)
         if longest:
             self.wait(self.all_gather(everyone, mine))
         rows = everyone.cpu().view(self.world_size, longest)
-        return [
-            rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.world_size)
-        ]
+        return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.world_size)]
 
     @property
     def _home(self) -> torch.device:
@@ -290,7 +292,9 @@ class Forming:
         self._ended.set()
 
 
-_gloo_device: Any = None  # one listening socket and one event loop for all generations of this process
+_gloo_device: Any = (
+    None  # one listening socket and one event loop for all generations of this process
+)
 _gloo_device_lock = threading.Lock()
 
 

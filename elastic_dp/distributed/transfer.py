@@ -82,7 +82,9 @@ def send(group: ProcessGroup, tree: Any) -> int:
     head = pickle.dumps((skeleton, specs))
     size = torch.tensor([len(head)], dtype=torch.int64, device=group.home)
     group.wait(group.broadcast(size, 0))
-    group.wait(group.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(group.home), 0))
+    group.wait(
+        group.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(group.home), 0)
+    )
     _stream(group, [_flat_bytes(t) for t in tensors], sending=True)
     group.synchronize()
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -138,7 +140,9 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
         elif sending:
             buffer = torch.cat([p.to(group.home) for p in parts])
         else:
-            buffer = torch.empty(sum(p.numel() for p in parts), dtype=torch.uint8, device=group.home)
+            buffer = torch.empty(
+                sum(p.numel() for p in parts), dtype=torch.uint8, device=group.home
+            )
         flights.append((group.broadcast(buffer, 0), buffer, [] if direct else parts))
         if len(flights) >= _MAX_IN_FLIGHT:
             land()

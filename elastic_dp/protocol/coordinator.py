@@ -126,6 +126,7 @@ class Coordinator:
         self._ready_since = math.inf
 
         self._founded = False  # somebody holds the run's state
+        self._founded_in = 0  # the generation that its initial weights come from
         self._founder: WorkerId | None = None
         self._able: dict[WorkerId, Worker] = {}  # void, and its initial weights may count
         self._sourceless_since = math.inf
@@ -436,6 +437,7 @@ class Coordinator:
         elif worker.stage is Stage.SURVEYED or (
             worker.stage is Stage.BUILDING and event.phase == "wait"
         ):
+            self._note_step(event.step, now)
             self._emit(m.ReportYourself(worker.id))  # its word was lost
         elif (
             worker.stage is Stage.BUILDING
@@ -581,6 +583,7 @@ class Coordinator:
             self._evict(worker, "could not join the others", now)
             return
         del self._members[worker.id]
+        self._unfinished.discard(worker.id)
         self._draining.pop(worker.id, None)
         self._move(worker, Stage.READY, now)
         pause_s = self.rules.heartbeat_timeout_s * 2.0 ** (worker.failed_joins - 1)
@@ -597,6 +600,9 @@ class Coordinator:
         holders = (*self._members.values(), *self._leavers.values())
         if self._founded and not any(worker.whole for worker in holders):
             self._lost_everyone(now)
+            return
+        if self._members and not self._unfinished:
+            self._finish([*self._members.values()], now)
             return
         least = self._least
         at_hand = len(self._members) + len(self._ready) + len(self._leavers)
@@ -673,8 +679,14 @@ class Coordinator:
     def _form(self, seating: Seating, now: float) -> None:
         rules = self.rules
         self.generation = self._claimed
+        if not self._founded:
+            self._founded_in = self.generation
         self.membership = membership(
-            self.generation, seating, rules.virtual_workers, rules.forming_timeout_s
+            self.generation,
+            seating,
+            rules.virtual_workers,
+            rules.forming_timeout_s,
+            self._founded_in,
         )
         self._members = {worker.id: worker for worker in seating.seated}
         for worker in seating.left:
@@ -920,7 +932,8 @@ class Coordinator:
             return
         self._unreported.discard(worker.id)
         worker.signature, worker.can_source = event.signature, event.can_source
-        worker.entered, worker.place, worker.whole = event.generation, event.place, event.whole
+        worker.entered, worker.founded = event.generation, event.founded
+        worker.place, worker.whole = event.place, event.whole
         if event.signature is None:
             self._move(worker, Stage.BUILDING, -math.inf)
         elif self.generation == 0:  # none was ever announced
@@ -945,7 +958,11 @@ class Coordinator:
         whole = [worker for worker in self._members.values() if worker.whole]
         if whole:
             self._founded = True
-            self._signature = max(whole, key=lambda worker: worker.place).signature
+            self._founded_in = max(worker.founded for worker in whole)
+            for worker in whole:  # given up once, and the run begun anew without it
+                if worker.founded < self._founded_in:
+                    self._evict(worker, "its state is that of an earlier beginning", now)
+            self._signature = max(whole, key=lambda w: (w.founded, w.place)).signature
         else:
             able = [w for w in self._members.values() if w.can_source and w.entered == 0]
             self._able = {worker.id: worker for worker in able}
@@ -998,14 +1015,14 @@ class Coordinator:
         excused_until = self.rules.heartbeat_timeout_s + max(
             self._progress_at, self._liveness.awake_since
         )
-        if worker.stage is Stage.MEMBER and now < excused_until:
+        if worker.stage in (Stage.MEMBER, Stage.SURVEYED) and now < excused_until:
             self._wake(excused_until, "silent", worker.id)  # the group makes steps, so it lives
         else:
             self._evict(worker, f"silent for {self.rules.heartbeat_timeout_s:g} s", now)
 
     def _worker_alarm(self, kind: str, worker: Worker, now: float) -> None:
         match kind, worker.stage:
-            case "silent", Stage.MEMBER if not self._liveness.knows(worker.id):
+            case "silent", Stage.MEMBER | Stage.SURVEYED if not self._liveness.knows(worker.id):
                 self._judge_silent(worker, now)
             case "leave", Stage.LEAVING:
                 if now >= worker.since + self.rules.release_timeout_s:

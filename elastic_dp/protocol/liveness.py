@@ -15,17 +15,20 @@ class Liveness:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._heard: OrderedDict[WorkerId, float] = OrderedDict()
+        self._overdue: set[WorkerId] = set()  # found so, and not forgotten yet
         self.awake_since = -math.inf
         self.due = math.inf  # when the next of them is overdue, as far as is known
 
     def heard(self, worker: WorkerId, now: float) -> None:
         self._heard[worker] = now
         self._heard.move_to_end(worker)
+        self._overdue.discard(worker)
         if self.due == math.inf:
             self._look()
 
     def forget(self, worker: WorkerId) -> None:
         self._heard.pop(worker, None)
+        self._overdue.discard(worker)
         if not self._heard:
             self.due = math.inf
 
@@ -35,7 +38,7 @@ class Liveness:
     @property
     def waiting(self) -> bool:
         """Whether anybody should be heard."""
-        return bool(self._heard)
+        return bool(self._heard or self._overdue)
 
     def was_away(self, now: float) -> None:
         """The coordinator slept until `now`: who was silent meanwhile cannot be told."""
@@ -43,7 +46,7 @@ class Liveness:
         self._look()
 
     def overdue(self, now: float) -> list[WorkerId]:
-        """All that are overdue at `now`; they stay in the queue until forgotten or heard."""
+        """All that are overdue at `now`; each is named once, until heard again."""
         late: list[WorkerId] = []
         while self._heard and now >= self.due:
             self._look()
@@ -51,6 +54,7 @@ class Liveness:
                 break
             worker, _ = self._heard.popitem(last=False)
             late.append(worker)
+            self._overdue.add(worker)
             self._look()
         return late
 

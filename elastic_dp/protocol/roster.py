@@ -41,6 +41,7 @@ class Worker:
     place: Place = START
     whole: bool = False
     at_head: bool = True
+    founded: int = 0  # the beginning its state descends from
     finished: str | None = None  # digest of its final weights
     draining: bool = False
     leave_at: float = math.inf  # when a notice forces it out, margin included

@@ -66,14 +66,14 @@ def choose(
 
 
 def membership(
-    generation: int, seating: Seating, virtual_workers: int, timeout_s: float
+    generation: int, seating: Seating, virtual_workers: int, timeout_s: float, founded: int
 ) -> Membership:
     ranges = shares(virtual_workers, len(seating.seated))
     seats = tuple(
         Seat(worker.id, first, last, worker.place, worker.whole)
         for worker, (first, last) in zip(seating.seated, ranges, strict=True)
     )
-    return Membership(generation, seats, seating.source.id, timeout_s)
+    return Membership(generation, seats, seating.source.id, timeout_s, founded)
 
 
 def to_drop(

@@ -48,7 +48,9 @@ class Control:
     lease_s: float = math.inf
     # When the last heartbeat that a controller answered was sent (of `time.monotonic`).
     renewed_at: Callable[[], float] | None = None
-    idle: bool = False  # the training thread only waits in its generation: a planned end is immediate
+    idle: bool = (
+        False  # the training thread only waits in its generation: a planned end is immediate
+    )
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _generation: int = 0  # the one the training thread is in, or was in last
     _inside: bool = False
@@ -69,7 +71,9 @@ class Control:
                 self._planned = {
                     g: s for g, s in self._planned.items() if g >= membership.generation
                 }
-                if self._inside:  # it would not be told to form anew if its generation were not over
+                if (
+                    self._inside
+                ):  # it would not be told to form anew if its generation were not over
                     self._end(membership.generation - 1)
                 self._changed.notify_all()
 

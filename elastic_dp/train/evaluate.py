@@ -41,7 +41,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
     if session.membership is None or not session.opened:
-        raise LoopError("ctx.evaluate needs the group: call it in the loop over ctx.steps, or after it")
+        raise LoopError(
+            "ctx.evaluate needs the group: call it in the loop over ctx.steps, or after it"
+        )
     index = session.evaluations_begun
     session.evaluations_begun += 1
     known: Results = {}
@@ -76,9 +78,11 @@ def _complete(
     session.report("evaluate")
     group = session.side_group()
     while True:
-        session.faults.point("evaluate_exchange", session.place.step, session.rank)
+        session.pass_point("evaluate_exchange")
         for payload in group.gather_bytes(json.dumps(list(known.items())).encode()):
-            known.update({int(i): (loss, weight, m) for i, (loss, weight, m) in json.loads(payload)})
+            known.update(
+                {int(i): (loss, weight, m) for i, (loss, weight, m) in json.loads(payload)}
+            )
         missing = [i for i in range(data.num_batches) if i not in known]
         if not missing:
             return
@@ -87,7 +91,7 @@ def _complete(
         with _quietly(session, model or session.state.model) as evaluated:
             for i in mine:
                 session.control.may_continue()
-                session.faults.point("evaluate", session.place.step, session.rank)
+                session.pass_point("evaluate")
                 known[i] = _one(session, fn, data, evaluated, i)
 
 

@@ -6,8 +6,10 @@ starts, says at which of them it dies, freezes, or is held. Without a plan a poi
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +40,12 @@ POINTS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """At the `nth` passing of `point` in step `step` (None: any) by a worker of this rank or identity."""
+    """At the `nth` passing of `point` by whom all that is given fits: step, rank, identity, world size.
+
+    `once` is a file that the first one to get here creates: whoever comes later is spared. `after` are such
+    files, of faults in earlier generations: so faults of several workers can be put in an order. `settled`: not in the first step of a
+    generation, in which members may still be void.
+    """
 
     point: str
     step: int | None = None
@@ -47,6 +54,10 @@ class Fault:
     nth: int = 1
     action: Literal["kill", "freeze", "sleep"] = "kill"
     seconds: float = 0.0
+    world_size: int | None = None
+    once: str | None = None
+    after: tuple[str, ...] = ()
+    settled: bool = False
 
 
 @dataclass
@@ -56,21 +67,46 @@ class Faults:
     plan: Sequence[Fault] = ()
     worker: str = ""
     _passed: dict[int, int] = field(default_factory=dict)
+    _began: dict[int, int] = field(default_factory=dict)  # generation -> first step seen in it
 
-    def point(self, name: str, step: int, rank: int) -> None:
+    def point(self, name: str, step: int, rank: int, world_size: int, generation: int) -> None:
         if not self.plan:
             return
         assert name in POINTS, name
+        settled = step > self._began.setdefault(generation, step)
         for i, fault in enumerate(self.plan):
             if (
                 fault.point == name
                 and fault.step in (None, step)
                 and fault.rank in (None, rank)
                 and fault.worker in (None, self.worker)
+                and fault.world_size in (None, world_size)
+                and settled >= fault.settled
+                and all(_generation_of(path) < generation for path in fault.after)
             ):
                 self._passed[i] = self._passed.get(i, 0) + 1
-                if self._passed[i] == fault.nth:
+                if self._passed[i] == fault.nth and _is_first(fault, generation):
                     _act(fault)
+
+
+def _is_first(fault: Fault, generation: int) -> bool:
+    if fault.once is None:
+        return True
+    try:
+        with open(fault.once, "x", encoding="utf-8") as file:
+            file.write(str(generation))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _generation_of(path: str) -> float:
+    """In which generation the fault of this file happened; infinity: not yet."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return int(file.read() or sys.maxsize)
+    except FileNotFoundError:
+        return math.inf
 
 
 def _act(fault: Fault) -> None:

@@ -56,7 +56,9 @@ def _call(train: TrainFunction, session: Session) -> None:
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
     if not session.opened:
-        raise LoopError("the train function returned without a loop over ctx.steps(model, optimizer, loss_fn)")
+        raise LoopError(
+            "the train function returned without a loop over ctx.steps(model, optimizer, loss_fn)"
+        )
     if not session.exhausted:
         raise LoopError(
             f"the loop over ctx.steps was left after step {session.place.step}, before its end. To end the run "

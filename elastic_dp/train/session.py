@@ -171,7 +171,9 @@ class Session:
         if clip_norm is not None and not clip_norm > 0:
             raise SpecError(f"clip_norm is {clip_norm}, must be more than 0, or None")
         if not isinstance(model, torch.nn.Module):
-            raise ModelError(f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module")
+            raise ModelError(
+                f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module"
+            )
         loss_scale = LossScale() if precision == "fp16" else None
         self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
         self.state.check()
@@ -186,8 +188,8 @@ class Session:
             precision,
             self.spec.data.seed,
             self.control,
-            self.faults,
             self.report,
+            self.pass_point,
         )
         self._signature = Signature(
             self.state.layout(), self.data.fingerprint, kind_of(self.device, self.spec.exact)
@@ -287,8 +289,7 @@ class Session:
         self._rendezvous = form.rendezvous
         self.membership = membership
         self.report("form")
-        rank = membership.rank(self.worker)
-        self.faults.point("forming", self.place.step, rank)
+        self.pass_point("forming")
         group = self._form(membership, "main", range(len(membership.seats)))
         formed_at = time.time()
         self._group = group
@@ -345,15 +346,17 @@ class Session:
         try:
             if mine == source:
                 self.report("give")
-                self.faults.point("giving_state", self.place.step, mine)
+                self.pass_point("giving_state")
                 self._finish_record()
                 send(group, self.state.tree(self.evaluations, self.ended) | {"place": self.place})
                 return 0
             self.report("receive")
-            self.faults.point("taking_state", self.place.step, mine)
+            self.pass_point("taking_state")
             return self._take(group)
         finally:
-            self._old_groups.append(group)  # others may still be receiving: closed with the next forming
+            self._old_groups.append(
+                group
+            )  # others may still be receiving: closed with the next forming
 
     def _take(self, group: ProcessGroup) -> int:
         joins = not self.whole
@@ -410,7 +413,7 @@ class Session:
         self.in_body = True
         self.log_calls = 0
         self.report("body")
-        self.faults.point("body", self.place.step, self.rank)
+        self.pass_point("body")
         return record
 
     def _body_ended(self) -> None:
@@ -423,6 +426,8 @@ class Session:
             )
         self.in_body = False
 
-    def stop(self, reason: str) -> None:
-        self.control.stop(reason)
-
+    def pass_point(self, name: str, step: int | None = None) -> None:
+        """A named instant at which a test may have planned a fault."""
+        if self.faults.plan:
+            step = self.place.step if step is None else step
+            self.faults.point(name, step, self.rank, self.world_size, self.generation)

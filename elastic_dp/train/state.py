@@ -128,7 +128,9 @@ class TrainState:
                     "change only inside the step; keep an average of them in a model of its own and pass it "
                     "as state=, or evaluate another model with ctx.evaluate(…, model=…)"
                 )
-        raise LoopError("the body of the loop over ctx.steps added or removed a buffer of the model")
+        raise LoopError(
+            "the body of the loop over ctx.steps added or removed a buffer of the model"
+        )
 
     def _stepped(self) -> list[torch.Tensor]:
         return [*self.parameters.values(), *self.model.buffers()]
@@ -161,7 +163,9 @@ class TrainState:
         """For a void worker: receive parameters and buffers in place."""
         step = skeleton["step"]
         buffers = dict(self.model.named_buffers())
-        ours = dict(zip((s.index for s in step["parameters"]), self.parameters.values(), strict=True))
+        ours = dict(
+            zip((s.index for s in step["parameters"]), self.parameters.values(), strict=True)
+        )
         for name, slot in step["buffers"].items():
             if isinstance(slot, TensorSlot) and name in buffers:
                 ours[slot.index] = buffers[name]
@@ -186,7 +190,9 @@ class TrainState:
         if body:
             for key, value in tree["body"]["user"].items():
                 self.user[key].load_state_dict(value)
-            for p, flag in zip(self.parameters.values(), tree["body"]["requires_grad"], strict=True):
+            for p, flag in zip(
+                self.parameters.values(), tree["body"]["requires_grad"], strict=True
+            ):
                 p.requires_grad_(flag)
             for module, flag in zip(self.model.modules(), tree["body"]["training"], strict=True):
                 module.training = flag

@@ -34,7 +34,6 @@ from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import body_seed, seed_for
 from elastic_dp.train.buffers import StepBuffers
 from elastic_dp.train.control import Control
-from elastic_dp.train.faults import Faults
 from elastic_dp.train.state import StepRecord, TrainState
 
 LossFn = Callable[[Any, Any], Any]
@@ -89,8 +88,8 @@ class Stepper:
     precision: str | None
     seed: int
     control: Control
-    faults: Faults
     report: Callable[[str], None]  # tells the phase
+    pass_point: Callable[[str, int], None]  # see `faults`
     _group: ProcessGroup | None = None
     _shares: list[Node] = field(default_factory=list)
     _intact: bool = False  # the gradients of the last committed step are still assigned
@@ -131,7 +130,7 @@ class Stepper:
             return StopAgreed(stops[0])
         leaves = self._all_leaves(step, first)
         weight = math.fsum(leaf.weight for leaf in leaves.values())
-        self._point("exchange", step)
+        self.pass_point("exchange", step)
         loss_scale = self.state.loss_scale
         divisor = (weight or 1.0) * (loss_scale.scale if loss_scale else 1.0)
         probes = self.gradients.reduce(divisor, expected / weight if weight else 1.0)
@@ -146,13 +145,13 @@ class Stepper:
                 f"the gradient of step {step} is not finite although every loss is; the rows were: "
                 + "; ".join(self.data.describe(step, v) for v in sorted(leaves)[:4])
             )
-        self._point("gather", step)
+        self.pass_point("gather", step)
         self.gradients.complete()
         buffers = self._exchange_buffers(step, closing.changed)
         group.synchronize()
-        self._point("before_commit", step)
+        self.pass_point("before_commit", step)
         self.control.commit()
-        self._point("after_commit", step)
+        self.pass_point("after_commit", step)
         return self._apply(step, leaves, weight, closing, buffers)
 
     # ------------------------------------------------------------------- up to the commit
@@ -169,14 +168,14 @@ class Stepper:
             self.gradients.before_leaf(leaf, is_last)
             loss = None
             if stop is None and self.data.rows(step, v) > 0:
-                self._point("before_forward", step)
+                self.pass_point("before_forward", step)
                 loss, outcome = self._forward(step, v, expected)
                 outcomes.append((v, outcome.loss, outcome.weight, outcome.metrics))
             if is_last:
                 self._first.launch(json.dumps({"v": outcomes, "stop": stop}).encode())
-                self._point("first_header", step)
+                self.pass_point("first_header", step)
             if loss is not None and loss.requires_grad:
-                self._point("backward", step)
+                self.pass_point("backward", step)
                 loss.backward()
             self.buffers.after_leaf(v, contributes=loss is not None)
             self.gradients.after_leaf(leaf, is_last)
@@ -189,7 +188,7 @@ class Stepper:
         batch = to_device(self.data.batch(step, v), self.device)
         with autocast(self.precision, self.device):
             returned = self.loss_fn(self.state.model, batch)
-        self._point("forward", step)
+        self.pass_point("forward", step)
         loss, weight, metrics = parse_loss(returned, self.data.rows(step, v))
         leaf = _Leaf(float(loss.detach()), weight, metrics)
         if weight == 0.0:
@@ -215,7 +214,7 @@ class Stepper:
     def _close_step(self, step: int, finite: bool) -> _Closing:
         flags = bytes([finite, self.gradients.late])
         self._closing.launch(flags + self.gradients.used + self.buffers.changed())
-        self._point("closing_header", step)
+        self.pass_point("closing_header", step)
         rows = [np.frombuffer(row, dtype=np.uint8) for row in self._closing.collect()]
         either = np.maximum.reduce(rows)
         split = 2 + len(self.gradients.used)
@@ -230,7 +229,7 @@ class Stepper:
         if not changed:
             return {}
         self._values.launch(self.buffers.payload(changed))
-        self._point("buffers", step)
+        self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
 
     def _undo(self) -> None:
@@ -265,7 +264,7 @@ class Stepper:
             if self.clip_norm is not None:
                 norm = torch.nn.utils.clip_grad_norm_(state.parameters.values(), self.clip_norm)
                 record.grad_norm = float(norm)
-            self._point("optimizer", step)
+            self.pass_point("optimizer", step)
             state.optimizer.step()
             if state.scheduler is not None:
                 state.scheduler.step()
@@ -274,7 +273,7 @@ class Stepper:
         state.record = record
         self._intact = True
         state.note_commit()
-        self._point("after_step", step)
+        self.pass_point("after_step", step)
         return record
 
     def grad_norm(self) -> float | None:
@@ -283,11 +282,6 @@ class Stepper:
             return None
         grads = [p.grad for p in self.state.parameters.values() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(grads))
-
-    def _point(self, name: str, step: int) -> None:
-        if self.faults.plan:
-            assert self._group is not None
-            self.faults.point(name, step, self._group.rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         "evicted while the group makes steps",
         C,
-        "if worker.stage is Stage.MEMBER and now < excused_until:",
+        "if worker.stage in (Stage.MEMBER, Stage.SURVEYED) and now < excused_until:",
         "if False:",
     ),
     Mutant(

@@ -85,7 +85,7 @@ class SimWorker:
         self.form_next: Membership | None = None
         self.group: Group | None = None
         self.step, self.ended_run, self.evaluated, self.known_evaluations = 0, 0, 0, 0
-        self.state, self.whole = GARBAGE, False
+        self.state, self.whole, self.founded = GARBAGE, False, 0
         self.body_begun = 0  # the step whose body was begun last
         self.at_head = True
         self.finished = False
@@ -177,7 +177,14 @@ class SimWorker:
         out = self.ready and not self.inside
         self.send(
             m.WorkerReported(
-                self.id, self.generation, self.place, self.whole, out, signature, self.can_source
+                self.id,
+                self.generation,
+                self.place,
+                self.whole,
+                out,
+                signature,
+                self.can_source,
+                self.founded,
             )
         )
 
@@ -303,6 +310,7 @@ class SimWorker:
         if source is self:
             if not self.whole:
                 self.whole, self.state = True, self.world.check.founded(self)
+                self.founded = group.membership.founded
             self.resume()
         elif not self.whole or self.place < group.seats[source.id].place:
             self.phase = "receive"
@@ -333,7 +341,7 @@ class SimWorker:
                 self.at_head, self.evaluated = False, 0
             self.step, self.state, self.ended_run = source.step, source.state, source.ended_run
             self.known_evaluations = source.evaluated
-            self.whole = True
+            self.whole, self.founded = True, self.group.membership.founded
             self.world.check.holds(self)
             self.resume()
 

@@ -144,13 +144,9 @@ class SimController:
         self.world.trace(f"c{self.number} <- {event}")
         before, phase = self.coordinator.generation, self.coordinator.phase
         commands = self.watched.handle(event, self.world.now)
-        if (
-            phase == "forming"
-            and isinstance(event, m.WorkerStopped)
-            and self.coordinator.phase != "forming"
-        ):
+        if phase == "forming" and self.coordinator.phase not in ("forming", "running", "over"):
             self.failed_sets.append(frozenset(s.worker for s in self.world.check.seats(before)))
-        if self.coordinator.phase == "running":
+        if self.coordinator._formed and phase == "forming":
             self.failed_sets.clear()
         if before != self.coordinator.generation:
             self.spoken.clear()

@@ -15,17 +15,18 @@ from elastic_dp.train.run import LocalRun
 
 
 def hold(ctx: Any, step: Any) -> None:
-    """In the body of the steps named in ctx.config["hold"], wait until the group has the size named there.
+    """In the bodies of the steps named in ctx.config["hold"] (0: all), wait until the group has that size.
 
     Only bodies wait, so no result depends on it; it makes sure that a resize happened where a test wants it.
     """
     if isinstance(ctx._session.link, LocalRun):
         return
-    size = ctx.config.get("hold", {}).get(step.number)
+    sizes = ctx.config.get("hold", {})
+    size = sizes.get(step.number, sizes.get(0))
     until = time.monotonic() + 10
     while size and ctx.world_size != size and time.monotonic() < until:
         if ctx._session.control._over() or ctx._session.control._planned:
-            return
+            return  # the group changes as soon as this body lets it
         time.sleep(0.005)
     time.sleep(ctx.config.get("body_s", 0.0))
 
@@ -40,7 +41,9 @@ def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def loop(ctx: Any, model: nn.Module, optimizer: Any, loss_fn: Any = cross_entropy, **options: Any) -> None:
+def loop(
+    ctx: Any, model: nn.Module, optimizer: Any, loss_fn: Any = cross_entropy, **options: Any
+) -> None:
     for step in ctx.steps(model, optimizer, loss_fn, **options):
         hold(ctx, step)
 
@@ -60,7 +63,9 @@ def plain(ctx: Any) -> None:
 
 
 def batch_norm(ctx: Any) -> None:
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+    )
     loop(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), clip_norm=1.0)
 
 
@@ -111,7 +116,9 @@ def checkpointed_reentrant(ctx: Any) -> None:
 
 
 def frozen_and_unused(ctx: Any) -> None:
-    model = nn.ModuleDict({"net": classifier(), "unused": nn.Linear(3, 3), "frozen": nn.Linear(16, 16)})
+    model = nn.ModuleDict(
+        {"net": classifier(), "unused": nn.Linear(3, 3), "frozen": nn.Linear(16, 16)}
+    )
     model["frozen"].requires_grad_(False)
     optimizer = adamw(model, weight_decay=0.1)
 
