@@ -80,9 +80,7 @@ class WorkerReady:
 
     worker: WorkerId
     signature: Signature
-    can_source: (
-        bool  # its initial weights may count (it is the source, or never asked whether it is)
-    )
+    can_source: bool  # its initial weights may count (it is the source, or never asked whether it is)
 
 
 @dataclass(frozen=True, slots=True)
