@@ -33,7 +33,8 @@ def must(condition: object, text: str) -> None:
 class Checkers:
     def __init__(self, world: World) -> None:
         self.world = world
-        self.states: dict[int, str] = {}  # step -> the state after it
+        self.beginnings: dict[int, dict[int, str]] = {}  # founded in -> step -> the state after it
+        self.beginning = 0  # the one that counts
         self.memberships: dict[int, Membership] = {}
         self.first_commit: dict[int, float] = {}  # generation -> when
         self.newest_committing = 0
@@ -48,6 +49,10 @@ class Checkers:
     def dismissed(self) -> set[str]:
         """Evicted or released by whoever leads now."""
         return self.world.controllers[-1].dismissed
+
+    @property
+    def states(self) -> dict[int, str]:
+        return self.beginnings.setdefault(self.beginning, {})
 
     # ------------------------------------------------------------------- the workers
 
@@ -77,10 +82,12 @@ class Checkers:
         )
         if worker.id in self.dismissed:
             return f"init {worker.id}"  # given up; its lease keeps it from any step
-        if 0 in self.states:
+        if self.beginning:
             self.marks["founded anew"] += 1
-        self.states = {0: f"init {worker.id}"}
-        return self.states[0]
+        assert worker.group is not None
+        self.beginning = worker.group.membership.founded
+        self.beginnings[self.beginning] = {0: f"init {worker.id}"}
+        return f"init {worker.id}"
 
     def committed(self, worker: SimWorker, group: Group) -> None:
         generation = group.membership.generation
@@ -105,6 +112,19 @@ class Checkers:
         self.newest_committing = max(self.newest_committing, generation)
 
     def holds(self, worker: SimWorker) -> None:
+        if (
+            worker.founded != self.beginning
+        ):  # all who held the later one are gone: an older one counts
+            holders = [
+                w.id
+                for w in self.world.workers.values()
+                if w.alive
+                and w.whole
+                and w.founded == self.beginning
+                and w.id not in self.dismissed
+            ]
+            must(not holders, f"{worker.id} goes on from an older beginning than {holders}")
+            self.beginning = worker.founded
         truth = self.states.setdefault(worker.step, worker.state)
         must(
             worker.state == truth,

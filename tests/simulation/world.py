@@ -161,7 +161,8 @@ class SimController:
                 if generation not in self.steps:
                     ours = generation in self.generations
                     self.steps[generation] = begun if ours else max(begun, step)
-                if step > self.steps[generation] and worker not in self.dismissed:
+                gone = self.dismissed | self.buried
+                if step > self.steps[generation] and worker not in gone:
                     self.stepped_at[generation] = self.world.now
                     self.steps[generation] = step
             case m.WorkerLost(worker=worker):
