@@ -109,6 +109,7 @@ class Coordinator:
         self._lease_until = -math.inf
         self._formed = True
         self._lost_while_forming = False
+        self._waiting_said = False
         self._after_step: int | None = None  # planned end; None while ending: abort
         self._first_stop_at = math.inf
         self._form_by = math.inf
@@ -374,12 +375,17 @@ class Coordinator:
         ours, theirs = self._signature, worker.signature
         if ours is None or theirs is None:
             return True
-        if ours.layout != theirs.layout and not self._founded and self.generation == 0:
-            self._fail("parameter names, shapes or dtypes differ between workers", "", now)
+        if ours.layout != theirs.layout:  # all run the same pickled function, so this is its doing
+            self._fail(
+                f"ModelError: parameter names, shapes or dtypes of {worker.id}'s model differ from the others'; "
+                "the train function must build the same model in every worker",
+                "",
+                now,
+            )
             return False
         differing = [
             name
-            for name in ("layout", "data", "kind")
+            for name in ("data", "kind")
             if getattr(ours, name) != getattr(theirs, name) and (name != "kind" or self.rules.exact)
         ]
         if not differing:
@@ -712,6 +718,7 @@ class Coordinator:
         self._ghosts = set()
         self._pairs = set()
         self._acknowledged = self._formed = self._lost_while_forming = False
+        self._waiting_said = False
         self._after_step, self._first_stop_at = None, math.inf
         self._lease_until = renewed_at + rules.lease_s
         self._ready_since = now if self._ready else math.inf
@@ -994,7 +1001,8 @@ class Coordinator:
         ):
             if self._after_step is not None:
                 self._abort("the planned end takes too long", now)
-            elif self._open:
+            elif self._open and not self._waiting_said:
+                self._waiting_said = True
                 waiting = sorted(self._open)
                 self._say(
                     f"waiting for {', '.join(waiting[:5])}{' …' if waiting[5:] else ''} to stop"

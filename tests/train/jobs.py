@@ -23,7 +23,7 @@ def hold(ctx: Any, step: Any) -> None:
         return
     sizes = ctx.config.get("hold", {})
     size = sizes.get(step.number, sizes.get(0))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while size and ctx.world_size != size and time.monotonic() < until:
         if ctx._session.control._over() or ctx._session.control._planned:
             return  # the group changes as soon as this body lets it

@@ -1,0 +1,421 @@
+"""How long a group stands still after a worker is killed, on real Ray actors, and where that time goes.
+
+    python -m benchmarks.recovery [--kills 30] [--workers 3 5] [--peers]
+
+A random worker gets SIGKILL at a random instant. Each worker writes the instant of every loop body to a file of its
+own, so nothing is asked of the controller. A pause lasts from the kill to the first step that the new generation
+commits, less one median step. The next kill waits until the group is whole again. Kills that hit a group while it
+forms are made on purpose and counted apart. At the end the weights must be those of the undisturbed run, and no
+worker may have missed, repeated, or reordered a body. `--peers` measures torchft and Ray Train the same way, if they
+are installed (see `benchmarks/peers`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import elastic_dp as edp
+from benchmarks.report import write
+
+ROOT = str(Path(__file__).parent.parent)
+TARGET_MS = 55.0
+
+
+# ----------------------------------------------------------------------------------------------- the job
+
+
+class Points(torch.utils.data.Dataset):
+    """Points with a class each; row i is a function of i alone."""
+
+    rows, features = 4096, 64
+
+    def __init__(self) -> None:
+        self._x = torch.randn(self.rows, self.features, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"x": self._x[i], "y": self._x[i, :4].argmax()}
+
+
+def classifier(width: int = 128) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(Points.features, width),
+        nn.GELU(),
+        nn.Linear(width, width),
+        nn.GELU(),
+        nn.Linear(width, 4),
+    )
+
+
+def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def train(ctx: Any) -> None:
+    """`config`: `folder` for the logs (None: no log), `width` of the model, `body_s` slept in each body."""
+    model = classifier(ctx.config.get("width", 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    folder, body_s = ctx.config["folder"], ctx.config.get("body_s", 0.0)
+    session, timings = ctx._session, 0
+    log = None if folder is None else open(f"{folder}/{session.worker}", "w", buffering=1)
+    for step in ctx.steps(model, optimizer, loss_fn):
+        if log is not None:
+            log.write(f"body {time.time():.6f} {step.number} {ctx.generation}\n")
+            for timing in session.timings[timings:]:
+                log.write(
+                    f"timing {timing.generation} {timing.formed_at:.6f} {timing.ready_at:.6f} "
+                    f"{timing.bytes_received}\n"
+                )
+            timings = len(session.timings)
+        time.sleep(body_s)
+
+
+def trainer(
+    name: str,
+    storage: str,
+    folder: str | None,
+    workers: int,
+    *,
+    virtual: int | None = None,
+    standby: int = 0,
+    max_steps: int = 1_000_000,
+    **config: Any,
+) -> edp.ElasticTrainer:
+    return edp.ElasticTrainer(
+        train,
+        name=name,
+        storage_path=storage,
+        config={"folder": folder} | config,
+        data=edp.MapStyleData(Points(), micro_batch_size=8),
+        scaling=edp.ScalingConfig(
+            min_workers=1,
+            max_workers=workers,
+            virtual_workers=virtual or workers,
+            standby=standby,
+            threads_per_worker=1,
+        ),
+        max_steps=max_steps,
+    )
+
+
+def start_ray() -> None:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=12,  # claimed, not owned: workers share the machine's cores
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": ROOT}},
+    )
+
+
+# --------------------------------------------------------------------------------------------- the record
+
+
+class Body(NamedTuple):
+    """One loop body, as it began: the step before it is committed."""
+
+    time: float
+    step: int
+    generation: int
+    worker: str
+
+
+class Timing(NamedTuple):
+    generation: int
+    formed_at: float
+    ready_at: float
+    bytes_received: int
+    worker: str
+
+
+@dataclass
+class Record:
+    """What the workers of one run wrote, and the controller's events."""
+
+    bodies: list[Body] = field(default_factory=list)  # by time
+    timings: list[Timing] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @staticmethod
+    def read(folder: str, url: str | None = None) -> Record:
+        record = Record()
+        for path in Path(folder).iterdir():
+            for line in path.read_text().splitlines(keepends=True):
+                if not line.endswith("\n"):
+                    continue  # its writer was killed
+                kind, *words = line.split()
+                if kind == "body":
+                    at, step, generation = float(words[0]), int(words[1]), int(words[2])
+                    record.bodies.append(Body(at, step, generation, path.name))
+                else:
+                    formed, ready = float(words[1]), float(words[2])
+                    record.timings.append(
+                        Timing(int(words[0]), formed, ready, int(words[3]), path.name)
+                    )
+        record.bodies.sort()
+        if url is not None:
+            lines = Path(f"{url}/events.jsonl").read_text().splitlines()
+            record.events = [json.loads(line) for line in lines]
+        return record
+
+    def first_commit_after(self, generation: int, at: float) -> Body | None:
+        """The first step that a generation after this one committed after that instant."""
+        done = max((b.step for b in self.bodies if b.generation <= generation), default=0)
+        later = (b for b in self.bodies if b.generation > generation and b.time > at)
+        return next((b for b in later if b.step > done), None)
+
+    def generation_at(self, at: float) -> int:
+        return max((b.generation for b in self.bodies if b.time <= at), default=0)
+
+    def step_times(self) -> list[float]:
+        """Between consecutive bodies of one worker in one generation."""
+        times = []
+        for worker in {b.worker for b in self.bodies}:
+            own = [b for b in self.bodies if b.worker == worker]
+            for a, b in zip(own, own[1:], strict=False):
+                if a.generation == b.generation:
+                    times.append(b.time - a.time)
+        return times
+
+    def disorder(self) -> list[str]:
+        """Where a process missed, repeated, or reordered a body; and steps that nobody ran."""
+        found = []
+        for worker in sorted({b.worker for b in self.bodies}):
+            steps = [b.step for b in self.bodies if b.worker == worker]
+            for a, b in zip(steps, steps[1:], strict=False):
+                if b != a + 1:
+                    found.append(f"{worker}: step {b} after {a}")
+        steps = {b.step for b in self.bodies}
+        found += [f"nobody ran step {s}" for s in range(1, max(steps) + 1) if s not in steps]
+        return found
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float, name: str, pause_s: float = 0.05) -> None:
+    until = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > until:
+            raise TimeoutError(f"waited {timeout_s} s for {name}")
+        time.sleep(pause_s)
+
+
+def wait_full(run: Any, workers: int, least_step: int = 0, timeout_s: float = 90.0) -> None:
+    """Until so many workers train and the group is past forming."""
+
+    def full() -> bool:
+        status = run.status()
+        return (
+            status["world_size"] == workers
+            and status["phase"] == "running"
+            and status["step"] >= least_step
+        )
+
+    wait_for(full, timeout_s, f"{workers} workers", 0.1)
+
+
+def summary(values_ms: Sequence[float]) -> dict[str, Any]:
+    if not values_ms:
+        return {"count": 0}
+    ordered = sorted(values_ms)
+    return {
+        "count": len(ordered),
+        "median_ms": round(statistics.median(ordered), 1),
+        "p90_ms": round(ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], 1),
+        "max_ms": round(ordered[-1], 1),
+    }
+
+
+# ----------------------------------------------------------------------------------------------- the kills
+
+
+@dataclass
+class Kill:
+    at: float
+    worker: str
+
+
+def kill(pids: dict[str, int], rng: random.Random) -> Kill:
+    worker = rng.choice(sorted(pids))
+    pid = pids.pop(worker)
+    at = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return Kill(at, worker)
+
+
+def measure(workers: int, kills: int, forming_kills: int, seed: int, body_s: float) -> dict[str, Any]:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as storage, tempfile.TemporaryDirectory() as folder:
+        ours = trainer("kills", storage, folder, workers, body_s=body_s)
+        run = ours.start()
+        wait_full(run, workers, 20)
+        done: list[Kill] = []
+        pids_changed: list[str] = []
+        known: dict[str, int] = {}
+        for number in range(kills + forming_kills):
+            wait_full(run, workers)
+            time.sleep(rng.uniform(0.3, 0.8))
+            pids = run.pids()
+            pids_changed += [w for w in pids if known.get(w, pids[w]) != pids[w]]
+            known |= pids
+            alive = dict(pids)
+            done.append(kill(alive, rng))
+            if number >= kills:  # a second one, while the group forms after the first
+                time.sleep(rng.uniform(0.020, 0.100))
+                done.append(kill(alive, rng))
+            time.sleep(1.0)  # asks nothing of the controller while the group recovers
+            after = run.pids()
+            pids_changed += [w for w, pid in alive.items() if after.get(w, pid) != pid]
+            gone = [w for w in alive if w not in after]
+            pids_changed += [f"{w} was lost without a kill" for w in gone]
+            print(f"{workers} workers, kill {number + 1}: {done[-1].worker}", flush=True)
+        wait_full(run, workers)
+        run.stop("enough")
+        result = run.result()
+        record = Record.read(folder, ours.url)
+        calm = trainer("calm", storage, None, workers, max_steps=result.step).fit(local=True)
+        return {
+            "workers": workers,
+            **judge(record, done),
+            "steps": result.step,
+            "generations": result.generations,
+            "exact": result.exact and result.weights_sha256 == calm.weights_sha256,
+            "bodies_out_of_order": record.disorder(),
+            "survivors_replaced": pids_changed,
+        }
+
+
+def judge(record: Record, kills: Sequence[Kill]) -> dict[str, Any]:
+    """The pauses of all kills, those that hit a forming group apart, and what the others consist of."""
+    step_ms = 1e3 * statistics.median(record.step_times())
+    found = []
+    for one in kills:
+        first = record.first_commit_after(record.generation_at(one.at), one.at)
+        if first is not None:
+            found.append((one, first))
+    pauses, forming, parts = [], [], []
+    for one, first in found:
+        pause_ms = 1e3 * (first.time - one.at) - step_ms
+        into_another = any(other.at < one.at < end.time for other, end in found)
+        if into_another or forms_at(record, one.at):
+            forming.append(pause_ms)
+        elif not any(one.at < other.at < first.time for other in kills):
+            pauses.append(pause_ms)
+            part = breakdown(record, one, first)
+            if part is not None:
+                parts.append(part)
+    names = list(parts[0]) if parts else []
+    return {
+        "step_ms": round(step_ms, 2),
+        "pause": summary(pauses),
+        "pauses_ms": [round(p, 1) for p in pauses],
+        "hit_while_forming": summary(forming) | {"forming_deadline_ms": 5000},
+        "hit_by_another": len(kills) - len(pauses) - len(forming),
+        "median_pause_in_parts_ms": {
+            name: round(statistics.median(part[name] for part in parts), 2) for name in names
+        },
+    }
+
+
+def forms_at(record: Record, at: float) -> bool:
+    """Whether a generation was announced before that instant and had no step before it."""
+    announced = [
+        (line["time"], line["generation"])
+        for line in record.events
+        if line.get("command") == "FormGeneration" and line["time"] <= at
+    ]
+    if not announced:
+        return False
+    newest = announced[-1][1]
+    return record.generation_at(at) < newest
+
+
+def breakdown(record: Record, one: Kill, first: Body) -> dict[str, float] | None:
+    """Milliseconds of each leg of the way from the kill to the first step."""
+    lines = [line for line in record.events if one.at <= line["time"] <= first.time]
+
+    def times(what: str, name: str) -> list[float]:
+        return [line["time"] for line in lines if line.get(what) == name]
+
+    stops, lost = times("event", "WorkerStopped"), times("event", "WorkerLost")
+    claims, forms = times("command", "ClaimGeneration"), times("command", "FormGeneration")
+    timings = [t for t in record.timings if t.generation == first.generation]
+    if not (stops and lost and claims and forms and timings):
+        return None
+    formed = max(t.formed_at for t in timings)
+    ready = max(t.ready_at for t in timings)
+    return {
+        "kill_to_first_survivor_stopped": 1e3 * (stops[0] - one.at),
+        "kill_to_last_survivor_stopped": 1e3 * (stops[-1] - one.at),
+        "kill_to_worker_lost": 1e3 * (lost[0] - one.at),
+        "kill_to_claim": 1e3 * (claims[-1] - one.at),
+        "claim_to_announced": 1e3 * (forms[-1] - claims[-1]),
+        "announced_to_formed": 1e3 * (formed - forms[-1]),
+        "formed_to_ready": 1e3 * (ready - formed),
+        "ready_to_first_step": 1e3 * (first.time - ready),
+    }
+
+
+def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    start_ray()
+    try:
+        for workers in options.workers:
+            yield (
+                f"{workers} workers",
+                measure(workers, options.kills, options.forming_kills, workers, options.body_s),
+            )
+    finally:
+        ray.shutdown()
+    if options.peers:
+        from benchmarks import peers
+
+        yield from peers.measure_all()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--forming-kills", type=int, default=6)
+    parser.add_argument("--workers", type=int, nargs="*", default=[3, 5])
+    parser.add_argument("--body-s", type=float, default=0.002)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--no-write", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"target_median_ms": TARGET_MS}
+    for name, found in pieces(options):
+        results[name] = found
+        print(name, json.dumps(found, indent=1), flush=True)
+        if not options.no_write:
+            write("recovery", results)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that workers import what is pickled here.
+    sys.modules.pop("benchmarks.recovery", None)
+    from benchmarks.recovery import main as main_here
+
+    main_here()

@@ -1,0 +1,117 @@
+"""A coordinator on a stage: facts go in by name, and what was said can be asked for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.coordinator import Coordinator
+from elastic_dp.protocol.messages import Place, Signature
+from elastic_dp.protocol.rules import Rules
+
+SIGNATURE = Signature("layout", "data", "kind")
+C = TypeVar("C")
+
+
+class Scene:
+    """`now` is moved by `wait`; claims are granted at once unless `claims` is False."""
+
+    def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
+        rules = {"size": 2, "virtual_workers": 8, "join_window_s": 0.0} | rules
+        self.rules = Rules(**rules)
+        self.now, self.claims = 0.0, claims
+        self.said: list[m.Command] = []
+        self.all: list[m.Command] = []
+        self.beats = 0
+        self.coordinator = Coordinator(self.rules)
+        if begin:
+            self.note(self.coordinator.start(0.0))
+
+    @classmethod
+    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scene:
+        scene = cls(begin=False, **rules)
+        scene.coordinator, commands = Coordinator.recover(scene.rules, workers, highest, 0.0)
+        scene.note(commands)
+        return scene
+
+    def note(self, commands: list[m.Command]) -> None:
+        self.said = commands
+        self.all += commands
+        for command in commands:
+            if isinstance(command, m.ClaimGeneration) and self.claims:
+                self.tell(m.GenerationClaimed(command.generation), keep=True)
+
+    def tell(self, event: m.Event, keep: bool = False) -> list[m.Command]:
+        before = self.said if keep else []
+        self.note(self.coordinator.handle(event, self.now))
+        self.said = before + self.said
+        return self.said
+
+    def wait(self, seconds: float, *alive: str, phase: str = "compute", step: int = 0) -> None:
+        """Let time pass; `alive` are heard every second; deadlines are kept."""
+        said: list[m.Command] = []
+        end = self.now + seconds
+        next_beat = self.now + 1.0
+        while True:
+            deadline = self.coordinator.deadline
+            due = min(next_beat, deadline if deadline is not None else end)
+            if due > end:
+                break
+            self.now = max(self.now, due)
+            if due == next_beat:
+                next_beat += 1.0
+                for worker in alive:
+                    said += self.hear(worker, phase=phase, step=step)
+            else:
+                said += self.tell(m.DeadlineReached())
+        self.now = end
+        self.said = said
+
+    def hear(
+        self, *workers: str, phase: str = "compute", step: int = 0, generation: int = -1
+    ) -> list[m.Command]:
+        said: list[m.Command] = []
+        for worker in workers:
+            self.beats += 1
+            at = self.coordinator.generation if generation < 0 else generation
+            said += self.tell(m.WorkerHeard(worker, at, step, phase, self.beats))
+        self.said = said
+        return said
+
+    def ready(self, *workers: str, can_source: bool | None = None, **differing: str) -> None:
+        for worker in workers:
+            self.tell(m.WorkerStarted(worker))
+            source = m.BeginTraining(worker, True) in self.said
+            can = source if can_source is None else can_source
+            self.tell(m.WorkerReady(worker, SIGNATURE._replace(**differing), can))
+
+    def running(self, *workers: str, step: int = 0) -> None:
+        """Bring these to the running first generation."""
+        self.ready(*workers)
+        self.hear(*workers, step=step)
+        assert self.coordinator.phase == "running", (
+            self.coordinator.phase,
+            self.coordinator.reason,
+        )
+
+    def stopped(
+        self, worker: str, step: int = 0, whole: bool = True, **more: Any
+    ) -> list[m.Command]:
+        generation = more.pop("generation", self.coordinator.generation)
+        place = more.pop("place", Place(step))
+        return self.tell(m.WorkerStopped(worker, generation, place, whole, "asked", **more))
+
+    def lost(self, worker: str) -> list[m.Command]:
+        return self.tell(m.WorkerLost(worker, "killed"))
+
+    def of(self, kind: type[C]) -> list[C]:
+        """What of this kind was said last."""
+        return [command for command in self.said if isinstance(command, kind)]
+
+    def ever(self, kind: type[C]) -> list[C]:
+        return [command for command in self.all if isinstance(command, kind)]
+
+    @property
+    def members(self) -> list[str]:
+        membership = self.coordinator.membership
+        return [seat.worker for seat in membership.seats] if membership else []

@@ -1,0 +1,659 @@
+"""One rule of the coordinator after the other, in small scenes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.messages import Place
+from tests.protocol.scenes import SIGNATURE, Scene
+
+
+def trio(**rules: object) -> Scene:
+    scene = Scene(size=3, **rules)
+    scene.running("w1", "w2", "w3")
+    return scene
+
+
+# ------------------------------------------------------------------------------ beginning
+
+
+def test_the_first_to_start_is_the_source_and_the_first_group_needs_it() -> None:
+    scene = Scene(size=3, standby=1)
+    assert [c.worker for c in scene.ever(m.StartWorker)] == ["w1", "w2", "w3", "w4"]
+    scene.tell(m.WorkerStarted("w2"))
+    scene.ready("w1", "w3")
+    assert m.BeginTraining("w2", True) in scene.all
+    assert m.BeginTraining("w1", False) in scene.all
+    assert not scene.ever(m.FormGeneration)
+    scene.tell(m.WorkerReady("w2", SIGNATURE, True))
+    assert sorted(scene.members) == ["w1", "w2", "w3"]
+    assert scene.coordinator.membership.source == "w2"
+    assert not any(seat.whole for seat in scene.coordinator.membership.seats)
+
+
+def test_pending_workers_hold_nobody_up_and_a_burst_makes_one_change() -> None:
+    scene = Scene(size=3, min_workers=1, join_window_s=0.05)
+    scene.ready("w1")
+    assert not scene.ever(m.FormGeneration)
+    scene.ready("w2")
+    scene.wait(0.1)
+    assert sorted(scene.members) == ["w1", "w2"]
+
+
+def test_another_founder_when_the_first_dies() -> None:
+    scene = Scene(size=3, min_workers=2)
+    scene.ready("w1")
+    scene.ready("w2", can_source=False)
+    scene.ready("w3", can_source=True)  # it never asked
+    assert scene.coordinator.membership.source == "w1"  # formed with all
+    late = Scene(size=3, min_workers=3)
+    late.tell(m.WorkerStarted("w1"))
+    late.ready("w2", can_source=False)
+    late.ready("w3", can_source=True)
+    late.lost("w1")
+    late.ready("w4")
+    assert late.coordinator.membership.source == "w3"
+
+
+def test_a_fresh_worker_founds_when_all_were_told_no() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.tell(m.WorkerStarted("w1"))
+    scene.ready("w2", can_source=False)
+    scene.lost("w1")
+    scene.ready("w3")
+    assert m.BeginTraining("w3", True) in scene.all
+    assert scene.coordinator.membership.source == "w3"
+
+
+def test_room_is_made_for_a_founder_that_does_not_come() -> None:
+    scene = Scene(size=2, min_workers=2, source_timeout_s=20.0)
+    scene.tell(m.WorkerStarted("w1"))
+    scene.ready("w2", can_source=False)
+    scene.lost("w1")
+    scene.wait(25.0, "w2", phase="wait")
+    assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w2"]
+
+
+def test_who_received_a_part_cannot_found_the_run() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.ready("w1")
+    scene.ready("w2", can_source=True)
+    assert scene.members == ["w1", "w2"]
+    scene.lost("w1")  # in the middle of the hand-over
+    scene.stopped("w2", whole=False)
+    scene.ready("w3")
+    assert scene.coordinator.membership.source == "w3"
+
+
+def test_layouts_that_differ_at_the_start_fail_the_run() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.ready("w1")
+    scene.ready("w2", layout="other")
+    assert "shapes" in scene.ever(m.FailRun)[0].error
+
+
+@pytest.mark.parametrize(
+    ("field", "exact", "fits"),
+    [("kind", True, False), ("kind", False, True), ("data", True, False), ("layout", True, False)],
+)
+def test_a_newcomer_must_fit(field: str, exact: bool, fits: bool) -> None:
+    scene = Scene(size=2, exact=exact)
+    scene.running("w1")
+    scene.ready("w2", **{field: "other"})
+    released = [c for c in scene.said if isinstance(c, m.ReleaseWorker)]
+    assert bool(released) is not fits
+    assert fits or field in released[0].reason
+
+
+def test_misfits_are_replaced_a_bounded_number_of_times() -> None:
+    scene = Scene(size=2, max_rejections=2)
+    scene.running("w1")
+    for number in range(2, 10):
+        if scene.coordinator.workers.get(f"w{number}") == "starting":
+            scene.ready(f"w{number}", kind="other")
+    assert [c.worker for c in scene.ever(m.StartWorker)] == ["w1", "w2", "w3", "w4"]
+
+
+# ------------------------------------------------------------------------- generations
+
+
+def test_a_generation_is_claimed_before_it_is_announced() -> None:
+    scene = Scene(size=1, claims=False)
+    scene.ready("w1")
+    assert scene.of(m.ClaimGeneration) == [m.ClaimGeneration(1)]
+    assert not scene.ever(m.FormGeneration)
+    scene.tell(m.GenerationClaimed(2))  # not what was asked
+    assert not scene.ever(m.FormGeneration)
+    scene.tell(m.GenerationClaimed(1))
+    assert scene.members == ["w1"]
+
+
+def test_a_lost_claim_silences_for_good() -> None:
+    scene = Scene(size=1, claims=False)
+    scene.ready("w1")
+    assert scene.tell(m.GenerationClaimLost(1)) == [
+        m.StandDown("generation 1 belongs to another controller")
+    ]
+    for event in (m.WorkerHeard("w1", 1, 1, "body"), m.WorkerLost("w1", ""), m.StopRequested("")):
+        assert scene.tell(event) == []
+    assert scene.coordinator.deadline is None
+
+
+def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source() -> None:
+    scene = trio(min_workers=2)
+    scene.lost("w2")
+    assert [c.worker for c in scene.of(m.AbortGeneration)] == ["w1", "w3"]
+    assert [c.worker for c in scene.of(m.StartWorker)] == ["w4"]
+    scene.stopped("w1", step=4)
+    assert scene.coordinator.phase == "ending"
+    scene.stopped("w3", step=5)
+    assert scene.members == ["w1", "w3"]
+    assert scene.coordinator.membership.source == "w3"
+
+
+def test_a_stop_unasked_aborts_the_rest() -> None:
+    scene = trio()
+    scene.stopped("w2", step=3)
+    assert [c.worker for c in scene.of(m.AbortGeneration)] == ["w1", "w3"]
+
+
+def test_void_workers_are_no_survivors() -> None:
+    scene = Scene(size=2)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.stopped("w1", step=2)
+    assert scene.members == ["w1", "w2"]
+    scene.lost("w1")
+    scene.stopped("w2", step=0, whole=False)
+    assert "lost" in scene.ever(m.FailRun)[0].error
+
+
+def test_a_bystander_breaks_no_group() -> None:
+    scene = Scene(size=1, standby=1)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.lost("w2")
+    assert not scene.of(m.AbortGeneration)
+    assert scene.coordinator.phase == "running"
+
+
+def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
+    scene = Scene(size=2, steps_ahead=2)
+    scene.running("w1", step=4)
+    scene.ready("w2")
+    ends = [c for c in scene.said if isinstance(c, m.EndGeneration)]
+    assert ends and ends[0].after_step >= 6
+    assert scene.hear("w1", step=5)[1:] == [ends[0]]  # the same again
+    scene.stopped("w1", step=6)
+    seats = scene.coordinator.membership.seats
+    assert [(seat.worker, seat.whole) for seat in seats] == [("w1", True), ("w2", False)]
+
+
+def test_a_source_inside_a_body_has_no_joiners() -> None:
+    scene = Scene(size=2)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.stopped("w1", place=Place(3, 0, 1), at_head=False)
+    assert scene.members == ["w1"]
+
+
+def test_a_planned_end_that_fails_or_lasts_becomes_an_abort() -> None:
+    scene = Scene(size=3, gather_timeout_s=4.0)
+    scene.running("w1", "w2")
+    scene.ready("w3")
+    after = scene.ever(m.EndGeneration)[-1].after_step
+    scene.stopped("w1", step=after)
+    assert not scene.ever(m.AbortGeneration)
+    scene.wait(5.0, "w1", "w2", "w3", phase="collective")
+    assert [c.worker for c in scene.ever(m.AbortGeneration)][:1] == ["w2"]
+    early = Scene(size=3)
+    early.running("w1", "w2")
+    early.ready("w3")
+    early.stopped("w1", step=0)
+    assert [c.worker for c in early.of(m.AbortGeneration)] == ["w2"]
+
+
+def test_stragglers_that_are_heard_are_waited_for() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.stopped("w1", step=1)
+    scene.wait(600.0, "w1", "w2", phase="body")
+    assert not scene.ever(m.EvictWorker)
+    assert scene.coordinator.phase == "ending"
+
+
+# --------------------------------------------------------------------- silence and leases
+
+
+def test_silence_is_judged_unless_the_group_makes_steps() -> None:
+    scene = Scene(size=2, heartbeat_timeout_s=5.0)
+    scene.running("w1", "w2")
+    for step in range(1, 20):  # w2 is silent, and yet the steps go on
+        scene.wait(1.0, "w1", step=step)
+    assert not scene.ever(m.EvictWorker)
+    scene.wait(7.0, "w1", step=19)
+    assert [c.worker for c in scene.of(m.EvictWorker)] == ["w2"]
+
+
+def test_the_evicted_get_no_answer_but_an_end() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.wait(9.0, "w1")
+    assert [type(c) for c in scene.hear("w2")] == [m.EvictWorker]
+    assert [type(c) for c in scene.hear("w77")] == [m.EvictWorker]
+    assert m.RenewLease("w1", scene.beats + 1) in scene.hear("w1")
+
+
+def alone_and_silent(**rules: object) -> Scene:
+    """The founder was announced, never showed itself, and is evicted but not dead; another is ready."""
+    scene = Scene(size=1, lease_s=30.0, **rules)
+    scene.ready("w1")
+    scene.hear("w1", phase="form")
+    scene.wait(9.0)
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
+    scene.ready("w2")
+    return scene
+
+
+def test_the_next_generation_waits_for_the_lease_of_a_member_that_may_live() -> None:
+    scene = alone_and_silent()
+    scene.wait(15.0, "w2", phase="wait")
+    assert scene.members == ["w1"], "the lease of w1 runs for 30 s"
+    scene.wait(10.0, "w2", phase="wait")
+    assert scene.members == ["w2"]
+
+
+def test_or_for_its_death() -> None:
+    scene = alone_and_silent()
+    scene.lost("w1")
+    assert scene.members == ["w2"]
+
+
+def test_a_member_that_was_answered_long_ago_still_has_its_lease() -> None:
+    """Announced right after an answer: the lease counts from that answer, heard again or not."""
+    scene = Scene(size=1, lease_s=30.0)
+    scene.ready("w1")
+    scene.wait(9.0)
+    scene.ready("w2")
+    scene.wait(10.0, "w2", phase="wait")
+    assert scene.members == ["w1"]
+
+
+def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> None:
+    scene = Scene(size=2, claims=False)
+    scene.claims = True
+    scene.running("w1", "w2")
+    scene.claims = False
+    scene.now += 60.0
+    assert scene.hear("w1") == [m.ClaimGeneration(2)]
+    assert scene.hear("w2") == []
+    said = scene.tell(m.GenerationClaimed(2))
+    assert {type(c) for c in said} == {m.RenewLease}
+    assert len(said) == 2
+
+
+def test_a_superseded_coordinator_finds_out_before_it_acts() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.claims = False
+    scene.wait(6.0)  # the workers follow another controller
+    assert scene.said == [m.ClaimGeneration(2)]
+    assert [type(c) for c in scene.tell(m.GenerationClaimLost(2))] == [m.StandDown]
+
+
+# -------------------------------------------------------------------------------- forming
+
+
+def test_the_unreachable_join_later_and_whole_ones_get_a_second_try() -> None:
+    scene = Scene(size=2, min_workers=1)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1", "w2"]
+    scene.stopped("w2", whole=False, unreachable=("w1",))
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1"], "void and out of reach: without it for now"
+    both = Scene(size=2)
+    both.running("w1", "w2")
+    for expected in (["w1", "w2"], ["w1", "w2"], ["w1"]):
+        both.stopped("w1", step=3, unreachable=("w2",))
+        both.stopped("w2", step=3)
+        assert both.members == expected
+
+
+def test_who_never_enters_is_asked_again() -> None:
+    scene = Scene(size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
+    scene.ready("w1", "w2")
+    scene.wait(12.0, "w1", "w2", phase="form")
+    assert {c.worker for c in scene.of(m.AbortGeneration)} == {"w1", "w2"}
+
+
+def test_a_lost_report_ends_the_generation() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    assert m.AbortGeneration("w2", 1) in scene.hear("w1", phase="wait")
+
+
+def test_one_too_far_behind_is_replaced() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.stopped("w1", step=9)
+    scene.stopped("w2", step=7)
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w2"]
+    assert scene.members == ["w1"]
+
+
+# -------------------------------------------------------------------- leaving and scaling
+
+
+def test_a_drained_member_leaves_when_its_replacement_is_ready() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.running("w1", "w2")
+    scene.tell(m.DrainNoticed("w2", 1000.0))
+    assert [c.worker for c in scene.of(m.StartWorker)] == ["w3"]
+    assert not scene.ever(m.EndGeneration)
+    scene.ready("w3")
+    assert scene.ever(m.EndGeneration)
+    scene.stopped("w1", step=2)
+    scene.stopped("w2", step=2)
+    assert scene.members == ["w1", "w3"]
+    assert not scene.ever(m.ReleaseWorker), "kept until the others have made a step"
+    scene.hear("w1", "w3", step=2)
+    assert not scene.ever(m.ReleaseWorker)
+    scene.hear("w1", step=3)
+    assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w2"]
+
+
+def test_a_deadline_forces_it_out_unless_too_few_remain() -> None:
+    scene = Scene(size=2, min_workers=1, drain_margin_s=3.0)
+    scene.running("w1", "w2")
+    scene.tell(m.DrainNoticed("w2", 10.0))
+    scene.wait(8.0, "w1", "w2")
+    assert scene.ever(m.EndGeneration)
+    few = Scene(size=2, min_workers=2, drain_margin_s=3.0)
+    few.running("w1", "w2")
+    few.tell(m.DrainNoticed("w2", 10.0))
+    few.wait(8.0, "w1", "w2")
+    assert not few.ever(m.EndGeneration)
+    assert "are needed" in few.coordinator.reason
+
+
+def test_a_leaver_that_alone_is_ahead_stays_for_the_copy() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.tell(m.DrainNoticed("w2", None))
+    scene.ready("w3")
+    scene.stopped("w1", step=4)
+    scene.stopped("w2", step=5)
+    assert scene.members == ["w1", "w2", "w3"]
+    assert scene.coordinator.membership.source == "w2"
+
+
+def test_a_leaver_is_called_back_when_the_newest_state_is_lost() -> None:
+    scene = Scene(size=2, min_workers=1)
+    scene.running("w1", "w2")
+    scene.tell(m.DrainNoticed("w2", None))
+    scene.ready("w3")
+    scene.stopped("w1", step=4)
+    scene.stopped("w2", step=4)
+    assert scene.members == ["w1", "w3"]
+    scene.lost("w1")
+    scene.stopped("w3", whole=False)
+    assert scene.members == ["w3", "w2"] or scene.members == ["w2", "w3"]
+    assert scene.coordinator.membership.source == "w2"
+
+
+def test_a_drained_bystander_goes_at_once() -> None:
+    scene = Scene(size=1, standby=1)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.tell(m.DrainNoticed("w2", None))
+    assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w2"]
+
+
+@pytest.mark.parametrize("size", [0, 9])
+def test_sizes_out_of_bounds_are_refused(size: int) -> None:
+    scene = Scene(size=2)
+    scene.tell(m.SizeRequested(size))
+    assert scene.coordinator.size == 2
+    assert "refused" in scene.of(m.Explain)[0].text
+
+
+def test_scaling_down_and_up() -> None:
+    scene = trio()
+    scene.tell(m.SizeRequested(2))
+    assert len(scene.of(m.EndGeneration)) == 3
+    for worker in ("w1", "w2", "w3"):
+        scene.stopped(worker, step=3)
+    assert scene.members == ["w1", "w2"]
+    scene.hear("w1", "w2", step=4)
+    assert [c.worker for c in scene.ever(m.ReleaseWorker)] == ["w3"]
+    scene.tell(m.SizeRequested(4))
+    assert [c.worker for c in scene.of(m.StartWorker)] == ["w4", "w5"]
+
+
+def test_standbys_take_seats_at_once() -> None:
+    scene = Scene(size=2, standby=1)
+    scene.running("w1", "w2")
+    scene.ready("w3")
+    assert scene.members == ["w1", "w2"]
+    scene.lost("w2")
+    scene.stopped("w1", step=1)
+    assert scene.members == ["w1", "w3"]
+
+
+def test_below_the_minimum_it_waits_says_why_and_goes_on() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.running("w1", "w2")
+    scene.lost("w2")
+    scene.stopped("w1", step=1)
+    assert scene.coordinator.reason == "1 of at least 2 workers are ready"
+    scene.wait(3.0, "w1", phase="wait")
+    assert not scene.of(m.Explain), "said once"
+    scene.ready("w3")
+    assert scene.members == ["w1", "w3"]
+
+
+def test_losses_without_a_step_are_bounded() -> None:
+    scene = Scene(size=1, max_losses_without_progress=3, min_workers=1)
+    for number in range(1, 9):
+        scene.wait(40.0)
+        if scene.coordinator.phase == "over":
+            break
+        scene.tell(m.WorkerStarted(f"w{number}"))
+        scene.lost(f"w{number}")
+    assert "losses" in scene.ever(m.FailRun)[0].error
+    assert number == 4
+
+
+def test_fifty_lost_at_once_are_one_incident() -> None:
+    scene = Scene(size=8, max_losses_without_progress=2)
+    names = [f"w{n}" for n in range(1, 9)]
+    scene.running(*names)
+    for name in names[1:]:
+        scene.lost(name)
+    assert not scene.ever(m.FailRun)
+
+
+# --------------------------------------------------------------------------- the end
+
+
+def finished(worker: str, digest: str = "D", generation: int = 1) -> m.WorkerFinished:
+    return m.WorkerFinished(worker, generation, Place(7, 1), digest)
+
+
+def test_finished_when_all_living_members_are() -> None:
+    scene = trio(standby=1)
+    scene.ready("w4")
+    scene.tell(finished("w1"))
+    assert not scene.ever(m.FinishRun)
+    scene.lost("w2")
+    assert not scene.ever(m.FinishRun)
+    scene.tell(finished("w3"))
+    assert scene.ever(m.FinishRun) == [m.FinishRun(Place(7, 1), "D", "all members finished")]
+    assert {c.worker for c in scene.ever(m.ReleaseWorker)} >= {"w1", "w3", "w4"}
+    scene.said = []
+    scene.wait(60.0)
+    assert {c.worker for c in scene.of(m.EvictWorker)} >= {"w1", "w3", "w4"}
+    assert {type(c) for c in scene.said} == {m.EvictWorker}
+
+
+def test_one_that_did_not_finish_is_brought_to_the_end() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.tell(finished("w1"))
+    scene.stopped("w2", step=6)
+    assert scene.members == ["w1", "w2"]
+    assert scene.coordinator.membership.source == "w1"
+    scene.tell(finished("w2", generation=2))
+    assert scene.ever(m.FinishRun)
+
+
+def test_weights_that_differ_are_said_aloud() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.tell(finished("w1", "D"))
+    scene.tell(finished("w2", "E"))
+    assert scene.ever(m.FinishRun)[0].digests_differ
+
+
+def test_user_errors_fail_the_run_once() -> None:
+    scene = trio()
+    scene.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
+    scene.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))
+    assert scene.ever(m.FailRun) == [m.FailRun("KeyError: 'x'", "tb")]
+
+
+def test_a_stop_is_told_and_told_again() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.tell(m.StopRequested("enough"))
+    assert len(scene.of(m.StopTraining)) == 2
+    assert m.StopTraining("w1", "enough") in scene.hear("w1", step=1)
+    scene.lost("w2")
+    scene.stopped("w1", step=2)
+    assert m.StopTraining("w1", "enough") in scene.said, "a later generation is told as it forms"
+
+
+def test_a_stop_before_the_first_step() -> None:
+    scene = Scene(size=2)
+    scene.tell(m.StopRequested("enough"))
+    assert scene.ever(m.FinishRun) == [m.FinishRun(Place(0), "", "enough")]
+
+
+# ----------------------------------------------------------------------- taking over
+
+
+def report(worker: str, generation: int, step: int, **more: object) -> m.WorkerReported:
+    values = {"whole": True, "stopped": False, "signature": SIGNATURE, "can_source": False} | more
+    return m.WorkerReported(worker, generation, Place(step), **values)
+
+
+def test_a_take_over_ends_what_runs_and_goes_on_above_it() -> None:
+    scene = Scene.recovered(["w1", "w2", "w9"], 6, size=2)
+    assert [c.worker for c in scene.ever(m.ReportYourself)] == ["w1", "w2", "w9"]
+    assert scene.ever(m.ClaimGeneration) == [m.ClaimGeneration(7)]
+    scene.tell(report("w1", 6, 5))
+    scene.tell(report("w2", 6, 6, stopped=True))
+    scene.stopped("w1", step=5)
+    scene.stopped("w2", step=6)
+    assert not scene.ever(m.FormGeneration), "w9 has not said where it stands"
+    scene.tell(report("w9", 0, 0, whole=False, signature=None))
+    assert scene.coordinator.generation == 7
+    assert scene.coordinator.membership.source == "w2"
+
+
+def test_identities_after_a_take_over_are_new() -> None:
+    scene = Scene.recovered(["w1"], 6, size=2)
+    assert [c.worker for c in scene.ever(m.StartWorker)] == ["w7.2"]
+
+
+def test_an_unreported_worker_is_asked_until_it_answers_or_is_silent() -> None:
+    scene = Scene.recovered(["w1", "w2"], 1, size=2, lease_s=4.0)
+    scene.wait(3.0, "w1", "w2")
+    assert {c.worker for c in scene.of(m.ReportYourself)} == {"w1", "w2"}
+    scene.tell(report("w1", 1, 3))
+    scene.stopped("w1", step=3)
+    scene.wait(9.0, "w1", phase="wait", step=3)
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w2"]
+    assert scene.members == ["w1"]
+
+
+def test_a_take_over_waits_for_a_lease_when_nobody_speaks_for_the_newest_generation() -> None:
+    scene = Scene.recovered(["w1"], 4, size=1, lease_s=30.0)
+    scene.tell(report("w1", 3, 3))  # generation 4 was claimed; whoever is in it, w1 is not
+    scene.stopped("w1", step=3)
+    scene.wait(20.0, "w1", phase="wait")
+    assert scene.members == []
+    scene.wait(15.0, "w1", phase="wait")
+    assert scene.members == ["w1"]
+
+
+def test_the_state_of_an_earlier_beginning_does_not_come_back() -> None:
+    scene = Scene.recovered(["w1", "w2"], 5, size=2)
+    scene.tell(report("w1", 2, 9, founded=1))
+    scene.tell(report("w2", 5, 3, founded=4))
+    scene.stopped("w1", step=9)
+    scene.stopped("w2", step=3)
+    assert scene.members == ["w2"]
+
+
+# --------------------------------------------------------------------- old generations
+
+
+OLD = [
+    m.WorkerStopped("w1", 1, Place(99), True, "old"),
+    m.WorkerStopped("w2", 1, Place(0), False, "old", ("w1",)),
+    m.WorkerFinished("w1", 1, Place(99, 1), "old"),
+    m.WorkerHeard("w1", 1, 99, "done"),
+    m.WorkerHeard("w2", 1, 99, "wait"),
+    m.GenerationClaimed(1),
+    m.GenerationClaimed(2),
+    m.WorkerStarted("w1"),
+    m.WorkerReady("w1", SIGNATURE, True),
+    m.WorkerReported("w1", 1, Place(99), True, True, SIGNATURE, True),
+    m.WorkerLost("w3", "again"),
+    m.WorkerFailed("w3", "error of the dead", ""),
+    m.WorkerStarted("w3"),
+    m.WorkerReady("w3", SIGNATURE, True),
+    m.WorkerStopped("w3", 2, Place(99), True, "dead"),
+    m.WorkerFinished("w3", 2, Place(99, 1), "dead"),
+    m.DrainNoticed("w3", 1.0),
+    m.DeadlineReached(),
+]
+
+
+@pytest.mark.parametrize("event", OLD, ids=repr)
+@pytest.mark.parametrize("phase", ["forming", "running", "ending"])
+def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
+    scene = trio(min_workers=2)
+    scene.lost("w3")
+    scene.stopped("w1", step=4)
+    scene.stopped("w2", step=4)
+    assert scene.coordinator.generation == 2
+    if phase != "forming":
+        scene.hear("w1", "w2", step=5)
+    if phase == "ending":
+        scene.stopped("w1", step=5)
+    assert scene.coordinator.phase == phase
+
+    def facts() -> dict[str, object]:
+        hidden = ("_liveness", "_heard_at", "_lease_until")
+        state = {k: v for k, v in vars(scene.coordinator).items() if k not in hidden}
+        workers = {
+            w.id: (w.stage, w.place, w.whole, w.finished) for w in state.pop("_workers").values()
+        }
+        return copy.deepcopy({k: str(v) for k, v in state.items()} | {"workers": workers})
+
+    before = facts()
+    answers = scene.tell(event)
+    allowed = (m.RenewLease, m.AbortGeneration) if isinstance(event, m.WorkerHeard) else ()
+    assert [c for c in answers if not isinstance(c, allowed)] == []
+    after = facts()
+    if isinstance(event, m.WorkerHeard):
+        for known in ("_paced_at", "_paced_step", "_pace", "workers"):
+            before.pop(known), after.pop(known)
+    assert after == before
