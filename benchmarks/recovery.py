@@ -13,9 +13,11 @@ are installed (see `benchmarks/peers`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -118,8 +120,11 @@ def trainer(
 
 
 def start_ray() -> None:
+    """A Ray of this machine alone, its workers at normal priority: Ray's own 15 would measure what else runs."""
     import ray
 
+    os.environ["RAY_worker_niceness"] = "0"
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(
         address="local",
         num_cpus=12,  # claimed, not owned: workers share the machine's cores
@@ -194,7 +199,7 @@ class Record:
         times = []
         for worker in {b.worker for b in self.bodies}:
             own = [b for b in self.bodies if b.worker == worker]
-            for a, b in zip(own, own[1:], strict=False):
+            for a, b in itertools.pairwise(own):
                 if a.generation == b.generation:
                     times.append(b.time - a.time)
         return times
@@ -204,12 +209,25 @@ class Record:
         found = []
         for worker in sorted({b.worker for b in self.bodies}):
             steps = [b.step for b in self.bodies if b.worker == worker]
-            for a, b in zip(steps, steps[1:], strict=False):
+            for a, b in itertools.pairwise(steps):
                 if b != a + 1:
                     found.append(f"{worker}: step {b} after {a}")
         steps = {b.step for b in self.bodies}
         found += [f"nobody ran step {s}" for s in range(1, max(steps) + 1) if s not in steps]
         return found
+
+
+def outside_load(seconds: float = 2.0) -> float:
+    """Cores that something else keeps busy, before we start: the noise in what follows."""
+
+    def busy() -> int:
+        with open("/proc/stat", encoding="utf-8") as file:
+            user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
+        return user + nice + system + irq + softirq
+
+    before = busy()
+    time.sleep(seconds)
+    return round((busy() - before) / os.sysconf("SC_CLK_TCK") / seconds, 2)
 
 
 def wait_for(what: Callable[[], bool], timeout_s: float, name: str, pause_s: float = 0.05) -> None:
@@ -263,16 +281,16 @@ def kill(pids: dict[str, int], rng: random.Random) -> Kill:
     return Kill(at, worker)
 
 
-def measure(workers: int, kills: int, forming_kills: int, seed: int, body_s: float) -> dict[str, Any]:
-    rng = random.Random(seed)
+def measure(workers: int, options: argparse.Namespace) -> dict[str, Any]:
+    kills, rng = options.kills, random.Random(workers)
     with tempfile.TemporaryDirectory() as storage, tempfile.TemporaryDirectory() as folder:
-        ours = trainer("kills", storage, folder, workers, body_s=body_s)
+        ours = trainer("kills", storage, folder, workers, body_s=options.body_s)
         run = ours.start()
         wait_full(run, workers, 20)
         done: list[Kill] = []
         pids_changed: list[str] = []
         known: dict[str, int] = {}
-        for number in range(kills + forming_kills):
+        for number in range(kills + options.forming_kills):
             wait_full(run, workers)
             time.sleep(rng.uniform(0.3, 0.8))
             pids = run.pids()
@@ -293,6 +311,11 @@ def measure(workers: int, kills: int, forming_kills: int, seed: int, body_s: flo
         run.stop("enough")
         result = run.result()
         record = Record.read(folder, ours.url)
+        if options.keep:
+            shutil.copytree(folder, f"{options.keep}/{workers}/bodies", dirs_exist_ok=True)
+            shutil.copytree(ours.url, f"{options.keep}/{workers}/run", dirs_exist_ok=True)
+            kept = json.dumps([[one.at, one.worker] for one in done])
+            Path(f"{options.keep}/{workers}/kills.json").write_text(kept)
         calm = trainer("calm", storage, None, workers, max_steps=result.step).fit(local=True)
         return {
             "workers": workers,
@@ -380,13 +403,11 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    yield "cores_busy_with_other_work", outside_load()
     start_ray()
     try:
         for workers in options.workers:
-            yield (
-                f"{workers} workers",
-                measure(workers, options.kills, options.forming_kills, workers, options.body_s),
-            )
+            yield f"{workers} workers", measure(workers, options)
     finally:
         ray.shutdown()
     if options.peers:
@@ -400,6 +421,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--forming-kills", type=int, default=6)
     parser.add_argument("--workers", type=int, nargs="*", default=[3, 5])
+    parser.add_argument("--keep", help="copy each run's folders there")
     parser.add_argument("--body-s", type=float, default=0.002)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--no-write", action="store_true")

@@ -1,0 +1,54 @@
+"""The same kills beside other systems, each in processes of its own.
+
+torchft is looked for in the interpreter that `TORCHFT_PYTHON` names (`python -m venv DIR` and there
+`pip install torch==2.13.0 torchft==0.2.0`), else in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def measure_all(kills: int = 5, ray_train_kills: int = 2) -> Iterator[tuple[str, Any]]:
+    torchft = os.environ.get("TORCHFT_PYTHON", sys.executable)
+    for kind in ("tuned", "default"):
+        yield (
+            f"torchft 0.2, {kind}, 3 workers",
+            run(torchft, "torchft_recovery.py", kind, str(kills)),
+        )
+    yield (
+        "Ray Train, checkpoint each 20 steps, 3 workers",
+        run(sys.executable, "ray_train_recovery.py", str(ray_train_kills)),
+    )
+
+
+def run(python: str, script: str, *arguments: str, timeout_s: float = 240.0) -> Any:
+    """What the script wrote as JSON, or why there is nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/result.json"
+        with open(f"{folder}/output", "w+", encoding="utf-8") as output:
+            command = [python, str(HERE / script), path, *arguments]
+            try:
+                subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    timeout=timeout_s,
+                )
+            except subprocess.TimeoutExpired:
+                return f"not measured: took more than {timeout_s} s"
+            if not os.path.exists(path):
+                output.seek(0)
+                return f"not measured: {output.read().strip().splitlines()[-1:]}"
+        return json.loads(Path(path).read_text())
