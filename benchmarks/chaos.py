@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        common = {"storage_path": folder, "max_steps": options.steps, "virtual_workers": 4}
+        common = {"storage_path": folder, "steps": options.steps, "virtual_workers": 4}
         print("1. with kills", flush=True)
         run = make_trainer(name="kills", workers=options.workers, standby=1, **common).start()
         ended = threading.Event()

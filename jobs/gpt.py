@@ -123,10 +123,11 @@ def make_trainer(
     name: str | None = None,
     storage_path: str | None = None,
     data: str | None = None,
-    workers: int = 1,
+    workers: int = 2,
     min_workers: int = 1,
+    standby: int = 0,
     virtual_workers: int = 4,
-    steps: int = 600,
+    steps: int = 400,
     seed: int = 0,
     config: dict | None = None,
     **options: object,
@@ -141,7 +142,10 @@ def make_trainer(
         config={"width": 128, "heads": 4, "layers": 3, "lr": 2e-3} | (config or {}),
         data=edp.DataConfig(str(folder), micro_batch_size=8, seed=seed),
         scaling=edp.ScalingConfig(
-            min_workers=min_workers, max_workers=workers, virtual_workers=virtual_workers
+            min_workers=min_workers,
+            max_workers=workers,
+            virtual_workers=virtual_workers,
+            standby=standby,
         ),
         max_steps=steps,
         **options,
@@ -150,10 +154,10 @@ def make_trainer(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--virtual-workers", type=int, default=4, help="fixes the global batch")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the run; the same name again continues it")
     parser.add_argument("--storage-path", help="where runs are kept: a folder or any fsspec URL")

@@ -20,6 +20,7 @@ from elastic_dp.cluster.heartbeats import HeartbeatServer
 from elastic_dp.distributed.process_group import Rendezvous, open_store
 from elastic_dp.protocol.coordinator import Coordinator, Rules
 from elastic_dp.protocol.messages import (
+    BeginTraining,
     ClaimGeneration,
     Command,
     DeadlineReached,
@@ -31,6 +32,7 @@ from elastic_dp.protocol.messages import (
     FormGeneration,
     GenerationClaimed,
     GenerationClaimLost,
+    ReleaseWorker,
     RenewLease,
     StandDown,
     StartWorker,
@@ -83,6 +85,7 @@ class Controller:
         self._log_lock = threading.Lock()
         self._inexact: dict[str, None] = {}
         self._steps: dict[WorkerId, int] = {}
+        self._begun: set[WorkerId] = set()
         self._lost = 0
         self._started_at = 0.0
 
@@ -178,20 +181,25 @@ class Controller:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case RenewLease(worker=worker):
-                self.heartbeats.renew(worker)
+            case RenewLease(worker=worker, beat=beat):
+                self.heartbeats.renew(worker, beat)
                 return
             case FormGeneration(worker=worker):
                 self._fleet.send(worker, command, self._rendezvous)
             case StartWorker(worker=worker):
                 self._fleet.start(worker)
+            case BeginTraining(worker=worker):
+                self._begun.add(worker)
+                self._fleet.send(worker, command, None)
             case EvictWorker(worker=worker):
                 self.heartbeats.condemn(worker)
                 self._fleet.kill(worker)
             case ClaimGeneration(generation=generation):
                 won = self.claim(generation)
                 self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
-            case FinishRun(place=place, digest=digest, reason=reason):
+            case FinishRun(place=place, digest=digest, reason=reason, digests_differ=differ):
+                if differ:
+                    self._inexact["workers finished with different weights"] = None
                 self.outcome.step, self.outcome.digest = place.step, digest
                 self.outcome.reason = reason
                 self.outcome.inexact_because = tuple(self._inexact)
@@ -202,9 +210,15 @@ class Controller:
                 self.outcome.error = self.outcome.reason = reason
             case Explain():
                 pass
+            case ReleaseWorker(worker=worker) if self._holds_nothing(worker):
+                self._fleet.kill(worker)
             case _:
                 self._fleet.send(command.worker, command, None)
         self.journal.command(command)
+
+    def _holds_nothing(self, worker: WorkerId) -> bool:
+        """Still starting, at the end of the run: no user code to unwind, so nothing to wait for."""
+        return bool(self.outcome.reason) and worker not in self._begun
 
 
 def rules_of(spec: JobSpec) -> Rules:

@@ -57,28 +57,28 @@ class HeartbeatServer:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("0.0.0.0", 0))
         self.port: int = self._socket.getsockname()[1]
-        self._last: dict[WorkerId, tuple[tuple[str, int], float]] = {}  # address, sent at
+        self._addresses: dict[WorkerId, tuple[str, int]] = {}
         self._thread = threading.Thread(target=self._serve, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def renew(self, worker: WorkerId) -> None:
-        """Answer the worker's last heartbeat: its lease runs from when that was sent."""
-        self._answer(worker, lambda at: {"at": at})
+    def renew(self, worker: WorkerId, beat: int) -> None:
+        """Answer one heartbeat: the lease runs from when that was sent (`beat`, in microseconds)."""
+        self._answer(worker, {"at": beat / 1e6})
 
     def condemn(self, worker: WorkerId) -> None:
         """Let the worker's own pulse kill it."""
-        self._answer(worker, lambda _: {"die": True})
+        self._answer(worker, {"die": True})
 
     def close(self) -> None:
         self._socket.close()
 
-    def _answer(self, worker: WorkerId, body: Callable[[float], dict[str, object]]) -> None:
-        if worker in self._last:
-            address, at = self._last[worker]
+    def _answer(self, worker: WorkerId, body: dict[str, object]) -> None:
+        if worker in self._addresses:
             with contextlib.suppress(OSError):
-                self._socket.sendto(json.dumps({"token": self._token} | body(at)).encode(), address)
+                answer = json.dumps({"token": self._token} | body).encode()
+                self._socket.sendto(answer, self._addresses[worker])
 
     def _serve(self) -> None:
         while True:
@@ -95,8 +95,9 @@ class HeartbeatServer:
                     int(beat["generation"]),
                     int(beat["step"]),
                     str(beat["phase"]),
+                    int(float(beat["at"]) * 1e6),
                 )
-                self._last[event.worker] = (address, float(beat["at"]))
+                self._addresses[event.worker] = address
             except (ValueError, KeyError, TypeError):
                 continue  # not one of ours
             self._heard(event)

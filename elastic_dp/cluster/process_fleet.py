@@ -22,7 +22,7 @@ import cloudpickle
 from elastic_dp.cluster.controller import Controller, Outcome
 from elastic_dp.cluster.worker import Job, Worker, prepare_environment
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import Command, Event, WorkerId, WorkerLost
+from elastic_dp.protocol.messages import Command, Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.faults import Fault
@@ -60,13 +60,17 @@ class ProcessFleet:
     def send(self, worker: WorkerId, command: Command, rendezvous: Rendezvous | None) -> None:
         with self._lock:
             outbox = self._outboxes.get(worker)
-            if worker in self._pending:  # it never came to be
-                self._pending.remove(worker)
-                self._post(WorkerLost(worker, "was still pending"))
+            pending = worker in self._pending
+        if pending and isinstance(command, ReleaseWorker):
+            self.kill(worker)
         if outbox is not None:
             outbox.put((command, rendezvous))
 
     def kill(self, worker: WorkerId) -> None:
+        with self._lock:
+            if worker in self._pending:  # it never came to be
+                self._pending.remove(worker)
+                self._post(WorkerLost(worker, "was still pending"))
         process = self.processes.get(worker)
         if process is not None:
             process.kill()

@@ -38,7 +38,7 @@ NAMESPACE = "elastic_dp"
 _PENDING_IS_NEWS_S = 15.0  # then a worker that cannot be placed is mentioned
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"control": 2})
+@ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
 class WorkerActor:
     """One worker. `run` occupies the default group for the worker's life; `deliver` gets in beside it."""
 
@@ -126,10 +126,8 @@ class RayFleet:
         self._controller.post(WorkerLost(worker, reason))
 
 
-@ray.remote(
-    num_cpus=0,
-    max_restarts=0,
-    concurrency_groups={"events": 4, "follow": 16},
+@ray.remote(  # type: ignore[call-overload]
+    num_cpus=0, max_restarts=0, concurrency_groups={"events": 4, "follow": 16}
 )
 class ControllerActor:
     """Leads one run until it has ended. Its name is the run's: two drivers cannot lead one run."""

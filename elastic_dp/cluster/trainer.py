@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
+import elastic_dp.errors as errors
 from elastic_dp.cluster.controller import Outcome
 from elastic_dp.cluster.record import Result, RunRecord, read_result, write_result
 from elastic_dp.cluster.worker import pick_device, prepare_environment
 from elastic_dp.data import open_data
-import elastic_dp.errors as errors
 from elastic_dp.errors import ClusterError, SpecError, TrainError, UserCodeError
 from elastic_dp.spec import (
     CheckpointConfig,
@@ -120,11 +121,14 @@ class ElasticTrainer:
         journal, progress = Journal(self.url), Progress()
         device = pick_device(self.spec.scaling.resources_per_worker)
         run = LocalRun(self.spec, data, device)
-        run.on_log = lambda record: (
-            journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"}),
-            progress.show(record),
-            *(logger(record) for logger in self.loggers),
-        )
+
+        def show(record: dict[str, Any]) -> None:
+            journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"})
+            progress.show(record)
+            for logger in self.loggers:
+                logger(record)
+
+        run.on_log = show
         try:
             session = run.run(self.train)
         finally:
@@ -150,7 +154,8 @@ class ElasticTrainer:
 
     def _pickle(self) -> bytes:
         try:
-            return cloudpickle.dumps((self.spec, self.train))
+            with _by_value(self.train):
+                return bytes(cloudpickle.dumps((self.spec, self.train)))
         except Exception as error:  # pickling runs the user's own code
             raise SpecError(
                 f"train, config or data cannot be sent to workers: {type(error).__name__}: {error}. Open files, "
@@ -258,6 +263,21 @@ class Run:
                 f"the run {self._trainer.spec.name!r} is over; {method} needs a live one"
             )
         return ray.get(getattr(self.controller, method).remote(*args))
+
+
+@contextlib.contextmanager
+def _by_value(train: TrainFunction) -> Iterator[None]:
+    """Send the train function's own module along, unless it is an installed one that workers have, too."""
+    module = sys.modules.get(getattr(train, "__module__", ""))
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or module.__name__ == "__main__" or "site-packages" in path:
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def error_of(outcome: Outcome) -> Exception:

@@ -311,7 +311,7 @@ def use_interface(address: str | None) -> None:
 def _form_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     if _gloo_device is None:
         use_interface(None)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [_gloo_device]
     options._timeout = timeout
     backend = dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -58,7 +58,9 @@ class Membership:
     seats: tuple[Seat, ...]
     source: WorkerId
     forming_timeout_s: float
-    founded: int = 0  # the generation whose source gave the initial weights; whoever is whole remembers it
+    founded: int = (
+        0  # the generation whose source gave the initial weights; whoever is whole remembers it
+    )
 
     def rank(self, worker: WorkerId) -> int:
         return next(rank for rank, seat in enumerate(self.seats) if seat.worker == worker)
@@ -80,7 +82,9 @@ class WorkerReady:
 
     worker: WorkerId
     signature: Signature
-    can_source: bool  # its initial weights may count (it is the source, or never asked whether it is)
+    can_source: (
+        bool  # its initial weights may count (it is the source, or never asked whether it is)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,22 +15,16 @@ class Progress:
         self._interval_s = interval_s
         self._last = 0.0
         self._started = time.time()
-        self._world_size = 0
+        self._over = False  # from then on workers go because they are told to
 
     def show(self, line: dict[str, Any]) -> None:
         if "event" not in line and "command" not in line:
             self._metrics(line)
         elif line.get("command") == "Explain":
             self._print(line["text"])
-        elif line.get("command") == "FormGeneration":
-            members = line["members"]
-            if line["worker"] == members[0]:
-                self._world_size = len(members)
-                self._print(
-                    f"generation {line['generation']}: {len(members)} "
-                    f"worker{'s' * (len(members) != 1)} ({', '.join(members)})"
-                )
-        elif line.get("event") == "WorkerLost":
+        elif line.get("command") in ("FinishRun", "FailRun"):
+            self._over = True
+        elif line.get("event") == "WorkerLost" and not self._over:
             self._print(f"{line['worker']} is gone: {line['reason']}")
 
     def _metrics(self, line: dict[str, Any]) -> None:
@@ -43,7 +37,8 @@ class Progress:
             for key, value in line.items()
             if key not in ("time", "step") and not (isinstance(value, str) and len(value) > 60)
         )
-        self._print(f"step {line['step']:>6}  {values}")
+        if values:
+            self._print(f"step {line['step']:>6}  {values}")
 
     def _print(self, text: str) -> None:
         elapsed = time.time() - self._started

@@ -17,7 +17,6 @@ from torch import nn
 from elastic_dp.distributed.tree import Node, middle
 from elastic_dp.errors import ModelError
 
-
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is compared by value
 
 

@@ -38,17 +38,15 @@ def run_worker(train: TrainFunction, session: Session) -> str:
     with Determinism(session.spec.exact) as determinism:
         session.inexact_because = determinism.because
         try:
-            _call(train, session)
+            try:
+                _call(train, session)
+            except Exception as error:  # the user's code may raise anything
+                session.link.post(_failure(session.worker, error))
+                while True:
+                    session.control.wait()
             session.linger()
         except Released as released:
             return str(released)
-        except Exception as error:  # the user's code may raise anything
-            session.link.post(_failure(session.worker, error))
-            while True:
-                try:
-                    session.control.wait()
-                except Released as released:
-                    return str(released)
 
 
 def _call(train: TrainFunction, session: Session) -> None:

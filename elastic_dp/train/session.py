@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -95,6 +95,7 @@ class Session:
     def __post_init__(self) -> None:
         self.place = Place(0)
         self.whole = False
+        self.founded = 0  # the generation whose source gave the initial weights of our state
         self.asked_source = False
         self.opened = False
         self.exhausted = False
@@ -150,6 +151,7 @@ class Session:
             self._phase == "wait",
             self._signature if self.opened else None,
             self.is_source or not self.asked_source,
+            self.founded,
         )
 
     # ------------------------------------------------------------------------------------- life
@@ -226,7 +228,7 @@ class Session:
             else:
                 assert isinstance(outcome, Redo)
 
-    def linger(self) -> None:
+    def linger(self) -> NoReturn:
         """After the train function returned: stay a source for those behind, until released."""
         digest = self.state.digest()
         because = tuple(dict.fromkeys(self.inexact_because))
@@ -297,6 +299,7 @@ class Session:
             old.close()
         self._old_groups = []
         received = self._hand_over(membership)
+        self.founded = membership.founded
         seats = membership.seats
         self.stepper.open(group, [(s.first, s.last) for s in seats], self.place.step + 1)
         self.timings.append(Timing(membership.generation, formed_at, time.time(), received))

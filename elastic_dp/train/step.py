@@ -297,7 +297,8 @@ class _Closing:
 
 def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str, float]]:
     """What a loss function may return: loss, (loss, weight) or (loss, weight, metrics)."""
-    loss, weight, metrics = returned, rows, {}
+    metrics: Mapping[str, Any] = {}
+    loss, weight = returned, rows
     if isinstance(returned, tuple):
         if len(returned) not in (2, 3):
             raise LossError(

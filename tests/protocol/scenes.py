@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 from elastic_dp.protocol import messages as m
@@ -17,7 +18,7 @@ class Scene:
     """`now` is moved by `wait`; claims are granted at once unless `claims` is False."""
 
     def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
-        rules = {"size": 2, "virtual_workers": 8, "join_window_s": 0.0} | rules
+        rules = {"size": 2, "virtual_workers": 8} | rules
         self.rules = Rules(**rules)
         self.now, self.claims = 0.0, claims
         self.said: list[m.Command] = []
@@ -51,12 +52,14 @@ class Scene:
         """Let time pass; `alive` are heard every second; deadlines are kept."""
         said: list[m.Command] = []
         end = self.now + seconds
-        next_beat = self.now + 1.0
+        next_beat, idle = self.now + 1.0, 0
         while True:
             deadline = self.coordinator.deadline
-            due = min(next_beat, deadline if deadline is not None else end)
+            due = min(next_beat, math.inf if deadline is None else deadline)
             if due > end:
                 break
+            idle = idle + 1 if due <= self.now else 0
+            assert idle < 100, "a deadline that does not move on"
             self.now = max(self.now, due)
             if due == next_beat:
                 next_beat += 1.0
@@ -88,6 +91,7 @@ class Scene:
     def running(self, *workers: str, step: int = 0) -> None:
         """Bring these to the running first generation."""
         self.ready(*workers)
+        self.wait(0.1)
         self.hear(*workers, step=step)
         assert self.coordinator.phase == "running", (
             self.coordinator.phase,

@@ -88,16 +88,21 @@ def test_who_received_a_part_cannot_found_the_run() -> None:
     assert scene.coordinator.membership.source == "w3"
 
 
-def test_layouts_that_differ_at_the_start_fail_the_run() -> None:
-    scene = Scene(size=2, min_workers=2)
+@pytest.mark.parametrize("running", [False, True])
+def test_layouts_that_differ_fail_the_run(running: bool) -> None:
+    """All run the same function, so a layout of its own is that function's doing."""
+    scene = Scene(size=2, min_workers=1 if running else 2)
     scene.ready("w1")
+    if running:
+        scene.wait(0.1)
+        scene.hear("w1")
     scene.ready("w2", layout="other")
     assert "shapes" in scene.ever(m.FailRun)[0].error
 
 
 @pytest.mark.parametrize(
     ("field", "exact", "fits"),
-    [("kind", True, False), ("kind", False, True), ("data", True, False), ("layout", True, False)],
+    [("kind", True, False), ("kind", False, True), ("data", True, False)],
 )
 def test_a_newcomer_must_fit(field: str, exact: bool, fits: bool) -> None:
     scene = Scene(size=2, exact=exact)
