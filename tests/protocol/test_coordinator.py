@@ -471,7 +471,7 @@ def test_losses_without_a_step_are_bounded() -> None:
         scene.tell(m.WorkerStarted(f"w{number}"))
         scene.lost(f"w{number}")
     assert "losses" in scene.ever(m.FailRun)[0].error
-    assert number == 4
+    assert number == 5
 
 
 def test_fifty_lost_at_once_are_one_incident() -> None:
