@@ -503,7 +503,10 @@ class Coordinator:
             return
         self._open.discard(worker.id)
         worker.place, worker.whole, worker.at_head = event.place, event.whole, event.at_head
-        self._founded = self._founded or event.whole
+        if event.whole:
+            self._founded = True
+            worker.founded = event.founded
+            self._founded_in = max(self._founded_in, event.founded)
         self._first_stop_at = min(self._first_stop_at, now)
         self._wake(now + self.rules.gather_timeout_s)
         # After a take-over only those who entered the newest generation can speak for it.
@@ -654,9 +657,12 @@ class Coordinator:
     def _replace_stragglers(self, now: float) -> None:
         """Steps are handed on one at a time, since each process runs the body of each; more is a bug of ours."""
         whole = [w for w in (*self._members.values(), *self._leavers.values()) if w.whole]
-        top = max((worker.place.step for worker in whole), default=0)
+        ours = [w.place.step for w in whole if w.founded in (0, self._founded_in)]
+        top = max(ours, default=0)
         for worker in whole:
-            if worker.place.step < top - 1 and worker.stage is Stage.MEMBER:
+            if 0 < worker.founded < self._founded_in:  # given up once, and the run begun anew
+                self._evict(worker, "its state is that of an earlier beginning", now)
+            elif worker.place.step < top - 1 and worker.stage is Stage.MEMBER:
                 self._evict(worker, f"at step {worker.place.step}, too far behind {top}", now)
 
     def _choose(self, founder: Worker | None, now: float) -> Seating | str:
@@ -965,10 +971,7 @@ class Coordinator:
         whole = [worker for worker in self._members.values() if worker.whole]
         if whole:
             self._founded = True
-            self._founded_in = max(worker.founded for worker in whole)
-            for worker in whole:  # given up once, and the run begun anew without it
-                if worker.founded < self._founded_in:
-                    self._evict(worker, "its state is that of an earlier beginning", now)
+            self._founded_in = max(self._founded_in, *(worker.founded for worker in whole))
             self._signature = max(whole, key=lambda w: (w.founded, w.place)).signature
         else:
             able = [w for w in self._members.values() if w.can_source and w.entered == 0]

@@ -105,6 +105,7 @@ class WorkerStopped:
     # At the head of the loop: every body so far has run here. Only such a source can give a void worker its
     # state; one that stopped inside an evaluation can serve those behind it, but no joiner.
     at_head: bool = True
+    founded: int = 0  # `Membership.founded` of the generation in which it became whole
 
 
 @dataclass(frozen=True, slots=True)

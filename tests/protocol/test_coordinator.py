@@ -601,8 +601,8 @@ def test_the_state_of_an_earlier_beginning_does_not_come_back() -> None:
     scene = Scene.recovered(["w1", "w2"], 5, size=2)
     scene.tell(report("w1", 2, 9, founded=1))
     scene.tell(report("w2", 5, 3, founded=4))
-    scene.stopped("w1", step=9)
-    scene.stopped("w2", step=3)
+    scene.stopped("w1", step=9, founded=1)
+    scene.stopped("w2", step=3, founded=4)
     assert scene.members == ["w2"]
 
 

@@ -312,7 +312,7 @@ class Watched:
         bystander = self.bystander(event)
         size = len(coordinator.workers)
         answers: list[Command] = coordinator.handle(event, now)
-        if bystander:
+        if bystander and not any(isinstance(c, m.EvictWorker) for c in answers):
             aborts = [c for c in answers if isinstance(c, m.AbortGeneration)]
             must(not aborts, f"the loss of bystander {event} broke {coordinator.generation}")
         if over:

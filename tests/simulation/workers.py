@@ -265,7 +265,14 @@ class SimWorker:
     def say_stopped(self, generation: int, reason: str, unreachable: tuple[str, ...]) -> None:
         self.send(
             m.WorkerStopped(
-                self.id, generation, self.place, self.whole, reason, unreachable, self.at_head
+                self.id,
+                generation,
+                self.place,
+                self.whole,
+                reason,
+                unreachable,
+                self.at_head,
+                self.founded,
             )
         )
 

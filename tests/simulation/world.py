@@ -106,6 +106,7 @@ class SimController:
         self.heard: dict[str, float] = {}
         self.stepped_at: dict[int, float] = {}
         self.steps: dict[int, int] = {}
+        self.last_step: dict[str, int] = {}
         self.buried: set[str] = set()
         self.dismissed: set[str] = set()
         self.drained: set[str] = set()
@@ -163,8 +164,12 @@ class SimController:
                     self.steps[generation] = begun if ours else max(begun, step)
                 gone = self.dismissed | self.buried
                 if step > self.steps[generation] and worker not in gone:
-                    self.stepped_at[generation] = self.world.now
+                    if (
+                        self.last_step.get(worker, step) < step
+                    ):  # it made one, and is not just ahead
+                        self.stepped_at[generation] = self.world.now
                     self.steps[generation] = step
+                self.last_step[worker] = step
             case m.WorkerLost(worker=worker):
                 self.buried.add(worker)
             case m.DrainNoticed(worker=worker):
