@@ -123,7 +123,7 @@ def start_ray() -> None:
     """A Ray of this machine alone, its workers at normal priority: Ray's own 15 would measure what else runs."""
     import ray
 
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(
         address="local",
