@@ -181,7 +181,7 @@ class Coordinator:
             self._liveness.heard(worker_id, now)
             self._heard_at = now
             self._emit(m.ReportYourself(worker_id))
-        self._claim()
+        self._claim(now)
         self._say(
             f"took over after generation {highest_claimed}, asking {len(self._workers)} workers"
         )
@@ -197,7 +197,7 @@ class Coordinator:
             self._handle_over(event, now)
         elif self._held is not None:
             self._hold(event, now)
-        elif self._fell_quiet(now):
+        elif self._fell_quiet(now) or self._answered_late(event, now):
             self._confirm(event, now, deadline)
         else:
             self._take(event, now)
@@ -213,6 +213,11 @@ class Coordinator:
         quiet_s = QUIET_BEATS * self.rules.heartbeat_interval_s
         return self._liveness.waiting and now > self._heard_at + quiet_s
 
+    def _answered_late(self, event: Event, now: float) -> bool:
+        """The answer to a claim lay there: it proves who led then, not who leads now."""
+        ours = event == m.GenerationClaimed(self._claiming)
+        return ours and now > self._asked_at + self.rules.heartbeat_timeout_s
+
     def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
         on_time = deadline is None or now <= deadline + self.rules.heartbeat_interval_s
         self._slept = not (isinstance(event, m.DeadlineReached) and on_time)
@@ -220,14 +225,11 @@ class Coordinator:
         if self._claiming:  # one after the other: who skips a number may skip one that another owns
             self._asked_at = -math.inf
         else:
-            self._ask_again(now)
+            self._claim(now)
         self._hold(event, now)
 
-    def _ask_again(self, now: float) -> None:
+    def _claim(self, now: float) -> None:
         self._asked_at = now
-        self._claim()
-
-    def _claim(self) -> None:
         self._claiming = max(self.generation, self._claimed) + 1
         self._emit(m.ClaimGeneration(self._claiming))
 
@@ -238,9 +240,9 @@ class Coordinator:
             self._stand_down(event)
         elif event != m.GenerationClaimed(self._claiming):
             self._held.append(event)
-        elif now > self._asked_at + self.rules.heartbeat_timeout_s:
+        elif self._answered_late(event, now):
             self._claimed = self._claiming
-            self._ask_again(now)  # the answer is old: what did we miss while it lay there?
+            self._claim(now)
         else:
             if self._slept or now > self._asked_at + self.rules.heartbeat_interval_s:
                 self._liveness.was_away(now)
@@ -636,7 +638,7 @@ class Coordinator:
             self._say(seating)
         elif self._claimed <= self.generation:
             self.phase = Phase.CLAIMING
-            self._claim()
+            self._claim(now)
         else:
             self._form(seating, now)
 
@@ -662,15 +664,18 @@ class Coordinator:
         for worker in whole:
             if 0 < worker.founded < self._founded_in:  # given up once, and the run begun anew
                 self._evict(worker, "its state is that of an earlier beginning", now)
-            elif worker.place.step < top - 1 and worker.stage is Stage.MEMBER:
+            elif worker.place.step < top - 1 and worker.stage is Stage.LEAVER:
+                self._release(worker, worker.leave_reason, now)
+            elif worker.place.step < top - 1:
                 self._evict(worker, f"at step {worker.place.step}, too far behind {top}", now)
 
     def _choose(self, founder: Worker | None, now: float) -> Seating | str:
         stopped = [*self._members.values()]
         top = max((w.place for w in stopped if w.whole), default=None)
-        ahead = [w for w in self._leavers.values() if top is None or w.place > top]
+        short = len(stopped) + len(self._ready) < self.size
+        recalled = [w for w in self._leavers.values() if short or top is None or w.place > top]
         return choose(
-            stopped + ahead,
+            stopped + recalled,
             self._ready.values(),
             size=self.size,
             least=self._least,

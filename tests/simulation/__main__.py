@@ -44,6 +44,8 @@ def replay(seed: int) -> None:
 
 def sweep(first: int, last: int, processes: int, record: bool) -> int:
     began, failed, marks = time.monotonic(), [], Counter[str]()
+    head = ["git", "rev-parse", "--short", "HEAD"]  # of what is loaded now
+    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     with multiprocessing.Pool(processes) as pool:
         results = pool.imap_unordered(attempt, range(first, last), chunksize=20)
         for done, (seed, error, seen) in enumerate(results, 1):
@@ -61,9 +63,6 @@ def sweep(first: int, last: int, processes: int, record: bool) -> int:
     print(f"\n{dict(marks)}")
     if record:
         rate = (last - first) / (time.monotonic() - began)
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(
             json.dumps(

@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "announced without a claim",
         C,
-        "        elif self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claim()\n",
+        "        elif self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claim(now)\n",
         "        elif self._claimed <= self.generation:\n            self._claimed = self.generation + 1\n            self._form(seating, now)\n",
     ),
     Mutant(
