@@ -77,10 +77,11 @@ def train(ctx: Any) -> None:
 def bare_broadcast(session: Any, path: str, size: int) -> list[float]:
     """Seconds of a broadcast from the source to the one that joined, several times; empty elsewhere."""
     seats = session.membership.seats
-    joiners = [seat.worker for seat in seats if not seat.whole]
-    if len(joiners) != 1 or session.worker not in (session.membership.source, joiners[0]):
+    source = session.membership.source
+    joiners = [seat.worker for seat in seats if not seat.whole and seat.worker != source]
+    if len(joiners) != 1 or session.worker not in (source, joiners[0]):
         return []
-    gives = session.worker == session.membership.source
+    gives = session.worker == source
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=30)
@@ -241,7 +242,8 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield "cores_busy_with_other_work", outside_load()
     start_ray()
     try:
-        yield "with a standby", standby(options.kills)
+        if options.kills:
+            yield "with a standby", standby(options.kills)
         for name, width in WIDTHS.items():
             yield f"2 to 3 workers, state of {name}", joins(name, width, options.joins)
     finally:

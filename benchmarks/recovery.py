@@ -243,6 +243,8 @@ def wait_full(run: Any, workers: int, least_step: int = 0, timeout_s: float = 90
 
     def full() -> bool:
         status = run.status()
+        if status["phase"] == "over":
+            raise RuntimeError(f"the run ended: {run.result()}")
         return (
             status["world_size"] == workers
             and status["phase"] == "running"

@@ -299,7 +299,6 @@ class Session:
             old.close()
         self._old_groups = []
         received = self._hand_over(membership)
-        self.founded = membership.founded
         seats = membership.seats
         self.stepper.open(group, [(s.first, s.last) for s in seats], self.place.step + 1)
         self.timings.append(Timing(membership.generation, formed_at, time.time(), received))
@@ -342,7 +341,7 @@ class Session:
         ]
         mine = membership.rank(self.worker)
         if mine == source:
-            self.whole = True
+            self.whole, self.founded = True, membership.founded
         if not receivers or mine not in (source, *receivers):
             return 0
         group = self._form(membership, "state", [source, *receivers])
@@ -355,13 +354,13 @@ class Session:
                 return 0
             self.report("receive")
             self.pass_point("taking_state")
-            return self._take(group)
+            return self._take(group, membership.founded)
         finally:
             self._old_groups.append(
                 group
             )  # others may still be receiving: closed with the next forming
 
-    def _take(self, group: ProcessGroup) -> int:
+    def _take(self, group: ProcessGroup, founded: int) -> int:
         joins = not self.whole
         tree = receive(group, self.device, self.state.own_tensors if joins else None)
         self.control.may_continue()
@@ -371,7 +370,7 @@ class Session:
         if joins or place.step > self.place.step:
             self.evaluations_begun = 0
         self.evaluations, self.ended = tree["evaluations"], tree["ended"]
-        self.place, self.whole = place, True
+        self.place, self.whole, self.founded = place, True, founded
         return sum(p.numel() * p.element_size() for p in self.state.parameters.values())
 
     def _finish_record(self) -> None:
@@ -392,6 +391,7 @@ class Session:
                 reason,
                 unreachable,
                 at_head=not self.in_body,
+                founded=self.founded,
             )
         )
 

@@ -95,7 +95,7 @@ def test_random_histories(seed):
         done.append(what)
 
     script = [(step, disturb) for step in sorted(rng.sample(range(2, 75), 7))]
-    outcome, run = group(spec, train, script=script)
+    outcome, _run = group(spec, train, script=script)
     lost = "every worker that held the state is lost"
     if outcome.error is not None and lost in outcome.error:
         pytest.skip("this history killed all who held the state")  # checkpoints are for that
