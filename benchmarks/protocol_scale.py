@@ -2,6 +2,7 @@
 
     python -m benchmarks.protocol_scale [--workers 10 100 1000 10000]
 
+Times are of the processor, not the wall, so that a busy machine does not spoil them.
 A scripted life, without cluster or network: all start and become ready, heartbeats, a kill, a join, a drain,
 scaling down and up. Prints a table and writes benchmarks/results/protocol_scale.json.
 """
@@ -41,9 +42,9 @@ class Life:
         self.inbox: deque[m.Event] = deque()
 
     def tell(self, event: m.Event) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         commands = self.coordinator.handle(event, self.now)
-        self.times.append(time.perf_counter() - began)
+        self.times.append(time.thread_time() - began)
         self.obey(commands)
 
     def obey(self, commands: list[m.Command]) -> None:

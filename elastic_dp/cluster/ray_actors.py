@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -25,6 +25,7 @@ from elastic_dp.protocol.messages import (
     Command,
     DrainNoticed,
     Event,
+    Explain,
     SizeRequested,
     StopRequested,
     WorkerId,
@@ -35,7 +36,7 @@ from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.faults import Fault
 
 NAMESPACE = "elastic_dp"
-_PENDING_IS_NEWS_S = 15.0  # then a worker that cannot be placed is mentioned
+_LOOK_FOR_ROOM_S = 5.0  # how often it is checked that some node could hold a worker
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
@@ -157,6 +158,7 @@ class ControllerActor:
             target=self._controller.lead, name="controller", daemon=True
         )
         self._thread.start()
+        threading.Thread(target=self._look_for_room, name="room", daemon=True).start()
 
     @ray.method(concurrency_group="events")
     def post(self, event: Event) -> None:
@@ -205,6 +207,29 @@ class ControllerActor:
     def close(self) -> None:
         self._journal.close()
 
+    def _look_for_room(self) -> None:
+        """Say it, once for each reason, when workers wait that no node of the cluster could hold."""
+        said = ""
+        needs = self._controller.spec.scaling.resources_per_worker
+        while not self._controller.ended.wait(_LOOK_FOR_ROOM_S):
+            waiting = "starting" in self._controller.status()["workers"].values()
+            reason = no_room(needs, ray.nodes()) if waiting else ""
+            if reason and reason != said:
+                self._journal.command(Explain(reason))
+            said = reason or said
+
     def _claim(self, generation: int) -> bool:
         key = f"elastic_dp/{self._run_name}/generation/{generation}".encode()
         return not internal_kv._internal_kv_put(key, b"claimed", overwrite=False)
+
+
+def no_room(needs: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Why no node could ever hold a worker, however idle; empty when one could."""
+    totals = [node["Resources"] for node in nodes if node["Alive"]]
+    if any(all(has.get(name, 0) >= need for name, need in needs.items()) for has in totals):
+        return ""
+    largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}
+    return (
+        f"no node of this cluster can hold a worker: it needs {dict(needs)}, and the most that any node has is "
+        f"{largest}. Waiting for such a node; lower ScalingConfig.resources_per_worker if none will come"
+    )

@@ -128,3 +128,15 @@ def test_more_workers_than_fit_hold_nobody_up(tmp_path):
     calm = trainer(tmp_path, "calm").fit(local=True)
     result = trainer(tmp_path, "pending", workers=8).fit()  # four CPUs: four stay pending
     assert result.weights_sha256 == calm.weights_sha256
+
+
+def test_resources_that_no_node_has_are_said_and_waited_for(tmp_path):
+    greedy = trainer(tmp_path, "greedy")
+    scaling = edp.ScalingConfig(virtual_workers=8, resources_per_worker={"CPU": 100})
+    object.__setattr__(greedy.spec, "scaling", scaling)
+    run = greedy.start()
+    said = next(x["text"] for x in run.events() if "no node of this cluster" in x.get("text", ""))
+    assert "'CPU': 100" in said
+    assert run.status()["phase"] != "over"
+    run.stop("nobody will come")
+    assert run.result().step == 0

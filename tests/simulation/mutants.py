@@ -1,7 +1,8 @@
 """Each guard, taken out: where it stands, what replaces it.
 
 A mutant is a textual replacement in one module's source, compiled into a copy; the text must be there exactly
-once, so a guard cannot move away unnoticed. `worlds` runs it in the simulator until a checker objects.
+once, so a guard cannot move away unnoticed. It is caught by the scripted scenes of tests/protocol (for guards
+that take a rare coincidence to matter), or by a seed of the simulator.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from elastic_dp.protocol import messages
 PROTOCOL = "elastic_dp.protocol."
 C, S, L = PROTOCOL + "coordinator", PROTOCOL + "seating", PROTOCOL + "liveness"
 W = "tests.simulation.workers"
+RELOADED = (PROTOCOL, "tests.simulation.", "tests.protocol.")
 
 
 @dataclass(frozen=True)
@@ -449,7 +451,7 @@ MUTANTS = [
 @contextmanager
 def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
     """The simulator over modules of which one is broken; everything is put back afterwards."""
-    ours = [name for name in sys.modules if name.startswith((PROTOCOL, "tests.simulation."))]
+    ours = [name for name in sys.modules if name.startswith(RELOADED)]
     shared = {
         __name__,
         messages.__name__,
@@ -470,7 +472,7 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
         )
         yield importlib.import_module("tests.simulation.world")
     finally:
-        for name in [n for n in sys.modules if n.startswith((PROTOCOL, "tests.simulation."))]:
+        for name in [n for n in sys.modules if n.startswith(RELOADED)]:
             if name not in shared:
                 del sys.modules[name]
         sys.modules.update(kept)
@@ -490,5 +492,30 @@ def caught(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     return None
 
 
-def survey(seeds: range) -> dict[str, Any]:
-    return {mutant.name: caught(mutant, seeds) for mutant in MUTANTS}
+def caught_in_a_scene(mutant: Mutant) -> str | None:
+    """The first scripted scene that fails."""
+    with broken(mutant):
+        scenes = importlib.import_module("tests.protocol.test_coordinator")
+        for name, function in vars(scenes).items():
+            if not name.startswith("test_"):
+                continue
+            for values in cases(function):
+                try:
+                    function(**values)
+                except Exception:
+                    return name
+    return None
+
+
+def cases(function: Any) -> list[dict[str, Any]]:
+    """What pytest would call it with."""
+    found: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", []):
+        names = (
+            [n.strip() for n in mark.args[0].split(",")]
+            if isinstance(mark.args[0], str)
+            else mark.args[0]
+        )
+        rows = [row if len(names) > 1 else (row,) for row in mark.args[1]]
+        found = [one | dict(zip(names, row, strict=True)) for one in found for row in rows]
+    return found
