@@ -480,9 +480,8 @@ class Coordinator:
         if step > self._step:
             self._step, self._progress_at = step, now
             self._budget.progressed()
-            if step > self._start_step and self._leavers and self.phase is not Phase.ENDING:
-                for leaver in [*self._leavers.values()]:
-                    self._release(leaver, leaver.leave_reason, now)
+            for leaver in [*self._leavers.values()]:  # its state is covered
+                self._release(leaver, leaver.leave_reason, now)
         if now >= self._paced_at + self.rules.heartbeat_interval_s:
             self._pace = self._step - self._paced_step
             self._paced_at, self._paced_step = now, self._step
@@ -632,11 +631,11 @@ class Coordinator:
             )
             self._wake(self._lease_until)
             return
-        self._replace_stragglers(now)
+        if self._replace_stragglers(now):
+            self._seat(now)  # with those who are left
+            return
         seating = self._choose(founder, now)
-        if isinstance(seating, str):
-            self._say(seating)
-        elif self._claimed <= self.generation:
+        if self._claimed <= self.generation:
             self.phase = Phase.CLAIMING
             self._claim(now)
         else:
@@ -656,11 +655,11 @@ class Coordinator:
         """The generation before can make no further step."""
         return self._acknowledged or not self._ghosts or now >= self._lease_until
 
-    def _replace_stragglers(self, now: float) -> None:
+    def _replace_stragglers(self, now: float) -> bool:
         """Steps are handed on one at a time, since each process runs the body of each; more is a bug of ours."""
         whole = [w for w in (*self._members.values(), *self._leavers.values()) if w.whole]
         ours = [w.place.step for w in whole if w.founded in (0, self._founded_in)]
-        top = max(ours, default=0)
+        top, found = max(ours, default=0), False
         for worker in whole:
             if 0 < worker.founded < self._founded_in:  # given up once, and the run begun anew
                 self._evict(worker, "its state is that of an earlier beginning", now)
@@ -668,8 +667,12 @@ class Coordinator:
                 self._release(worker, worker.leave_reason, now)
             elif worker.place.step < top - 1:
                 self._evict(worker, f"at step {worker.place.step}, too far behind {top}", now)
+            else:
+                continue
+            found = True
+        return found
 
-    def _choose(self, founder: Worker | None, now: float) -> Seating | str:
+    def _choose(self, founder: Worker | None, now: float) -> Seating:
         stopped = [*self._members.values()]
         top = max((w.place for w in stopped if w.whole), default=None)
         short = len(stopped) + len(self._ready) < self.size

@@ -30,16 +30,15 @@ def choose(
     virtual_workers: int,
     now: float,
     founder: Worker | None,
-) -> Seating | str:
-    """Seat `stopped` (by old rank) and `joiners` (void); or say why that is not possible now.
+) -> Seating:
+    """Seat `stopped` (by old rank) and `joiners` (void), who are at least `least` together.
 
     `founder`: before anybody holds the run's state, the worker whose initial weights count.
     """
     whole = [worker for worker in stopped if worker.whole]
     top = max((worker.place for worker in whole), default=None)
     source = next((worker for worker in whole if worker.place == top), founder)
-    if source is None:
-        return "no worker at hand holds the state"
+    assert source is not None, "nobody at hand holds the state"
     # Void workers need a source at the head of the loop; until then those who are whole go on alone.
     copies = source.at_head or not source.whole
     eligible = [worker for worker in stopped if worker.whole or copies]
@@ -54,8 +53,7 @@ def choose(
         seated += [worker for worker in going if worker not in seated][: least - len(seated)]
     if not any(worker is source or (worker.whole and worker.place == top) for worker in seated):
         seated = [*seated[: min(size, virtual_workers - 1)], source]
-    if len(seated) < least and copies:
-        return f"{len(seated)} of at least {least} workers are ready"
+    assert len(seated) >= least or not copies, (seated, least)
 
     chosen = {worker.id for worker in seated}
     source = next((worker for worker in seated if worker.whole and worker.place == top), source)

@@ -300,6 +300,81 @@ def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> Non
     assert len(said) == 2
 
 
+def test_who_was_not_heard_while_it_slept_gets_another_timeout() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.now += 60.0
+    scene.hear("w1")
+    assert scene.coordinator.phase == "running"
+    assert not scene.ever(m.EvictWorker)
+
+
+def test_silence_is_not_judged_while_more_waits_to_be_read() -> None:
+    scene = Scene(size=2, heartbeat_timeout_s=5.0)
+    scene.running("w1", "w2")
+    for _ in range(5):
+        scene.now += 1.0
+        scene.hear("w1")
+    scene.now += 0.5
+    scene.hear("w1")  # overdue, but its heartbeat is the next to be read
+    scene.hear("w2")
+    scene.tell(m.DeadlineReached())
+    assert not scene.ever(m.EvictWorker)
+
+
+def test_a_late_answer_to_a_claim_is_no_proof() -> None:
+    scene = Scene(size=1, claims=False)
+    scene.ready("w1")
+    scene.now += 60.0
+    assert m.ClaimGeneration(2) in scene.tell(m.GenerationClaimed(1))
+    assert not scene.ever(m.FormGeneration)
+
+
+def test_claims_are_made_one_after_the_other() -> None:
+    scene = Scene(size=1, claims=False)
+    scene.ready("w1")
+    scene.now += 60.0
+    assert scene.hear("w1", phase="wait") == []
+    assert scene.ever(m.ClaimGeneration) == [m.ClaimGeneration(1)]
+
+
+def test_a_lease_counts_from_the_last_answer_inside() -> None:
+    scene = Scene(size=1, lease_s=30.0)
+    scene.ready("w1")
+    scene.wait(4.0, "w1", phase="form")
+    scene.wait(10.0)
+    scene.ready("w2")
+    scene.wait(18.0, "w2", phase="wait")
+    assert scene.members == ["w1"], "answered last at 4 s"
+    scene.wait(4.0, "w2", phase="wait")
+    assert scene.members == ["w2"]
+
+
+def test_who_fails_to_join_twice_is_replaced() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.ready("w1")
+    scene.ready("w2")
+    for _ in range(2):
+        scene.stopped("w1", step=0)
+        scene.stopped("w2", whole=False, unreachable=("w1",))
+        scene.wait(8.0, "w1", "w2", phase="wait")
+    evicted = scene.ever(m.EvictWorker)
+    assert {c.worker for c in evicted} == {"w2"}
+    assert "join" in evicted[0].reason
+
+
+def test_who_holds_the_state_is_kept_whoever_cannot_reach_it() -> None:
+    scene = Scene(size=3, min_workers=1)
+    scene.running("w1")
+    scene.ready("w2", "w3")
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1", "w2", "w3"]
+    scene.stopped("w2", whole=False, unreachable=("w1",))
+    scene.stopped("w3", whole=False, unreachable=("w1",))
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1"]
+
+
 def test_a_superseded_coordinator_finds_out_before_it_acts() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
@@ -512,7 +587,8 @@ def test_one_that_did_not_finish_is_brought_to_the_end() -> None:
     scene.tell(finished("w1"))
     scene.stopped("w2", step=6)
     assert scene.members == ["w1", "w2"]
-    assert scene.coordinator.membership.source == "w1"
+    assert scene.coordinator.generation == 2
+    assert not scene.ever(m.FinishRun)
     scene.tell(finished("w2", generation=2))
     assert scene.ever(m.FinishRun)
 

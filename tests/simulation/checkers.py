@@ -43,6 +43,9 @@ class Checkers:
         self.finish: m.FinishRun | None = None
         self.finished_by: SimController | None = None
         self.failure: m.FailRun | None = None
+        self.newest_told: dict[str, int] = {}
+        self.last_steps: dict[tuple[str, int], tuple[int, float]] = {}
+        self.first_told: dict[tuple[str, int, int], float] = {}
         self.marks: Counter[str] = Counter()
 
     @property
@@ -61,10 +64,36 @@ class Checkers:
         must(
             known == membership, f"{worker.id} knows another membership of {membership.generation}"
         )
+        newest = self.newest_told[worker.id]
+        must(newest == membership.generation, f"{worker.id} was told of {newest}, not of this one")
+        told = worker.said_out
+        must(membership.generation > told, f"{worker.id} said that it is out of {told}")
         seat = next(s for s in membership.seats if s.worker == worker.id)
         if seat.whole or worker.whole:
             must(seat.whole == worker.whole, f"{seat} but {worker.id} is whole: {worker.whole}")
             must(seat.place == worker.place, f"{seat} but {worker.id} is at {worker.place}")
+
+    def told_to_form(self, worker: SimWorker, membership: Membership) -> None:
+        self.newest_told[worker.id] = max(membership.generation, self.newest_told.get(worker.id, 0))
+
+    def told_to_end(self, worker: SimWorker, generation: int, after_step: int) -> None:
+        """From now on it may finish the step it is in, and none beyond `after_step`."""
+        if worker.inside and generation == worker.generation:
+            last = max(after_step, worker.step, worker.attempting)
+            known, _ = self.last_steps.get((worker.id, generation), (last, 0.0))
+            self.last_steps[worker.id, generation] = (min(last, known), self.world.now)
+            self.first_told.setdefault((worker.id, generation, after_step), self.world.now)
+
+    def left(self, worker: SimWorker) -> None:
+        for (name, generation, after), at in self.first_told.items():
+            if (
+                name == worker.id
+                and generation == worker.generation
+                and worker.phase == "collective"
+            ):
+                late = worker.attempting > after and self.world.now - at > 1.5
+                thawed = self.world.now - worker.thawed_at < 1.5
+                must(not late or thawed, f"{name} waits in a step that the others did not enter")
 
     def founded(self, worker: SimWorker) -> str:
         """The founder formed its first generation: its initial weights are the state from now on."""
@@ -93,6 +122,11 @@ class Checkers:
         generation = group.membership.generation
         self.holds(worker)
         self.marks["commit"] += 1
+        last, _ = self.last_steps.get((worker.id, generation), (worker.step, 0.0))
+        must(
+            worker.step <= last,
+            f"{worker.id} makes step {worker.step} of {generation} after {last}",
+        )
         for controller in self.world.controllers:
             controller.failed_sets.clear()
         if generation < self.newest_committing:

@@ -34,7 +34,6 @@ class Mutant:
 
 
 MUTANTS = [
-    # fences
     Mutant(
         "stop of an older generation counts",
         C,
@@ -62,8 +61,8 @@ MUTANTS = [
     Mutant(
         "announced without a claim",
         C,
-        "        elif self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claim(now)\n",
-        "        elif self._claimed <= self.generation:\n            self._claimed = self.generation + 1\n            self._form(seating, now)\n",
+        "        if self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claim(now)\n",
+        "        if self._claimed <= self.generation:\n            self._claimed = self.generation + 1\n            self._form(seating, now)\n",
     ),
     Mutant(
         "a lost claim is ignored",
@@ -77,7 +76,6 @@ MUTANTS = [
         "if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):\n            return []",
         "if isinstance(event, m.DeadlineReached):\n            self._retry_at = now",
     ),
-    # I8
     Mutant(
         "no wait for the lease",
         C,
@@ -117,10 +115,9 @@ MUTANTS = [
     Mutant(
         "the next forms while members are open",
         C,
-        "if self.phase in IN_FLIGHT and not self._open:",
-        "if self.phase is Phase.ENDING or (self.phase in IN_FLIGHT and not self._open):",
+        "if self.phase in IN_FLIGHT and not (self._open and self._unfinished):",
+        "if self.phase is Phase.ENDING or (self.phase in IN_FLIGHT and not (self._open and self._unfinished)):",
     ),
-    # I13 and the source
     Mutant(
         "void workers can be the source",
         S,
@@ -160,8 +157,8 @@ MUTANTS = [
     Mutant(
         "the run is never founded by a report",
         C,
-        "self._founded = self._founded or event.whole",
-        "pass",
+        "            self._founded = True\n            worker.founded = event.founded\n",
+        "            worker.founded = event.founded\n",
     ),
     Mutant(
         "no room is made for a founder",
@@ -178,20 +175,17 @@ MUTANTS = [
     Mutant(
         "leavers are forgotten at once",
         C,
-        "            if step > self._start_step and self._leavers and self.phase is not Phase.ENDING:",
-        "            if self._leavers:",
+        "        self._leavers[worker.id] = worker\n        self._move(worker, Stage.LEAVER, now)\n",
+        "        self._release(worker, reason, now)\n        return\n",
     ),
     Mutant(
         "leavers never go",
         C,
-        "                    self._release(leaver, leaver.leave_reason, now)\n",
-        "                    pass\n",
+        "                self._release(leaver, leaver.leave_reason, now)\n",
+        "                pass\n",
     ),
     Mutant(
-        "leavers are not called back",
-        C,
-        "ahead = [w for w in self._leavers.values() if top is None or w.place > top]",
-        "ahead = []",
+        "leavers are not called back", C, "if short or top is None or w.place > top", "if False"
     ),
     Mutant(
         "joiners before those who stay",
@@ -199,10 +193,7 @@ MUTANTS = [
         "order = [worker for worker in stopped if worker.id in chosen]\n    order += [worker for worker in new if worker.id in chosen]",
         "order = [worker for worker in new if worker.id in chosen]\n    order += [worker for worker in stopped if worker.id in chosen]",
     ),
-    Mutant(
-        "fewer than min_workers will do", S, "if len(seated) < least and copies:", "if not seated:"
-    ),
-    # liveness
+    Mutant("fewer than min_workers will do", C, "if at_hand < least:", "if at_hand < 1:"),
     Mutant(
         "evicted while the group makes steps",
         C,
@@ -215,7 +206,27 @@ MUTANTS = [
         "                self._liveness.was_away(now)\n",
         "                pass\n",
     ),
-    Mutant("a quiet coordinator does not confirm", C, "elif self._fell_quiet(now):", "elif False:"),
+    Mutant(
+        "a quiet coordinator does not confirm",
+        C,
+        "elif self._fell_quiet(now) or self._answered_late(event, now):",
+        "elif self._answered_late(event, now):",
+    ),
+    Mutant(
+        "a late answer to a claim counts",
+        C,
+        "return ours and now > self._asked_at + self.rules.heartbeat_timeout_s",
+        "return False",
+    ),
+    Mutant(
+        "claims skip numbers",
+        C,
+        "if self._claiming:  # one after the other",
+        "if False:  # one after the other",
+    ),
+    Mutant(
+        "earlier beginnings come back", C, "if 0 < worker.founded < self._founded_in:", "if False:"
+    ),
     Mutant("what was held is dropped", C, "for each in (event, *held):", "for each in (event,):"),
     Mutant(
         "judged before all is read",
@@ -247,7 +258,6 @@ MUTANTS = [
         'if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.EvictWorker(event.worker, "not a worker of this run any more"))\n            return',
         "if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.RenewLease(event.worker, event.beat))\n            return",
     ),
-    # ends
     Mutant(
         "a stop unasked ends nothing",
         C,
@@ -302,7 +312,6 @@ MUTANTS = [
         "able = [worker for worker in degree if heads != {worker}]",
         "able = list(degree)",
     ),
-    # identities and the end
     Mutant(
         "identities start over after a take-over",
         C,
@@ -384,7 +393,6 @@ MUTANTS = [
         "if self._unreported or self._claimed <= self.generation:",
         "if self._claimed <= self.generation:",
     ),
-    # the workers' own rules
     Mutant(
         "commit without compare-and-swap",
         W,
@@ -406,14 +414,14 @@ MUTANTS = [
     Mutant(
         "old generations are entered",
         W,
-        "if membership.generation <= max(newest, self.ended):\n            return",
-        "if False:\n            return",
+        "if membership.generation <= max(newest, self.ended):",
+        "if membership.generation <= self.ended:",
     ),
     Mutant(
         "a stopped worker resumes",
         W,
-        "if membership is not None and membership.generation > self.ended:",
-        "if membership is not None and membership.generation >= self.ended:",
+        "if membership.generation <= max(newest, self.ended):",
+        "if membership.generation < newest:",
     ),
     Mutant(
         "the body's state is handed to those behind",
@@ -424,8 +432,8 @@ MUTANTS = [
     Mutant(
         "written to before all has arrived",
         W,
-        '            if not self.whole:\n                self.state = GARBAGE\n            self.failed("the source is gone", (source.id,))',
-        '            self.state = GARBAGE\n            self.failed("the source is gone", (source.id,))',
+        '            self.failed("hand-over failed", (source.id,))  # staged',
+        '            self.state = GARBAGE\n            self.failed("hand-over failed", (source.id,))  # staged',
     ),
     Mutant(
         "whole before the copy is complete",

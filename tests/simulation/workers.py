@@ -81,6 +81,7 @@ class SimWorker:
         self.busy = False  # in apply or body: aborts wait
         self.attempting = 0
         self.planned: dict[int, int] = {}
+        self.said_out, self.thawed_at = 0, -math.inf
         self.asked = 0
         self.form_next: Membership | None = None
         self.group: Group | None = None
@@ -112,7 +113,7 @@ class SimWorker:
             function(*args)
 
     def thaw(self) -> None:
-        self.frozen = False
+        self.frozen, self.thawed_at = False, self.world.now
         pending, self.deferred = self.deferred, []
         for function, args in pending:
             self.run_unless_gone(function, args)
@@ -144,10 +145,12 @@ class SimWorker:
                 sent = self.beats.get(beat, -math.inf)
                 self.lease_until = max(self.lease_until, sent + self.world.rules.lease_s)
             case m.FormGeneration(membership=membership):
+                self.world.check.told_to_form(self, membership)
                 self.form(membership)
             case m.AbortGeneration(generation=generation):
                 self.abort(generation)
             case m.EndGeneration(generation=generation, after_step=after_step):
+                self.world.check.told_to_end(self, generation, after_step)
                 self.end(generation, after_step)
             case m.StopTraining():
                 self.stop_flag = True
@@ -240,7 +243,7 @@ class SimWorker:
             generation, self.asked = self.asked, 0
             self.say_stopped(max(generation, self.generation), "asked", ())
         membership, self.form_next = self.form_next, None
-        if membership is not None and membership.generation > self.ended:
+        if membership is not None:
             self.generation, self.inside = membership.generation, True
             self.token += 1
             self.attempting = 0
@@ -253,6 +256,7 @@ class SimWorker:
     def leave(self, token: int, reason: str, unreachable: tuple[str, ...]) -> None:
         if token != self.token or not self.inside:
             return
+        self.world.check.left(self)
         self.inside = False
         self.token += 1
         self.ended = max(self.ended, self.generation)
@@ -263,6 +267,7 @@ class SimWorker:
         self.wait()
 
     def say_stopped(self, generation: int, reason: str, unreachable: tuple[str, ...]) -> None:
+        self.said_out = max(self.said_out, generation)
         self.send(
             m.WorkerStopped(
                 self.id,

@@ -42,6 +42,8 @@ class Weather:
     kill_all: float
     freeze: float
     cut: float
+    cut_founder: float
+    kill_ahead: float
     false_failure: float
     drain: float
     scale: float
@@ -84,6 +86,8 @@ FAULTS = (
     "kill_all",
     "freeze",
     "cut",
+    "cut_founder",
+    "kill_ahead",
     "false_failure",
     "drain",
     "scale",
@@ -306,7 +310,7 @@ class World:
 
     def delay(self) -> float:
         if self.rng.random() < self.weather.slow_messages and not self.calm:
-            return self.rng.uniform(0.0, 4.0)
+            return self.rng.uniform(0.0, self.rng.choice((4.0, 4.0, 15.0)))
         return self.rng.uniform(0.0, 0.02)
 
     def copies(self) -> int:
@@ -492,6 +496,21 @@ class World:
             worker.up_cut, worker.down_cut = up, down
             self.trace(f"== {worker.id} cut up={up} down={down}")
             self.at(self.rng.choice((1.0, 5.0, 20.0)), self.heal, worker)
+
+    def fault_cut_founder(self, alive: list[SimWorker]) -> None:
+        """Out of sight just as it forms: it may train, and nobody knows."""
+        forming = [w for w in alive if w.phase == "form" and not w.whole]
+        for worker in self.one(forming):
+            worker.up_cut = worker.down_cut = True
+            self.trace(f"== {worker.id} cut as it forms")
+            self.at(self.rng.choice((20.0, 40.0)), self.heal, worker)
+
+    def fault_kill_ahead(self, alive: list[SimWorker]) -> None:
+        """One that is a step behind others loses a mate, and needs the step handed over."""
+        steps = [worker.step for worker in alive if worker.whole]
+        behind = [w for w in alive if w.phase == "collective" and steps and w.step < max(steps)]
+        for worker in self.one([w for w in alive if behind and w not in behind and w.whole]):
+            self.kill(worker, "killed while ahead")
 
     def heal(self, worker: SimWorker) -> None:
         worker.up_cut = worker.down_cut = False
