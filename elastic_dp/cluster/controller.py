@@ -86,6 +86,7 @@ class Controller:
         self._inexact: dict[str, None] = {}
         self._steps: dict[WorkerId, int] = {}
         self._begun: set[WorkerId] = set()
+        self._gone: set[WorkerId] = set()
         self._lost = 0
         self._started_at = 0.0
 
@@ -169,7 +170,10 @@ class Controller:
                 self._inexact |= dict.fromkeys(because)
             case WorkerFailed(worker=worker):
                 self.outcome.error_worker = worker
-            case WorkerLost():
+            case WorkerLost(worker=worker):
+                if worker in self._gone:
+                    return  # its pulse, its pipe and Ray all say so
+                self._gone.add(worker)
                 self._lost += not self.outcome.reason
             case DeadlineReached():
                 return

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from elastic_dp.cluster import pulse
-from elastic_dp.protocol.messages import WorkerHeard, WorkerId
+from elastic_dp.protocol.messages import WorkerHeard, WorkerId, WorkerLost
 
 
 class Page:
@@ -52,7 +52,7 @@ class Page:
 class HeartbeatServer:
     """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout."""
 
-    def __init__(self, token: str, heard: Callable[[WorkerHeard], None]) -> None:
+    def __init__(self, token: str, heard: Callable[[WorkerHeard | WorkerLost], None]) -> None:
         self._token, self._heard = token, heard
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("0.0.0.0", 0))
@@ -89,6 +89,9 @@ class HeartbeatServer:
             try:
                 beat = json.loads(payload)
                 if not hmac.compare_digest(str(beat["token"]), self._token):
+                    continue
+                if beat.get("exits"):
+                    self._heard(WorkerLost(str(beat["worker"]), "its process exits"))
                     continue
                 event = WorkerHeard(
                     str(beat["worker"]),

@@ -5,11 +5,16 @@ from shared memory, sends that as a datagram, and writes down when the controlle
 lease. It stays silent while the worker is stopped (SIGSTOP) and ends with it. A worker whose identity is no longer
 known is killed from here, also when it is frozen or holds the GIL.
 
+It also brings the news of the worker's death. A killed process first gives back its memory, which takes tens of
+milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux sends PR_SET_PDEATHSIG at the
+beginning of that, and once all threads are exiting none of them will run any code of its own again.
+
 Layout of the shared page: generation and step as int64, the phase as 16 bytes, the sending time of the last
 answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host share).
 """
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -43,6 +48,36 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
+_PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
+_FLAGS, _STATE = 6, 0  # fields of /proc/…/stat after the command's name
+
+
+def _tell_when_parent_exits() -> int:
+    """A file descriptor that becomes readable when our parent's thread that started us exits; Linux only."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(write)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
+    return read
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether no thread of the process will run its own code again."""
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/stat", encoding="utf-8", errors="replace") as file:
+                words = file.read().rpartition(")")[2].split()
+            if not int(words[_FLAGS]) & _PF_EXITING and words[_STATE] not in "ZX":
+                return False
+    except OSError:  # a task, or all of it, vanished while we looked
+        return not os.path.exists(f"/proc/{pid}")
+    return True
+
+
 def main(
     path: str, host: str, port: str, worker: str, token: str, interval_s: str, parent_pid: str
 ) -> None:
@@ -55,6 +90,7 @@ def main(
     sock.setblocking(False)
     address = (host, int(port))
     due = time.monotonic()
+    exits = _tell_when_parent_exits()
     while os.getppid() == parent:
         now = time.monotonic()
         if now >= due:
@@ -71,7 +107,18 @@ def main(
                 }
                 with contextlib.suppress(OSError):
                     sock.sendto(json.dumps(beat).encode(), address)
-        if not select.select([sock], [], [], max(0.0, due - time.monotonic()))[0]:
+        inputs: list[socket.socket | int] = [sock, exits]
+        ready = select.select(inputs, [], [], max(0.0, due - time.monotonic()))[0]
+        if exits in ready:
+            os.read(exits, 64)
+            for _ in range(20):  # all threads follow the first within a few milliseconds
+                if _is_exiting(parent):
+                    gone = {"token": token, "worker": worker, "exits": True}
+                    with contextlib.suppress(OSError):
+                        sock.sendto(json.dumps(gone).encode(), address)
+                    return
+                time.sleep(0.001)
+        if sock not in ready:
             continue
         with contextlib.suppress(OSError, ValueError):
             answer = json.loads(sock.recv(4096))
