@@ -365,10 +365,12 @@ class Session:
         tree = receive(group, self.device, self.state.own_tensors if joins else None)
         self.control.may_continue()
         place = tree["place"]
-        self.state.adopt(tree, body=joins)
-        self.stepper.buffers.reload()
         if joins or place.step > self.place.step:
+            self.state.adopt(tree, body=joins)
+            self.stepper.buffers.reload()
             self.evaluations_begun = 0
+        # Else it was ahead only by an evaluation or the end: our own body may have written hyper-parameters
+        # since the commit, which are ours to keep.
         self.evaluations, self.ended = tree["evaluations"], tree["ended"]
         self.place, self.whole, self.founded = place, True, founded
         return sum(p.numel() * p.element_size() for p in self.state.parameters.values())

