@@ -89,6 +89,7 @@ class Coordinator:
         self._out: list[Command] = []
 
         self._heard_at = -math.inf  # anybody
+        self._excused: dict[WorkerId, float] = {}  # silent, but not judged before this
         self._held: list[Event] | None = None  # not acted on until leadership is confirmed
         self._slept, self._asked_at = False, -math.inf
 
@@ -162,15 +163,22 @@ class Coordinator:
 
     @classmethod
     def recover(
-        cls, rules: Rules, workers: Iterable[WorkerId], highest_claimed: int, now: float
+        cls,
+        rules: Rules,
+        workers: Iterable[WorkerId],
+        highest_claimed: int,
+        now: float,
+        founded: bool = False,
     ) -> tuple["Coordinator", list[Command]]:
         """Take over a run whose controller is gone: claim the next generation, ask all where they stand.
 
         Every generation up to `highest_claimed` is treated as one that may still run: each worker is told to
-        leave it, and the next is formed when all have said so or fallen silent.
+        leave it, and the next is formed when all have said so or fallen silent. `founded`: a step is known to
+        have been made; then a run of which nobody holds the state is lost, and does not begin anew.
         """
         self = cls(rules)
         self.generation = highest_claimed
+        self._founded = founded
         self.phase = Phase.SURVEYING
         self._lease_until = now + rules.lease_s  # whoever led before may have renewed until now
         for worker_id in workers:
@@ -201,8 +209,8 @@ class Coordinator:
             self._confirm(event, now, deadline)
         else:
             self._take(event, now)
-            self._judge_silence(event, now)
             self._ring(now)
+            self._judge_silence(event, now)
             self._proceed(now)
         return self._flush()
 
@@ -250,8 +258,8 @@ class Coordinator:
             held, self._held = self._held, None
             for each in (event, *held):
                 self._take(each, now)
-            self._judge_silence(event, now)
             self._ring(now)
+            self._judge_silence(event, now)
             self._proceed(now)
 
     def _take(self, event: Event, now: float) -> None:
@@ -1029,20 +1037,27 @@ class Coordinator:
         if now >= self._liveness.due + patience_s:
             for worker_id in self._liveness.overdue(now):
                 self._judge_silent(self._workers[worker_id], now)
+        for worker_id, until in [*self._excused.items()]:
+            if worker_id not in self._workers or self._liveness.knows(worker_id):
+                del self._excused[worker_id]
+            elif now >= until + patience_s:
+                del self._excused[worker_id]
+                self._judge_silent(self._workers[worker_id], now)
+            else:
+                self._wake(max(now, until))
 
     def _judge_silent(self, worker: Worker, now: float) -> None:
         excused_until = self.rules.heartbeat_timeout_s + max(
             self._progress_at, self._liveness.awake_since
         )
         if worker.stage in (Stage.MEMBER, Stage.SURVEYED) and now < excused_until:
-            self._wake(excused_until, "silent", worker.id)  # the group makes steps, so it lives
+            self._excused[worker.id] = excused_until  # the group makes steps, so it lives
+            self._wake(excused_until)
         else:
             self._evict(worker, f"silent for {self.rules.heartbeat_timeout_s:g} s", now)
 
     def _worker_alarm(self, kind: str, worker: Worker, now: float) -> None:
         match kind, worker.stage:
-            case "silent", Stage.MEMBER | Stage.SURVEYED if not self._liveness.knows(worker.id):
-                self._judge_silent(worker, now)
             case "leave", Stage.LEAVING:
                 if now >= worker.since + self.rules.release_timeout_s:
                     self._evict(worker, "did not leave", now)

@@ -637,7 +637,7 @@ def test_a_take_over_ends_what_runs_and_goes_on_above_it() -> None:
     scene = Scene.recovered(["w1", "w2", "w9"], 6, size=2)
     assert [c.worker for c in scene.ever(m.ReportYourself)] == ["w1", "w2", "w9"]
     assert scene.ever(m.ClaimGeneration) == [m.ClaimGeneration(7)]
-    scene.tell(report("w1", 6, 5))
+    assert m.AbortGeneration("w1", 6) in scene.tell(report("w1", 6, 5))
     scene.tell(report("w2", 6, 6, stopped=True))
     scene.stopped("w1", step=5)
     scene.stopped("w2", step=6)
@@ -645,6 +645,16 @@ def test_a_take_over_ends_what_runs_and_goes_on_above_it() -> None:
     scene.tell(report("w9", 0, 0, whole=False, signature=None))
     assert scene.coordinator.generation == 7
     assert scene.coordinator.membership.source == "w2"
+
+
+@pytest.mark.parametrize("founded", [False, True])
+def test_nobody_whole_after_a_take_over(founded: bool) -> None:
+    """Unless a step is known to have been made, the run may begin anew."""
+    scene = Scene(begin=False, size=1)
+    scene.coordinator, commands = scene.coordinator.recover(scene.rules, [], 3, 0.0, founded)
+    scene.note(commands)
+    assert bool(scene.ever(m.FailRun)) is founded
+    assert bool(scene.ever(m.StartWorker)) is not founded
 
 
 def test_identities_after_a_take_over_are_new() -> None:

@@ -73,6 +73,18 @@ class Checkers:
             must(seat.whole == worker.whole, f"{seat} but {worker.id} is whole: {worker.whole}")
             must(seat.place == worker.place, f"{seat} but {worker.id} is at {worker.place}")
 
+    def intact(self, worker: SimWorker) -> None:
+        """Whoever is whole holds a whole state, also when a hand-over to it failed."""
+        if worker.whole:
+            truth = self.beginnings.get(worker.founded, {}).get(worker.step, worker.state)
+            must(worker.state == truth, f"{worker.id} holds {worker.state}, not {truth}")
+
+    def given_up(self, worker: SimWorker) -> set[str]:
+        """Whom the controller that announced `worker`'s generation, or a later one, had given up."""
+        assert worker.group is not None
+        announcer = self.claims[worker.group.membership.generation]
+        return self.dismissed | announcer.dismissed
+
     def told_to_form(self, worker: SimWorker, membership: Membership) -> None:
         self.newest_told[worker.id] = max(membership.generation, self.newest_told.get(worker.id, 0))
 
@@ -103,7 +115,7 @@ class Checkers:
         holders = [
             other.id
             for other in self.world.workers.values()
-            if other.alive and other.whole and other.id not in self.dismissed
+            if other.alive and other.whole and other.id not in self.given_up(worker)
         ]
         must(
             not holders or worker.id in self.dismissed,
@@ -155,7 +167,7 @@ class Checkers:
                 if w.alive
                 and w.whole
                 and w.founded == self.beginning
-                and w.id not in self.dismissed
+                and w.id not in self.given_up(worker)
             ]
             must(not holders, f"{worker.id} goes on from an older beginning than {holders}")
             self.beginning = worker.founded

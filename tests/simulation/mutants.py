@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,30 @@ class Mutant:
     module: str
     text: str
     instead: str
+    climate: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
 
+
+LEASES = {
+    "cut_founder": 3.0,
+    "slots": 7,
+    "steps": 120,
+    "compute_s": 0.5,
+    "slow_messages": 0.3,
+    "pause_s": 1.5,
+    "kill": 0.0,
+    "silent_kill": 0.0,
+    "chaos_s": 60.0,
+    "body_s": 0.0,
+}
+HAND_OVERS = {
+    "torn": 0.5,
+    "kill_ahead": 3.0,
+    "false_failure": 3.0,
+    "kill_source": 3.0,
+    "slots": 7,
+    "steps": 24,
+    "pause_s": 1.5,
+}
 
 MUTANTS = [
     Mutant(
@@ -249,8 +272,8 @@ MUTANTS = [
     Mutant(
         "the silent are looked at once only",
         C,
-        '            self._wake(excused_until, "silent", worker.id)',
-        "            pass",
+        "            self._excused[worker.id] = excused_until  # the group",
+        "            pass  # the group",
     ),
     Mutant(
         "the thawed are answered",
@@ -404,24 +427,21 @@ MUTANTS = [
         W,
         '        elif self.world.now > self.lease_until:\n            self.failed("lease ran out")\n        else:\n            self.commit()',
         "        else:\n            self.commit()",
+        LEASES,
     ),
     Mutant(
         "lease from the answer's arrival",
         W,
         "sent = self.beats.get(beat, -math.inf)",
         "sent = self.world.now",
-    ),
-    Mutant(
-        "old generations are entered",
-        W,
-        "if membership.generation <= max(newest, self.ended):",
-        "if membership.generation <= self.ended:",
+        LEASES,
     ),
     Mutant(
         "a stopped worker resumes",
         W,
-        "if membership.generation <= max(newest, self.ended):",
-        "if membership.generation < newest:",
+        "if membership is not None and membership.generation > self.ended:",
+        "if membership is not None and membership.generation > self.generation:",
+        {"slow_messages": 0.3, "pause_s": 1.5, "false_failure": 3.0, "slots": 7},
     ),
     Mutant(
         "the body's state is handed to those behind",
@@ -434,12 +454,14 @@ MUTANTS = [
         W,
         '            self.failed("hand-over failed", (source.id,))  # staged',
         '            self.state = GARBAGE\n            self.failed("hand-over failed", (source.id,))  # staged',
+        HAND_OVERS,
     ),
     Mutant(
         "whole before the copy is complete",
         W,
         '                self.state = GARBAGE\n            self.failed("the source is gone"',
         '                self.state, self.whole = GARBAGE, True\n            self.failed("the source is gone"',
+        HAND_OVERS,
     ),
     Mutant(
         "a late planned end is ignored",
@@ -487,16 +509,23 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
 
 
 def caught(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
-    """The first seed in which some checker objects, and its words."""
+    """The first seed in which some checker objects, and only to the mutant; and its words."""
+    first = seeds.start
+    while (found := objection(mutant, range(first, seeds.stop))) is not None:
+        unbroken = replace(mutant, instead=mutant.text)
+        if objection(unbroken, range(found[0], found[0] + 1)) is None:
+            return found
+        first = found[0] + 1
+    return None
+
+
+def objection(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     with broken(mutant) as world:
         for seed in seeds:
             try:
-                world.World(seed).run()
+                world.World(seed, climate=mutant.climate).run()
             except Exception as error:
-                return (
-                    seed,
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                )
+                return seed, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 

@@ -194,8 +194,7 @@ class SimWorker:
     # ---------------------------------------------------------------- control thread
 
     def form(self, membership: Membership) -> None:
-        newest = max(self.generation, self.form_next.generation if self.form_next else 0)
-        if membership.generation <= max(newest, self.ended):
+        if self.form_next is not None and membership.generation < self.form_next.generation:
             return
         self.form_next = membership
         if self.inside:
@@ -243,7 +242,7 @@ class SimWorker:
             generation, self.asked = self.asked, 0
             self.say_stopped(max(generation, self.generation), "asked", ())
         membership, self.form_next = self.form_next, None
-        if membership is not None:
+        if membership is not None and membership.generation > self.ended:
             self.generation, self.inside = membership.generation, True
             self.token += 1
             self.attempting = 0
@@ -257,6 +256,7 @@ class SimWorker:
         if token != self.token or not self.inside:
             return
         self.world.check.left(self)
+        self.world.check.intact(self)
         self.inside = False
         self.token += 1
         self.ended = max(self.ended, self.generation)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic_dp.protocol import messages as m
@@ -220,10 +220,11 @@ class World:
         make: type[Coordinator] = Coordinator,
         worker_class: type[SimWorker] = SimWorker,
         talk: Callable[[str], None] | None = None,
+        climate: dict[str, float] | None = None,
     ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.make, self.worker_class, self.talk = make, worker_class, talk
-        self.weather = Weather.drawn(self.rng)
+        self.weather = replace(Weather.drawn(self.rng), **(climate or {}))
         virtual = self.rng.choice((1, 2, 4, 5, 8))
         size = self.rng.randint(1, min(virtual, 5))
         self.rules = Rules(
