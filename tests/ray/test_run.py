@@ -82,9 +82,9 @@ def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
 
 
 def test_scaling_up_and_down(tmp_path):
-    calm = trainer(tmp_path, "calm", steps=120).fit(local=True)
-    hold_at = {10: 2, 30: 1, 50: 3, 90: 3}  # twice: two joiners may come one after the other
-    run = trainer(tmp_path, "scale", steps=120, workers=2, hold=hold_at).start()
+    calm = trainer(tmp_path, "calm", steps=150).fit(local=True)
+    hold_at = {10: 2} | dict.fromkeys((100, 115, 130, 145), 3)  # joiners may come one by one
+    run = trainer(tmp_path, "scale", steps=150, workers=2, hold=hold_at).start()
     with pytest.raises(SpecError, match=r"within 1\.\.8"):
         run.scale(9)
     wait_for(run, lambda s: s["world_size"] == 2)
