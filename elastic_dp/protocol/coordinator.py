@@ -467,6 +467,8 @@ class Coordinator:
         inside = worker.id in self._open
         if inside:  # who has stopped makes no steps, whatever its lease
             self._lease_until = max(self._lease_until, now + self.rules.lease_s)
+        if event.generation == self.generation:
+            self._note_step(event.step, now)
         if event.generation == self.generation and self.phase in IN_FLIGHT:
             self._unentered.discard(worker.id)
             if event.phase not in BEFORE_TRAINING:
@@ -474,7 +476,6 @@ class Coordinator:
                 self._founded = True
             elif event.phase == "receive":
                 self._form_by = max(self._form_by, now + self.rules.forming_timeout_s)
-            self._note_step(event.step, now)
             if inside and self.phase is not Phase.ENDING:
                 self._note_lost_report(worker, event.phase, now)
         if not inside:
@@ -488,7 +489,9 @@ class Coordinator:
         if step > self._step:
             self._step, self._progress_at = step, now
             self._budget.progressed()
-            for leaver in [*self._leavers.values()]:  # its state is covered
+            for leaver in (
+                [*self._leavers.values()] if self.phase in IN_FLIGHT else ()
+            ):  # its state is covered
                 self._release(leaver, leaver.leave_reason, now)
         if now >= self._paced_at + self.rules.heartbeat_interval_s:
             self._pace = self._step - self._paced_step

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import SimController, World
 
 
-SIGNS_OF_LIFE = ("_liveness", "_heard_at")
+SIGNS_OF_LIFE = ("_liveness", "_heard_at", "_excused")
 
 
 class Violation(AssertionError):
@@ -349,8 +349,8 @@ class Watched:
         if coordinator.phase == "over" and isinstance(event, m.DeadlineReached | m.WorkerHeard):
             return coordinator.handle(event, now)  # type: ignore[no-any-return]
         sure = coordinator._held is None and not coordinator._fell_quiet(now)
-        if sure and self.stale(event) and self.rng.random() < 0.3:
-            out += coordinator.handle(m.DeadlineReached(), now)
+        waits = coordinator.deadline is None or now < coordinator.deadline
+        if sure and waits and self.stale(event) and self.rng.random() < 0.3:
             coordinator._ring(now)  # whatever is due for any event
             coordinator._proceed(now)
             out += coordinator._flush()
