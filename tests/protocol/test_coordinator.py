@@ -673,6 +673,18 @@ def test_an_unreported_worker_is_asked_until_it_answers_or_is_silent() -> None:
     assert scene.members == ["w1"]
 
 
+def test_steps_heard_while_taking_over_are_steps() -> None:
+    """The group goes on in the body it is in, so the one that is cut off lives."""
+    scene = Scene.recovered(["w1", "w2"], 1, size=2, heartbeat_timeout_s=5.0)
+    scene.tell(report("w1", 1, 3))
+    for step in (4, 5, 6):
+        scene.wait(1.0, "w1", step=step)
+    scene.wait(4.0, "w1", step=6)
+    assert not scene.ever(m.EvictWorker)
+    scene.wait(3.0, "w1", step=6)
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w2"]
+
+
 def test_a_take_over_waits_for_a_lease_when_nobody_speaks_for_the_newest_generation() -> None:
     scene = Scene.recovered(["w1"], 4, size=1, lease_s=30.0)
     scene.tell(report("w1", 3, 3))  # generation 4 was claimed; whoever is in it, w1 is not

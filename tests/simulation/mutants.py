@@ -306,6 +306,12 @@ MUTANTS = [
         "        if self.phase is Phase.ENDING:\n            pass\n",
     ),
     Mutant(
+        "steps heard while taking over do not count",
+        C,
+        "        if event.generation == self.generation:\n            self._note_step(event.step, now)\n",
+        "        if event.generation == self.generation and self.phase in IN_FLIGHT:\n            self._note_step(event.step, now)\n",
+    ),
+    Mutant(
         "lost reports stay lost",
         C,
         "                self._note_lost_report(worker, event.phase, now)\n",
