@@ -69,6 +69,7 @@ FROM_WORKERS = (
 )
 UNTIMED = frozenset({Stage.STARTING, Stage.LEAVING, Stage.EVICTED})  # not judged by heartbeats
 QUIET_BEATS = 2  # no heartbeat of anybody for so many intervals is odd
+REMIND_BEATS = 32  # whoever does not answer is told again after at most so many heartbeats
 ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
 
 
@@ -478,11 +479,18 @@ class Coordinator:
                 self._form_by = max(self._form_by, now + self.rules.forming_timeout_s)
             if inside and self.phase is not Phase.ENDING:
                 self._note_lost_report(worker, event.phase, now)
-        if not inside:
+        if inside and self.phase in IN_FLIGHT:
+            self._remind(worker)
+
+    def _remind(self, worker: Worker) -> None:
+        """Of what it was told and did not act on yet; seldomer each time, since a long body is no deafness."""
+        worker.reminded_beats += 1
+        beats = worker.reminded_beats
+        if beats & (beats - 1) and beats % REMIND_BEATS:  # 1, 2, 4, …, 32, 64, 96, …
             return
         if self.phase is Phase.ENDING:
             self._tell_end(worker)
-        elif self.phase in IN_FLIGHT and self._stop is not None:
+        elif self._stop is not None:
             self._emit(m.StopTraining(worker.id, self._stop))
 
     def _note_step(self, step: int, now: float) -> None:
@@ -556,6 +564,7 @@ class Coordinator:
         self._say(f"generation {self.generation} ends: {reason}")
         for worker_id in self._members:
             if worker_id in self._open:
+                self._members[worker_id].reminded_beats = 0
                 self._tell_end(self._members[worker_id])
 
     def _tell_end(self, worker: Worker) -> None:
@@ -728,7 +737,7 @@ class Coordinator:
             self._ready.pop(worker.id, None)
             self._leavers.pop(worker.id, None)
             self._move(worker, Stage.MEMBER, now)
-            worker.entered, worker.odd_beats = self.generation, 0
+            worker.entered, worker.odd_beats, worker.reminded_beats = self.generation, 0, 0
             renewed_at = max(renewed_at, worker.renewed_at)
             if worker.draining:
                 self._draining[worker.id] = worker
@@ -897,8 +906,9 @@ class Coordinator:
         self._stop = event.reason
         self._explain(f"stopping: {event.reason}")
         if self.phase in IN_FLIGHT:
-            for worker_id in self._members:
-                self._emit(m.StopTraining(worker_id, event.reason))
+            for worker in self._members.values():
+                worker.reminded_beats = 0
+                self._emit(m.StopTraining(worker.id, event.reason))
 
     def _finish(self, finished: list[Worker], now: float) -> None:
         digests = {worker.finished for worker in finished}

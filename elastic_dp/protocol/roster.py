@@ -47,6 +47,7 @@ class Worker:
     leave_at: float = math.inf  # when a notice forces it out, margin included
     leave_reason: str = ""
     failed_joins: int = 0
+    reminded_beats: int = 0  # heartbeats since it was told what it has not acted on
     odd_beats: int = 0  # heartbeats that show it done, without its report
 
     def __repr__(self) -> str:

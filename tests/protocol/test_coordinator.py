@@ -197,6 +197,32 @@ def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
     assert [(seat.worker, seat.whole) for seat in seats] == [("w1", True), ("w2", False)]
 
 
+def test_what_is_not_acted_on_is_repeated_seldomer_each_time() -> None:
+    """A loop body may last minutes, in which its worker is heard, and need not be told every second."""
+    scene = Scene(size=2)
+    scene.running("w1")
+    scene.ready("w2")
+    told = len(scene.ever(m.EndGeneration))
+    scene.wait(100.0, "w1", "w2", phase="body", step=1)
+    assert len(scene.ever(m.EndGeneration)) - told == 8, "at heartbeats 1, 2, 4, …, 32, 64, 96"
+    scene.stopped("w1", step=9)
+    scene.hear("w1", "w2", step=10)
+    scene.tell(m.StopRequested("enough"))
+    told = len(scene.ever(m.StopTraining))
+    scene.wait(10.0, "w1", "w2", phase="body", step=10)
+    assert len(scene.ever(m.StopTraining)) - told == 2 * 4
+
+
+def test_an_abort_is_told_at_once_however_seldom_the_end_was() -> None:
+    scene = Scene(size=3)
+    scene.running("w1", "w2")
+    scene.ready("w3")
+    scene.wait(40.0, "w1", "w2", "w3", phase="body", step=1)
+    scene.lost("w2")
+    assert m.AbortGeneration("w1", 1) in scene.said
+    assert m.AbortGeneration("w1", 1) in scene.hear("w1", phase="body", step=1)
+
+
 def test_a_source_inside_a_body_has_no_joiners() -> None:
     scene = Scene(size=2)
     scene.running("w1")

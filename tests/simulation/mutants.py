@@ -306,6 +306,24 @@ MUTANTS = [
         "        if self.phase is Phase.ENDING:\n            pass\n",
     ),
     Mutant(
+        "told at every heartbeat",
+        C,
+        "if beats & (beats - 1) and beats % REMIND_BEATS:",
+        "if False:",
+    ),
+    Mutant(
+        "told ever more seldom",
+        C,
+        "if beats & (beats - 1) and beats % REMIND_BEATS:",
+        "if beats & (beats - 1):",
+    ),
+    Mutant(
+        "an abort is repeated as seldom as the end was",
+        C,
+        "                self._members[worker_id].reminded_beats = 0\n",
+        "",
+    ),
+    Mutant(
         "steps heard while taking over do not count",
         C,
         "        if event.generation == self.generation:\n            self._note_step(event.step, now)\n",
@@ -383,7 +401,7 @@ MUTANTS = [
     Mutant(
         "a stop is not told again on heartbeats",
         C,
-        "        elif self.phase in IN_FLIGHT and self._stop is not None:\n            self._emit(m.StopTraining(worker.id, self._stop))\n",
+        "        elif self._stop is not None:\n            self._emit(m.StopTraining(worker.id, self._stop))\n",
         "",
     ),
     Mutant(
