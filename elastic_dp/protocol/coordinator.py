@@ -847,6 +847,7 @@ class Coordinator:
         """It plays no part any more."""
         worker_id, finished = worker.id, worker.finished is not None
         self._liveness.forget(worker_id)
+        self._excused.pop(worker_id, None)
         for pool in (self._ready, self._leavers, self._draining, self._able):
             pool.pop(worker_id, None)
         for group in (self._useful, self._unreported, self._open, self._unformed, self._unfinished):
