@@ -3,9 +3,9 @@
 Exact mode adds along the fixed tree of `tree.py`: the sum has the same bits for every world size. A worker adds
 its own subtrees as it goes (autograd itself adds the two leaves of a pair; other sums are put aside, not
 copied). In the backward pass of its last leaf, every bucket that is complete is sent: part r of each of my
-subtree sums to rank r (all-to-all), which adds up the tree for its part, divides once by the total weight, and
-gives the finished part to all (all-gather, into the buffer that the first one emptied). Fast mode is one
-all-reduce a bucket.
+subtree sums to rank r (all-to-all), which adds up the tree for its part and gives the finished part to all
+(all-gather, into the buffer that the first one emptied). Two members with one subtree each do the same with one
+all-reduce, since a sum of two has one order. Fast mode is one all-reduce a bucket, whatever the members.
 
 What always holds:
 - Buckets are launched in index order, on every rank the same. One is launched early only when each of its
@@ -31,8 +31,9 @@ from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.distributed.tree import Leaf, Node, add_up, cover
 from elastic_dp.errors import GroupError, ModelError
 
-FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
 BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
+UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs more than it hides
 
 Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
 
@@ -50,9 +51,7 @@ class _Bucket:
         self.received: list[torch.Tensor] = []  # [j]: part `rank` of the j-th subtree of every rank
         self.launched: list[Operation] = []
         self.gathering: Operation | None = None
-        self.part: torch.Tensor | None = None  # my finished part
         self.waiting = 0  # parameters that have not fired yet in the last leaf
-        self.flushed = False
 
 
 class GradientSum:
@@ -63,7 +62,7 @@ class GradientSum:
         self.late = False
         self._all = list(parameters)
         self._parameters: list[torch.nn.Parameter] = []
-        self._known: set[torch.nn.Parameter] = set()
+        self._requires_grad: list[bool] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[_Bucket] = []
         self._hooks: list[Any] = []
@@ -71,10 +70,11 @@ class GradientSum:
         self._shares: list[Node] = []
         self._virtual_workers = 0
         self._exact = True
+        self._all_reduces = False
         self._running = False  # hooks act only within a step
         self._armed = False  # ... and launch only in its last leaf
         self._started = False  # a leaf of this step has run
-        self._next = 0  # first bucket that is not flushed
+        self._next = 0  # first bucket that is not launched
         self._stack: list[Gradients] = []
         self._merges = 0
         self._fired = bytearray()
@@ -89,6 +89,8 @@ class GradientSum:
         """Work for this generation. `shares[r]` is the range of virtual workers of rank r."""
         self._group, self._shares = group, list(shares)
         self._virtual_workers, self._exact = virtual_workers, exact
+        subtrees = [len(cover(*share, virtual_workers)) for share in shares]
+        self._all_reduces = not exact or subtrees == [1, 1]
         self._lay_out()
 
     def close(self) -> None:
@@ -101,11 +103,12 @@ class GradientSum:
             bucket.launched, bucket.gathering = [], None
 
     def _lay_out(self) -> None:
-        parameters = [p for p in reversed(self._all) if p.requires_grad]
-        if len(parameters) != len(self._parameters) or set(parameters) != self._known:
+        requires_grad = [p.requires_grad for p in self._all]
+        if requires_grad != self._requires_grad:
+            parameters = [p for p in reversed(self._all) if p.requires_grad]
             for hook in self._hooks:
                 hook.remove()
-            self._parameters, self._known = parameters, set(parameters)
+            self._parameters, self._requires_grad = parameters, requires_grad
             self._hooks = [
                 p.register_post_accumulate_grad_hook(self._hook(i))
                 for i, p in enumerate(parameters)
@@ -127,7 +130,7 @@ class GradientSum:
         ]
         bucket.views = [_views(flat, bucket.parameters) for flat in bucket.flats]
         bucket.received = []
-        if self._exact and world_size > 1:
+        if world_size > 1 and not self._all_reduces:
             bucket.received = [
                 torch.empty(len(ranks) * chunk, dtype=bucket.dtype, device=bucket.device)
                 for ranks in self._ranks_with_subtree()
@@ -147,7 +150,7 @@ class GradientSum:
     def begin(self) -> None:
         """Before the first leaf of a step. Follows `requires_grad` where the user changed it."""
         assert self._group is not None
-        if any(p.requires_grad != (p in self._known) for p in self._all):
+        if [p.requires_grad for p in self._all] != self._requires_grad:
             self._lay_out()
         self.drop()
         self.late = False
@@ -155,7 +158,7 @@ class GradientSum:
         self._used[:] = bytes(len(self._used))
         self._next = 0
         for bucket in self._buckets:
-            bucket.flushed, bucket.launched, bucket.gathering = False, [], None
+            bucket.launched, bucket.gathering = [], None
         self._started = False
         self._running = True
 
@@ -198,40 +201,52 @@ class GradientSum:
             return 0
         return leaf.merges + (self.careful and leaf.joins_previous)
 
-    def reduce(self, total_weight: float, scale: float) -> list[torch.Tensor]:
-        """After the last leaf: finish the sums of my parts, divided by `total_weight`, and send them out.
-
-        In fast mode the gradients carry 1/expected weight already, and `scale` is expected / total.
-        Returns scalars that are all finite if (not only if) the gradient is: see `all_finite`.
-        """
-        assert self._group is not None
+    def send(self) -> None:
+        """After the last leaf: every bucket that is not on its way yet."""
         self._running = False
         while self._next < len(self._buckets):
             self._flush(self._buckets[self._next])
         if self._error is not None:
             raise self._error
-        probes: list[torch.Tensor] = []
-        for bucket in self._buckets:
-            part = bucket.part = self._finish_part(bucket, total_weight, scale)
-            probes.append(part.sum(dtype=torch.float32 if part.element_size() < 4 else None))
-            if self._exact and self._group.world_size > 1:
-                bucket.gathering = self._group.all_gather(bucket.flats[0], part)
-        return probes
 
-    def all_finite(self, probes: list[torch.Tensor]) -> bool:
-        """Whether my parts of the gradient are. Sums of finite numbers may overflow, so then look at each."""
-        if not probes or all(
-            math.isfinite(x) for x in torch.stack([p.double() for p in probes]).tolist()
-        ):
-            return True
-        return all(bool(torch.isfinite(bucket.part).all()) for bucket in self._buckets)  # type: ignore[arg-type]
-
-    def complete(self) -> None:
-        """Wait until the finished parts of all have arrived."""
+    def settle(self) -> None:
+        """Wait for what was sent, so that the buffers may be filled once more in this generation."""
         assert self._group is not None
+        for bucket in self._buckets:
+            for operation in bucket.launched:
+                self._group.wait(operation)
+
+    def reduce(self, factor: float) -> None:
+        """Finish the sums of my parts, times `factor`, and send them out."""
+        group = self._group
+        assert group is not None
+        for bucket in self._buckets:
+            for operation in bucket.launched:
+                group.wait(operation)
+            part = bucket.flats[0] if self._all_reduces else self._add_up(bucket)
+            if factor != 1.0:
+                part.mul_(factor)
+            if group.world_size > 1 and not self._all_reduces:
+                bucket.gathering = group.all_gather(bucket.flats[0], part)
+
+    def complete(self) -> bool:
+        """Wait until the finished parts of all have arrived. Returns whether all is finite.
+
+        The bits are the same on every rank, and so is the answer.
+        """
+        assert self._group is not None
+        probes: list[torch.Tensor] = []
         for bucket in self._buckets:
             if bucket.gathering is not None:
                 self._group.wait(bucket.gathering)
+            flat = bucket.flats[0]
+            probes.append(flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None))
+        if not probes:
+            return True
+        if all(math.isfinite(x) for x in torch.stack([p.double() for p in probes]).tolist()):
+            return True
+        # Sums of finite numbers may overflow, so look at each.
+        return all(bool(torch.isfinite(bucket.flats[0]).all()) for bucket in self._buckets)
 
     def assign(self, used: Sequence[int]) -> None:
         """Give every used parameter its gradient, a view into the buckets; the others keep None."""
@@ -263,9 +278,14 @@ class GradientSum:
                 raise ModelError(
                     "a parameter has a sparse gradient; make it dense, e.g. Embedding(sparse=False)"
                 )
+            if self.careful:
+                return
             bucket = self._bucket_of[index]
+            self._write_last(
+                bucket, index, parameter
+            )  # at once, while its gradient is in the cache
             bucket.waiting -= 1
-            if bucket.waiting or self.careful:
+            if bucket.waiting:
                 return
             while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
                 self._flush(self._buckets[self._next])
@@ -280,42 +300,36 @@ class GradientSum:
                 bucket.views[subtree], sums[bucket.first : bucket.last], strict=True
             ):
                 _write(view, one)
-        lefts = self._stack[len(self._stack) - self._merges :]
-        self._write_last(bucket, bucket.views[-1], lefts)
-        bucket.flushed = True
+        for index, p in enumerate(bucket.parameters, bucket.first):
+            if self.careful or not self._fired[index]:
+                self._write_last(bucket, index, p)
         self._next += 1
         try:
             self._launch(bucket)
-        except GroupError as error:  # must not pass through autograd; `reduce` raises it
+        except GroupError as error:  # must not pass through autograd; `send` raises it
             self._error = self._error or error
 
-    def _write_last(
-        self, bucket: _Bucket, views: list[torch.Tensor], lefts: list[Gradients]
-    ) -> None:
-        gradients = [p.grad for p in bucket.parameters]
-        if not lefts and all(g is not None for g in gradients):
-            torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
-        else:
-            for i, (view, hand) in enumerate(zip(views, gradients, strict=True), bucket.first):
-                for depth, left in enumerate(reversed(lefts), 1):
-                    one = left[i]
-                    if one is None or hand is None:
-                        hand = hand if one is None else one
-                    elif depth < len(lefts):
-                        hand = one.add_(hand)
-                    else:
-                        hand = torch.add(one, hand, out=view)
-                if hand is not view:
-                    _write(view, hand)
-        for p in bucket.parameters:
-            p.grad = None
+    def _write_last(self, bucket: _Bucket, index: int, p: torch.Tensor) -> None:
+        """This parameter's gradient of the last subtree, added up with what was put aside for it."""
+        view, hand = bucket.views[-1][index - bucket.first], p.grad
+        for depth in range(1, self._merges + 1):
+            one = self._stack[-depth][index]
+            if one is None or hand is None:
+                hand = hand if one is None else one
+            elif depth < self._merges:
+                hand = one.add_(hand)
+            else:
+                hand = torch.add(one, hand, out=view)
+        if hand is not view:
+            _write(view, hand)
+        p.grad = None
 
     def _launch(self, bucket: _Bucket) -> None:
         group = self._group
         assert group is not None
         if group.world_size == 1 or self._error is not None:
             return
-        if not self._exact:
+        if self._all_reduces:
             bucket.launched = [group.all_reduce(bucket.flats[0])]
             return
         chunk = self._chunk(bucket)
@@ -330,23 +344,15 @@ class GradientSum:
                 )
             )
 
-    def _finish_part(self, bucket: _Bucket, total_weight: float, scale: float) -> torch.Tensor:
-        """My part of the bucket, summed over all virtual workers and divided."""
-        group = self._group
-        assert group is not None
-        for operation in bucket.launched:
-            group.wait(operation)
-        if not self._exact:
-            if scale != 1.0:
-                bucket.flats[0].mul_(scale)
-            return self._part(bucket)
-        if group.world_size == 1:
-            nodes = dict(
-                zip(cover(*self._shares[0], self._virtual_workers), bucket.flats, strict=True)
-            )
+    def _add_up(self, bucket: _Bucket) -> torch.Tensor:
+        """My part of the bucket, summed over all virtual workers."""
+        assert self._group is not None
+        if self._group.world_size == 1:
+            mine = cover(*self._shares[0], self._virtual_workers)
+            nodes = dict(zip(mine, bucket.flats, strict=True))
         else:
             nodes = self._received_nodes(bucket)
-        return add_up(nodes, self._virtual_workers, lambda a, b: a.add_(b)).div_(total_weight)
+        return add_up(nodes, self._virtual_workers, lambda a, b: a.add_(b))
 
     def _received_nodes(self, bucket: _Bucket) -> dict[Node, torch.Tensor]:
         chunk = self._chunk(bucket)
@@ -357,17 +363,12 @@ class GradientSum:
                 nodes[cover(*self._shares[rank], self._virtual_workers)[j]] = part
         return nodes
 
-    def _part(self, bucket: _Bucket) -> torch.Tensor:
-        """Part `rank` of the finished bucket; everything, for a group of one."""
-        assert self._group is not None
-        chunk = self._chunk(bucket)
-        return bucket.flats[0][self._group.rank * chunk : (self._group.rank + 1) * chunk]
-
 
 def _cut(parameters: list[torch.nn.Parameter]) -> list[_Bucket]:
     buckets: list[_Bucket] = []
     current: list[torch.nn.Parameter] = []
-    size, limit = 0, FIRST_BUCKET_BYTES
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    size, limit = 0, FIRST_BUCKET_BYTES if total > UNCUT_BYTES else UNCUT_BYTES
     for i, p in enumerate(parameters):
         p_bytes = p.numel() * p.element_size()
         same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)

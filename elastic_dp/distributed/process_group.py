@@ -27,27 +27,17 @@ from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 _OPERATION_TIMEOUT = timedelta(hours=24)
-_SPIN_S = 0.0002  # polling this long before sleeping saves a thread switch on short collectives
 
 
 class Operation:
     """One collective in flight, and the tensors it may still touch."""
 
-    __slots__ = ("buffers", "done", "error", "work")
+    __slots__ = ("buffers", "done", "work")
 
     def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
-        self.done = threading.Event()
-        self.error: Exception | None = None
+        self.done = threading.Event()  # set only where somebody waits, or by an abort
         self.buffers = buffers
         self.work: Any = None
-
-    def completed(self, future: Any) -> None:
-        """Called by the backend's thread; also for a failed operation."""
-        try:
-            future.value()
-        except Exception as error:  # any type: it is the backend's word for "a peer is gone"
-            self.error = error
-        self.done.set()
 
 
 class ProcessGroup:
@@ -119,17 +109,16 @@ class ProcessGroup:
             operation.work.wait()  # orders streams; `synchronize` is where the host waits
             self.check()
             return
-        if not operation.done.is_set():
-            until = time.perf_counter() + _SPIN_S
-            while not operation.done.is_set():
-                if time.perf_counter() > until:
-                    operation.done.wait()
-                    break
-                time.sleep(0)
+        if not operation.work.is_completed():
+            # Asked for only now: a callback takes the interpreter's lock from a thread that computes.
+            operation.work.get_future().add_done_callback(lambda _: operation.done.set())
+            operation.done.wait()
         self.check()
         self._pending.discard(operation)
-        if operation.error is not None:
-            raise CollectiveFailed(str(operation.error).splitlines()[0]) from operation.error
+        try:
+            operation.work.wait()  # returns at once, or says why it failed
+        except RuntimeError as error:
+            raise CollectiveFailed(str(error).splitlines()[0]) from error
 
     def synchronize(self) -> None:
         """Until the device has finished all that was launched; returns early, raising, when aborted."""
@@ -178,9 +167,6 @@ class ProcessGroup:
             operation.work = start()
         except RuntimeError as error:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
-        if self._on_device:
-            return operation
-        operation.work.get_future().add_done_callback(operation.completed)
         return operation
 
     def close(self) -> None:

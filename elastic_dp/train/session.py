@@ -427,7 +427,8 @@ class Session:
         if written is not None:
             raise LoopError(
                 f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by calling the model "
-                "in training mode; call model.eval() before it and model.train() after, or use ctx.evaluate"
+                "in training mode: use ctx.evaluate, or call model.eval() before and model.train() after; "
+                "keep an average of buffers in a model of its own and pass it as state="
             )
         self.in_body = False
 

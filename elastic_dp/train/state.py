@@ -68,6 +68,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
+        self._list = list(self.parameters.values())
         self.note_commit()
 
     # -------------------------------------------------------------------- checks
@@ -114,26 +115,18 @@ class TrainState:
         self.committed_scheduler = (
             None if self.scheduler is None else dict(self.scheduler.state_dict())
         )
-        self._versions = [t._version for t in self._stepped()]
+        self._versions = [p._version for p in self._list]
 
     def check_body(self) -> None:
-        """After the loop's body: it must not have written parameters or buffers."""
-        if self._versions == [t._version for t in self._stepped()]:
-            return
-        names = [*self.parameters, *(name for name, _ in self.model.named_buffers())]
-        for name, tensor, version in zip(names, self._stepped(), self._versions, strict=False):
-            if tensor._version != version:
+        """After the loop's body: it must not have written parameters (for buffers, see `StepBuffers`)."""
+        for i, p in enumerate(self._list):
+            if p._version != self._versions[i]:
+                name = list(self.parameters)[i]
                 raise LoopError(
                     f"the body of the loop over ctx.steps wrote to {name!r}. Parameters and buffers may "
                     "change only inside the step; keep an average of them in a model of its own and pass it "
                     "as state=, or evaluate another model with ctx.evaluate(…, model=…)"
                 )
-        raise LoopError(
-            "the body of the loop over ctx.steps added or removed a buffer of the model"
-        )
-
-    def _stepped(self) -> list[torch.Tensor]:
-        return [*self.parameters.values(), *self.model.buffers()]
 
     # ---------------------------------------------------------------- hand-over
 

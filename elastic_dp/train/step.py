@@ -2,15 +2,16 @@
 
     for each of my virtual workers: same buffers, own random numbers, forward, backward
         (gradients are added and sent while the last backward runs)
-    first header    launched after the last forward: losses, weights, metrics, stop wishes of all
-    sums            my part of the gradient, divided once by the weight of the whole global batch
-    closing header  which parameters were used, which buffers changed, finite or not, late hooks
-    gather          finished parts of all; changed buffers of all
-    commit          one compare-and-swap that excludes an abort
-    apply           gradients assigned, clipped, optimizer, scheduler, buffers
+    header   of all: losses, weights, metrics, wishes to stop, which parameters were used, which buffers changed
+    sums     of my part of the gradient
+    gather   finished parts of all; changed buffers of all
+    commit   one compare-and-swap that excludes an abort
+    apply    gradients assigned, clipped, optimizer, scheduler, buffers
 
-A step has these collectives even where nothing needs a gradient, so nobody completes one that somebody did not
-enter: two members differ by one step at most.
+A step has its header even where nothing needs a gradient, so nobody completes one that somebody did not enter:
+two members differ by one step at most. The mean over the global batch costs no pass over the gradient: each loss is
+divided by the weight expected of all (their rows), which only where the loss function gave others is made good
+afterwards. Whether the gradient is finite needs no vote: it has the same bits on all.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Stepper:
 
     def open(self, group: ProcessGroup, shares: Sequence[Node], next_step: int) -> None:
         self._group, self._shares = group, list(shares)
-        self._first, self._closing, self._values = Header(group), Header(group), Header(group)
+        self._header, self._values = Header(group), Header(group)
         self.gradients.open(group, shares, self.virtual_workers, self.exact)
         self.data.read_ahead(next_step, range(*shares[group.rank]))
 
@@ -122,45 +123,47 @@ class Stepper:
         self.report("compute")
         self._intact = False
         self.gradients.begin()
-        first = self._leaves(step, stop, expected)
-        stops = [record["stop"] for record in first if record["stop"]]
-        if stops:
+        outcomes = self._run_mine(step, stop, expected)
+        self.report("collective")
+        self.gradients.send()
+        self.pass_point("sent", step)
+        heard = self._exchange_headers(step, outcomes, stop)
+        if heard.stop is not None:
             self._undo()
             self.control.commit()
-            return StopAgreed(stops[0])
-        leaves = self._all_leaves(step, first)
-        weight = math.fsum(leaf.weight for leaf in leaves.values())
-        self.pass_point("exchange", step)
-        loss_scale = self.state.loss_scale
-        divisor = (weight or 1.0) * (loss_scale.scale if loss_scale else 1.0)
-        probes = self.gradients.reduce(divisor, expected / weight if weight else 1.0)
-        finite = self.gradients.all_finite(probes)
-        closing = self._close_step(step, finite)
-        if closing.late:
+            return StopAgreed(heard.stop)
+        if heard.late:
+            self.gradients.settle()
             self.gradients.careful = True
             self._undo()
             return Redo()
-        if not closing.finite and loss_scale is None:
+        leaves = self._counting(step, heard.leaves)
+        weight = math.fsum(leaf.weight for leaf in leaves.values())
+        self.pass_point("exchange", step)
+        loss_scale = self.state.loss_scale
+        factor = expected / weight if weight else 1.0
+        self.gradients.reduce(factor if loss_scale is None else factor / loss_scale.scale)
+        self.pass_point("gather", step)
+        buffers = self._exchange_buffers(step, heard.changed)
+        finite = self.gradients.complete()
+        if not finite and loss_scale is None:
             raise LossError(
                 f"the gradient of step {step} is not finite although every loss is; the rows were: "
                 + "; ".join(self.data.describe(step, v) for v in sorted(leaves)[:4])
             )
-        self.pass_point("gather", step)
-        self.gradients.complete()
-        buffers = self._exchange_buffers(step, closing.changed)
         group.synchronize()
         self.pass_point("before_commit", step)
         self.control.commit()
         self.pass_point("after_commit", step)
-        return self._apply(step, leaves, weight, closing, buffers)
+        return self._apply(step, leaves, weight, finite, heard.used, buffers)
 
     # ------------------------------------------------------------------- up to the commit
 
-    def _leaves(self, step: int, stop: str | None, expected: float) -> list[dict[str, Any]]:
-        """Run my virtual workers. Returns the first header of every rank."""
+    def _run_mine(self, step: int, stop: str | None, expected: float) -> dict[int, _Leaf]:
+        """Run my virtual workers, forward and backward."""
         assert self._group is not None
         mine = fold(*self._shares[self._group.rank], self.virtual_workers)
-        outcomes: list[tuple[int, float, float, dict[str, float]]] = []
+        outcomes: dict[int, _Leaf] = {}
         for i, leaf in enumerate(mine):
             is_last = i == len(mine) - 1
             v = leaf.virtual_worker
@@ -169,18 +172,13 @@ class Stepper:
             loss = None
             if stop is None and self.data.rows(step, v) > 0:
                 self.pass_point("before_forward", step)
-                loss, outcome = self._forward(step, v, expected)
-                outcomes.append((v, outcome.loss, outcome.weight, outcome.metrics))
-            if is_last:
-                self._first.launch(json.dumps({"v": outcomes, "stop": stop}).encode())
-                self.pass_point("first_header", step)
+                loss, outcomes[v] = self._forward(step, v, expected)
             if loss is not None and loss.requires_grad:
                 self.pass_point("backward", step)
                 loss.backward()
             self.buffers.after_leaf(v, contributes=loss is not None)
             self.gradients.after_leaf(leaf, is_last)
-        self.report("collective")
-        return [json.loads(record) for record in self._first.collect()]
+        return outcomes
 
     def _forward(self, step: int, v: int, expected: float) -> tuple[torch.Tensor | None, _Leaf]:
         """The scaled loss to run backward from, or None where the weight is 0."""
@@ -195,13 +193,32 @@ class Stepper:
             return None, leaf
         if not math.isfinite(leaf.loss) and self.state.loss_scale is None:
             return None, leaf  # the header tells all; they raise together
-        scale = weight if self.exact else weight / expected
+        scale = weight / expected
         if self.state.loss_scale is not None:
             scale *= self.state.loss_scale.scale
         return loss * scale, leaf
 
-    def _all_leaves(self, step: int, headers: Sequence[dict[str, Any]]) -> dict[int, _Leaf]:
-        leaves = {v: _Leaf(loss, weight, m) for h in headers for v, loss, weight, m in h["v"]}
+    def _exchange_headers(
+        self, step: int, outcomes: Mapping[int, _Leaf], stop: str | None
+    ) -> _Heard:
+        used, changed = self.gradients.used, self.buffers.changed()
+        flags = bytes([self.gradients.late]) + used + changed
+        said = {"v": [(v, x.loss, x.weight, x.metrics) for v, x in outcomes.items()], "stop": stop}
+        self._header.launch(flags + json.dumps(said).encode())
+        self.pass_point("header", step)
+        records = self._header.collect()
+        either = _or([record[: len(flags)] for record in records])
+        texts = [json.loads(record[len(flags) :]) for record in records]
+        return _Heard(
+            stop=next((text["stop"] for text in texts if text["stop"]), None),
+            late=bool(either[0]),
+            used=either[1 : 1 + len(used)],
+            changed=[i for i, flag in enumerate(either[1 + len(used) :]) if flag],
+            leaves={v: _Leaf(loss, weight, m) for t in texts for v, loss, weight, m in t["v"]},
+        )
+
+    def _counting(self, step: int, leaves: Mapping[int, _Leaf]) -> dict[int, _Leaf]:
+        """Those that have a weight, in the order of virtual workers. Raises LossError."""
         for v in sorted(leaves):
             leaf = leaves[v]
             if leaf.weight and not math.isfinite(leaf.loss) and self.state.loss_scale is None:
@@ -210,20 +227,6 @@ class Stepper:
                     f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 to leave it out"
                 )
         return {v: leaves[v] for v in sorted(leaves) if leaves[v].weight}
-
-    def _close_step(self, step: int, finite: bool) -> _Closing:
-        flags = bytes([finite, self.gradients.late])
-        self._closing.launch(flags + self.gradients.used + self.buffers.changed())
-        self.pass_point("closing_header", step)
-        rows = [np.frombuffer(row, dtype=np.uint8) for row in self._closing.collect()]
-        either = np.maximum.reduce(rows)
-        split = 2 + len(self.gradients.used)
-        return _Closing(
-            finite=all(row[0] for row in rows),
-            late=bool(either[1]),
-            used=either[2:split].tolist(),
-            changed=np.flatnonzero(either[split:]).tolist(),
-        )
 
     def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor]:
         if not changed:
@@ -243,7 +246,8 @@ class Stepper:
         step: int,
         leaves: Mapping[int, _Leaf],
         weight: float,
-        closing: _Closing,
+        finite: bool,
+        used: Sequence[int],
         buffers: Mapping[int, torch.Tensor],
     ) -> StepRecord:
         self.report("apply")
@@ -258,9 +262,9 @@ class Stepper:
             lr=float(state.optimizer.param_groups[0]["lr"]),
         )
         seed_everything(body_seed(self.seed, step))
-        self.gradients.assign(closing.used)
+        self.gradients.assign(used)
         self.buffers.commit(buffers)
-        if closing.finite:
+        if finite:
             if self.clip_norm is not None:
                 norm = torch.nn.utils.clip_grad_norm_(state.parameters.values(), self.clip_norm)
                 record.grad_norm = float(norm)
@@ -269,7 +273,7 @@ class Stepper:
             if state.scheduler is not None:
                 state.scheduler.step()
         if state.loss_scale is not None:
-            state.loss_scale.update(overflow=not closing.finite)
+            state.loss_scale.update(overflow=not finite)
         state.record = record
         self._intact = True
         state.note_commit()
@@ -285,11 +289,14 @@ class Stepper:
 
 
 @dataclass(frozen=True, slots=True)
-class _Closing:
-    finite: bool
-    late: bool
-    used: list[int]  # per parameter of the layout, whether any virtual worker gave it a gradient
+class _Heard:
+    """What the headers of all ranks say together."""
+
+    stop: str | None
+    late: bool  # a hook fired twice somewhere
+    used: bytes  # per parameter of the layout, whether any virtual worker gave it a gradient
     changed: list[int]  # indices of buffers that any virtual worker changed
+    leaves: dict[int, _Leaf]  # by virtual worker
 
 
 # --------------------------------------------------------------------------------------------- parts
@@ -320,6 +327,14 @@ def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str,
     if not (math.isfinite(number) and number >= 0):
         raise LossError(f"the weight of a micro-batch is {number}, must be finite and not negative")
     return loss.reshape(()), number, {str(key): float(value) for key, value in metrics.items()}
+
+
+def _or(rows: Sequence[bytes]) -> bytes:
+    """Byte by byte; rows of one length."""
+    either = 0
+    for row in rows:
+        either |= int.from_bytes(row, "little")
+    return either.to_bytes(len(rows[0]), "little")
 
 
 def _mean(values: Sequence[tuple[float, float]]) -> float:
