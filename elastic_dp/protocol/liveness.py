@@ -7,6 +7,7 @@ anybody), and a group that still makes steps, since it cannot without each of it
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 
 from elastic_dp.protocol.messages import WorkerId
 
@@ -16,6 +17,7 @@ class Liveness:
         self.timeout_s = timeout_s
         self._heard: OrderedDict[WorkerId, float] = OrderedDict()
         self._overdue: set[WorkerId] = set()  # found so, and not forgotten yet
+        self.excused: dict[WorkerId, float] = {}  # silent, but not judged before this
         self.awake_since = -math.inf
         self.due = math.inf  # when the next of them is overdue, as far as is known
 
@@ -29,11 +31,9 @@ class Liveness:
     def forget(self, worker: WorkerId) -> None:
         self._heard.pop(worker, None)
         self._overdue.discard(worker)
+        self.excused.pop(worker, None)
         if not self._heard:
             self.due = math.inf
-
-    def knows(self, worker: WorkerId) -> bool:
-        return worker in self._heard
 
     @property
     def waiting(self) -> bool:
@@ -45,8 +45,28 @@ class Liveness:
         self.awake_since = now
         self._look()
 
-    def overdue(self, now: float) -> list[WorkerId]:
-        """All that are overdue at `now`; each is named once, until heard again."""
+    def silent(
+        self, now: float, patience_s: float, excused_until: Callable[[WorkerId], float]
+    ) -> list[WorkerId]:
+        """Whom to give up; who is excused until later is looked at again then."""
+        overdue = self._named_once(now) if now >= self.due + patience_s else []
+        if not overdue and not self.excused:
+            return []
+        for worker in [worker for worker in self.excused if worker in self._heard]:
+            del self.excused[worker]
+        again = [worker for worker, until in self.excused.items() if now >= until + patience_s]
+        given_up: list[WorkerId] = []
+        for worker in overdue + again:
+            self.excused.pop(worker, None)
+            until = excused_until(worker)
+            if now < until:
+                self.excused[worker] = until  # the group makes steps, so it lives
+            else:
+                given_up.append(worker)
+        return given_up
+
+    def _named_once(self, now: float) -> list[WorkerId]:
+        """All that are overdue at `now`; none is named again before it is heard again."""
         late: list[WorkerId] = []
         while self._heard and now >= self.due:
             self._look()

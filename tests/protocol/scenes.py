@@ -12,6 +12,18 @@ from elastic_dp.protocol.rules import Rules
 
 SIGNATURE = Signature("layout", "data", "kind")
 C = TypeVar("C")
+SIGNS_OF_LIFE = ("liveness", "heard_at")
+
+
+def facts(coordinator: Coordinator) -> dict[str, Any]:
+    """All that its parts know but who was heard when: any word from a worker shows that it lives."""
+    parts = {name: part for name, part in vars(coordinator).items() if name != "rules"}
+    return {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        for key, value in vars(part).items()
+        if key not in SIGNS_OF_LIFE and f"_{key.lstrip('_')}" not in parts
+    }
 
 
 class Scene:

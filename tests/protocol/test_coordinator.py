@@ -8,7 +8,7 @@ import pytest
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Place
-from tests.protocol.scenes import SIGNATURE, Scene
+from tests.protocol.scenes import SIGNATURE, Scene, facts
 
 
 def trio(**rules: object) -> Scene:
@@ -769,20 +769,24 @@ def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
         scene.stopped("w1", step=5)
     assert scene.coordinator.phase == phase
 
-    def facts() -> dict[str, object]:
-        hidden = ("_liveness", "_heard_at", "_lease_until")
-        state = {k: v for k, v in vars(scene.coordinator).items() if k not in hidden}
+    def known() -> dict[str, object]:
+        state = facts(scene.coordinator)
+        state.pop("_generation.lease_until")
         workers = {
-            w.id: (w.stage, w.place, w.whole, w.finished) for w in state.pop("_workers").values()
+            w.id: (w.stage, w.place, w.whole, w.finished)
+            for w in state.pop("_staff.workers").values()
         }
-        return copy.deepcopy({k: str(v) for k, v in state.items()} | {"workers": workers})
+        alarms = vars(state.pop("_run.alarms"))
+        words = {k: str(v) for k, v in (state | alarms).items()}
+        return copy.deepcopy(words | {"workers": workers})
 
-    before = facts()
+    before = known()
     answers = scene.tell(event)
     allowed = (m.RenewLease, m.AbortGeneration) if isinstance(event, m.WorkerHeard) else ()
     assert [c for c in answers if not isinstance(c, allowed)] == []
-    after = facts()
+    after = known()
     if isinstance(event, m.WorkerHeard):
-        for known in ("_paced_at", "_paced_step", "_pace", "workers"):
-            before.pop(known), after.pop(known)
+        pace = [f"_generation.{name}" for name in ("_paced_at", "_paced_step", "_pace")]
+        for key in (*pace, "workers"):
+            before.pop(key), after.pop(key)
     assert after == before

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Command, Event, Membership
+from tests.protocol.scenes import facts
 
 if TYPE_CHECKING:
     from tests.simulation.workers import Group, SimWorker
     from tests.simulation.world import SimController, World
-
-
-SIGNS_OF_LIFE = ("_liveness", "_heard_at", "_excused")
 
 
 class Violation(AssertionError):
@@ -348,12 +346,14 @@ class Watched:
         out: list[Command] = []
         if coordinator.phase == "over" and isinstance(event, m.DeadlineReached | m.WorkerHeard):
             return coordinator.handle(event, now)  # type: ignore[no-any-return]
-        sure = coordinator._held is None and not coordinator._fell_quiet(now)
+        waiting = coordinator._staff.liveness.waiting
+        doubt = coordinator._leadership
+        sure = doubt.held is None and not doubt.fell_quiet(now, waiting)
         waits = coordinator.deadline is None or now < coordinator.deadline
         if sure and waits and self.stale(event) and self.rng.random() < 0.3:
             coordinator._ring(now)  # whatever is due for any event
             coordinator._proceed(now)
-            out += coordinator._flush()
+            out += coordinator._run.flush()
             if self.stale(event) and coordinator.phase != "over":
                 self.changes_nothing(event, now, "stale")
             return out
@@ -389,9 +389,7 @@ class Watched:
         must(self.snapshot() == before, f"{what} {event} changed something")
 
     def snapshot(self) -> bytes:
-        """All but who was heard when: any word from a worker shows that it lives."""
-        state = {k: v for k, v in vars(self.coordinator).items() if k not in SIGNS_OF_LIFE}
-        return pickle.dumps(state)
+        return pickle.dumps(facts(self.coordinator))
 
     def bystander(self, event: Event) -> bool:
         if not isinstance(event, m.WorkerLost) or self.coordinator.phase != "running":

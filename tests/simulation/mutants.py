@@ -21,6 +21,8 @@ from elastic_dp.protocol import messages
 
 PROTOCOL = "elastic_dp.protocol."
 C, S, L = PROTOCOL + "coordinator", PROTOCOL + "seating", PROTOCOL + "liveness"
+G, LEAD, STAFF = PROTOCOL + "generation", PROTOCOL + "leadership", PROTOCOL + "staff"
+ADMIT, GATHER, SURVEY = PROTOCOL + "admission", PROTOCOL + "gathering", PROTOCOL + "survey"
 W = "tests.simulation.workers"
 RELOADED = (PROTOCOL, "tests.simulation.", "tests.protocol.")
 
@@ -59,33 +61,33 @@ HAND_OVERS = {
 MUTANTS = [
     Mutant(
         "stop of an older generation counts",
-        C,
-        "worker is None or event.generation < self.generation or worker.id not in self._open",
-        "worker is None or worker.id not in self._open",
+        G,
+        "worker is None or event.generation < self.number or worker.id not in self.open",
+        "worker is None or worker.id not in self.open",
     ),
     Mutant(
         "finish of an older generation counts",
-        C,
-        "worker is None or event.generation != self.generation or self.phase not in IN_FLIGHT",
-        "worker is None or self.phase not in IN_FLIGHT",
+        G,
+        "worker is None or event.generation != self.number or not self.run.in_flight",
+        "worker is None or not self.run.in_flight",
     ),
     Mutant(
         "any claim counts",
-        C,
-        "        if event.generation != self._claiming:\n            return\n",
+        LEAD,
+        "        if generation != self.claiming:\n            return False\n",
         "",
     ),
     Mutant(
         "heartbeat of an older generation counts",
-        C,
-        "if event.generation == self.generation and self.phase in IN_FLIGHT:",
-        "if self.phase in IN_FLIGHT:",
+        G,
+        "if event.generation == self.number and in_flight:",
+        "if in_flight:",
     ),
     Mutant(
         "announced without a claim",
-        C,
-        "        if self._claimed <= self.generation:\n            self.phase = Phase.CLAIMING\n            self._claim(now)\n",
-        "        if self._claimed <= self.generation:\n            self._claimed = self.generation + 1\n            self._form(seating, now)\n",
+        GATHER,
+        "        if self._leadership.claimed <= generation.number:\n            run.phase = Phase.CLAIMING\n            self._leadership.claim(generation.number, now)\n",
+        "        if self._leadership.claimed <= generation.number:\n            self._leadership.claimed = generation.number + 1\n            self._form(seating, now)\n",
     ),
     Mutant(
         "a lost claim is ignored",
@@ -97,49 +99,49 @@ MUTANTS = [
         "an early deadline counts",
         C,
         "if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):\n            return []",
-        "if isinstance(event, m.DeadlineReached):\n            self._retry_at = now",
+        "if isinstance(event, m.DeadlineReached):\n            self._staff.retry_at = now",
     ),
     Mutant(
         "no wait for the lease",
-        C,
-        "return self._acknowledged or not self._ghosts or now >= self._lease_until",
+        G,
+        "return self.acknowledged or not self.ghosts or now >= self.lease_until",
         "return True",
     ),
     Mutant(
         "the evicted count as dead",
-        C,
-        "            self._ghosts.add(worker.id)\n",
+        STAFF,
+        "            self._generation.ghosts.add(worker.id)\n",
         "            pass\n",
     ),
     Mutant(
         "take-over does not wait for the lease",
-        C,
-        'self._ghosts.add("")',
-        "self._acknowledged = True",
+        SURVEY,
+        'generation.ghosts.add("")',
+        "generation.acknowledged = True",
     ),
     Mutant(
         "renewed members are forgotten",
-        C,
-        "self._lease_until = renewed_at + rules.lease_s",
-        "self._lease_until = now",
+        G,
+        "self.lease_until = renewed_at + rules.lease_s",
+        "self.lease_until = now",
     ),
     Mutant(
         "members that run keep no lease",
-        C,
-        "self._lease_until = max(self._lease_until, now + self.rules.lease_s)",
+        G,
+        "self.lease_until = max(self.lease_until, now + self.run.rules.lease_s)",
         "pass",
     ),
     Mutant(
         "leases of the stopped are waited for",
-        C,
+        G,
         "        if inside:  # who",
         "        if True:  # who",
     ),
     Mutant(
         "the next forms while members are open",
-        C,
-        "if self.phase in IN_FLIGHT and not (self._open and self._unfinished):",
-        "if self.phase is Phase.ENDING or (self.phase in IN_FLIGHT and not (self._open and self._unfinished)):",
+        G,
+        "return self.run.in_flight and not (self.open and self.unfinished)",
+        "return self.run.phase is Phase.ENDING or (self.run.in_flight and not (self.open and self.unfinished))",
     ),
     Mutant(
         "void workers can be the source",
@@ -167,48 +169,51 @@ MUTANTS = [
     ),
     Mutant(
         "a half-written worker founds the run",
-        C,
-        "self._able.pop(worker.id, None)  # may",
+        GATHER,
+        "beginning.able.pop(worker.id, None)  # may",
         "pass  # may",
     ),
     Mutant(
         "whoever was told no founds the run",
-        C,
-        "if can_source and not self._founded:",
-        "if not self._founded:",
+        ADMIT,
+        "if can_source and not beginning.founded:",
+        "if not beginning.founded:",
     ),
     Mutant(
         "the run is never founded by a report",
-        C,
-        "            self._founded = True\n            worker.founded = event.founded\n",
-        "            worker.founded = event.founded\n",
+        G,
+        "            self._beginning.shown(event.founded)\n",
+        "            pass\n",
     ),
     Mutant(
         "no room is made for a founder",
-        C,
+        ADMIT,
         "            self._make_room_for_founder(now)\n",
         "            pass\n",
     ),
     Mutant(
         "losing everyone goes unnoticed",
-        C,
-        "            self._lost_everyone(now)\n            return\n",
-        "            self._say('?')\n            return\n",
+        GATHER,
+        "            closing.lost_everyone(staff, now)\n            return\n",
+        "            run.say('?')\n            return\n",
     ),
     Mutant(
         "leavers are forgotten at once",
-        C,
-        "        self._leavers[worker.id] = worker\n        self._move(worker, Stage.LEAVER, now)\n",
-        "        self._release(worker, reason, now)\n        return\n",
+        GATHER,
+        "        staff.leavers[worker.id] = worker\n        staff.move(worker, Stage.LEAVER, now)\n",
+        "        staff.release(worker, reason, now)\n        return\n",
     ),
     Mutant(
         "leavers never go",
-        C,
-        "                self._release(leaver, leaver.leave_reason, now)\n",
-        "                pass\n",
+        STAFF,
+        "            self.release(leaver, leaver.leave_reason, now)\n",
+        "            pass\n",
     ),
     Mutant(
-        "leavers are not called back", C, "if short or top is None or w.place > top", "if False"
+        "leavers are not called back",
+        GATHER,
+        "if short or top is None or w.place > top",
+        "if False",
     ),
     Mutant(
         "joiners before those who stay",
@@ -216,141 +221,154 @@ MUTANTS = [
         "order = [worker for worker in stopped if worker.id in chosen]\n    order += [worker for worker in new if worker.id in chosen]",
         "order = [worker for worker in new if worker.id in chosen]\n    order += [worker for worker in stopped if worker.id in chosen]",
     ),
-    Mutant("fewer than min_workers will do", C, "if at_hand < least:", "if at_hand < 1:"),
+    Mutant(
+        "fewer than min_workers will do",
+        GATHER,
+        "if at_hand < run.least:",
+        "if at_hand < 1:",
+    ),
     Mutant(
         "evicted while the group makes steps",
-        C,
-        "if worker.stage in (Stage.MEMBER, Stage.SURVEYED) and now < excused_until:",
-        "if False:",
+        L,
+        "            if now < until:\n",
+        "            if False:\n",
     ),
     Mutant(
         "sleep is taken for their silence",
         C,
-        "                self._liveness.was_away(now)\n",
+        "                self._staff.liveness.was_away(now)\n",
         "                pass\n",
     ),
     Mutant(
         "a quiet coordinator does not confirm",
-        C,
-        "elif self._fell_quiet(now) or self._answered_late(event, now):",
-        "elif self._answered_late(event, now):",
+        LEAD,
+        "return self.fell_quiet(now, waiting) or self._answered_late(event, now)",
+        "return self._answered_late(event, now)",
     ),
     Mutant(
         "a late answer to a claim counts",
-        C,
-        "return ours and now > self._asked_at + self.rules.heartbeat_timeout_s",
+        LEAD,
+        "return ours and now > self._asked_at + self.run.rules.heartbeat_timeout_s",
         "return False",
     ),
     Mutant(
         "claims skip numbers",
-        C,
-        "if self._claiming:  # one after the other",
+        LEAD,
+        "if self.claiming:  # one after the other",
         "if False:  # one after the other",
     ),
     Mutant(
-        "earlier beginnings come back", C, "if 0 < worker.founded < self._founded_in:", "if False:"
+        "earlier beginnings come back",
+        GATHER,
+        "if 0 < worker.founded < founded_in:",
+        "if False:",
     ),
-    Mutant("what was held is dropped", C, "for each in (event, *held):", "for each in (event,):"),
+    Mutant(
+        "what was held is dropped",
+        C,
+        "for each in (event, *self._leadership.release(now)):",
+        "for each in (event, *self._leadership.release(now)[:0]):",
+    ),
     Mutant(
         "judged before all is read",
         C,
-        "0.0\n            if isinstance(event, m.DeadlineReached)\n            else",
-        "0.0\n            if True\n            else",
+        "0.0 if isinstance(event, m.DeadlineReached) else",
+        "0.0 if True else",
     ),
     Mutant(
         "silence is never judged",
-        C,
-        "        if now >= self._liveness.due + patience_s:",
-        "        if False:",
+        L,
+        "self._named_once(now) if now >= self.due + patience_s else []",
+        "[]",
     ),
     Mutant(
         "messages are no sign of life",
         C,
-        "            if worker is not None and worker.stage not in UNTIMED:\n                self._liveness.heard(worker.id, now)\n",
-        "            if isinstance(event, m.WorkerHeard) and worker is not None and worker.stage not in UNTIMED:\n                self._liveness.heard(worker.id, now)\n",
+        "if worker is not None and worker.stage not in UNTIMED:",
+        "if isinstance(event, m.WorkerHeard) and worker is not None and worker.stage not in UNTIMED:",
     ),
     Mutant(
         "the silent are looked at once only",
-        C,
-        "            self._excused[worker.id] = excused_until  # the group",
-        "            pass  # the group",
+        L,
+        "                self.excused[worker] = until  # the group",
+        "                pass  # the group",
     ),
     Mutant(
         "the thawed are answered",
         C,
-        'if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.EvictWorker(event.worker, "not a worker of this run any more"))\n            return',
-        "if worker is None or worker.stage is Stage.EVICTED:\n            self._emit(m.RenewLease(event.worker, event.beat))\n            return",
+        '            run.emit(m.EvictWorker(event.worker, "not a worker of this run any more"))\n',
+        "            run.emit(m.RenewLease(event.worker, event.beat))\n",
     ),
     Mutant(
         "a stop unasked ends nothing",
-        C,
-        '            self._abort(f"{worker.id} stopped: {event.reason}", now)\n',
+        G,
+        '            self.abort(f"{worker.id} stopped: {event.reason}")\n',
         "            pass\n",
     ),
     Mutant(
         "a loss ends nothing",
-        C,
-        "        if self.phase is Phase.FORMING or (self.phase is Phase.RUNNING and not finished):",
+        G,
+        "        if phase is Phase.FORMING or (phase is Phase.RUNNING and not finished):",
         "        if False:",
     ),
     Mutant(
         "any loss breaks the group",
-        C,
-        "        if self._members.pop(worker_id, None) is None:\n            return\n",
-        "        self._members.pop(worker_id, None)\n",
+        G,
+        "        if self.members.pop(worker.id, None) is None:\n            return\n",
+        "        self.members.pop(worker.id, None)\n",
     ),
     Mutant(
         "ends are told once",
-        C,
-        "        if self.phase is Phase.ENDING:\n            self._tell_end(worker)\n",
-        "        if self.phase is Phase.ENDING:\n            pass\n",
+        G,
+        "        if self.run.phase is Phase.ENDING:\n            self._tell_end(worker)\n",
+        "        if self.run.phase is Phase.ENDING:\n            pass\n",
     ),
     Mutant(
         "told at every heartbeat",
-        C,
+        G,
         "if beats & (beats - 1) and beats % REMIND_BEATS:",
         "if False:",
     ),
     Mutant(
         "told ever more seldom",
-        C,
+        G,
         "if beats & (beats - 1) and beats % REMIND_BEATS:",
         "if beats & (beats - 1):",
     ),
     Mutant(
         "an abort is repeated as seldom as the end was",
-        C,
-        "                self._members[worker_id].reminded_beats = 0\n",
+        G,
+        "                self.members[worker_id].reminded_beats = 0\n",
         "",
     ),
     Mutant(
         "steps heard while taking over do not count",
         C,
-        "        if event.generation == self.generation:\n            self._note_step(event.step, now)\n",
-        "        if event.generation == self.generation and self.phase in IN_FLIGHT:\n            self._note_step(event.step, now)\n",
+        "            if event.generation == self._generation.number:\n                self._note_step(event.step, now)\n",
+        "            if event.generation == self._generation.number and run.in_flight:\n                self._note_step(event.step, now)\n",
     ),
     Mutant(
         "lost reports stay lost",
-        C,
-        "                self._note_lost_report(worker, event.phase, now)\n",
+        G,
+        "                self._note_lost_report(worker, event.phase)\n",
         "                pass\n",
     ),
     Mutant(
         "no deadline for forming",
-        C,
-        "if self.phase is Phase.FORMING and now >= self._form_by:",
-        "if False:",
+        G,
+        "            if now < self._form_by:\n",
+        "            if True:\n",
     ),
     Mutant(
         "the unreachable are tried again",
-        C,
+        GATHER,
         "        dropped = to_drop(",
         "        return\n        dropped = to_drop(",
     ),
     Mutant(
         "who fails to join twice stays",
-        C,
-        "if again or worker.failed_joins > self.rules.max_failed_joins:",
+        GATHER,
+        "if again or worker.failed_joins > self.run.rules.max_failed_joins:",
         "if False:",
     ),
     Mutant(
@@ -362,8 +380,8 @@ MUTANTS = [
     Mutant(
         "identities start over after a take-over",
         C,
-        "            self._identities.adopt(event.generation)\n",
-        "            self._identities.given = 0\n",
+        "            self._staff.identities.adopt(event.generation)\n",
+        "            self._staff.identities.given = 0\n",
     ),
     Mutant(
         "identities before the claim",
@@ -373,72 +391,75 @@ MUTANTS = [
     ),
     Mutant(
         "the dismissed are seated",
-        C,
-        "for pool in (self._ready, self._leavers, self._draining, self._able):",
-        "for pool in (self._leavers, self._draining, self._able):",
+        STAFF,
+        "for pool in (self.ready, self.leavers):",
+        "for pool in (self.leavers,):",
     ),
     Mutant(
         "the lost are seated",
-        C,
-        "if self._members.pop(worker_id, None) is None:",
-        "if worker_id not in self._members:",
+        G,
+        "if self.members.pop(worker.id, None) is None:",
+        "if worker.id not in self.members:",
     ),
     Mutant(
         "losses are not replaced",
-        C,
-        "while len(self._useful) < wanted:",
-        "while len(self._workers) < self.size + self.rules.standby:",
+        STAFF,
+        "while len(self.useful) < wanted:",
+        "while len(self.workers) < self.wanted:",
     ),
     Mutant(
-        "finished when the first one is", C, "if finished and not self._unfinished:", "if finished:"
+        "finished when the first one is",
+        GATHER,
+        "if finished and not self._generation.unfinished:",
+        "if finished:",
     ),
     Mutant(
         "a stop is not repeated",
-        C,
-        "            if self._stop is not None:\n                self._emit(m.StopTraining(worker.id, self._stop))\n",
+        G,
+        "            if self.run.stop is not None:\n                self.run.emit(m.StopTraining(worker.id, self.run.stop))\n",
         "",
     ),
     Mutant(
         "a stop is not told again on heartbeats",
-        C,
-        "        elif self._stop is not None:\n            self._emit(m.StopTraining(worker.id, self._stop))\n",
+        G,
+        "        elif self.run.stop is not None:\n            self.run.emit(m.StopTraining(worker.id, self.run.stop))\n",
         "",
     ),
     Mutant(
         "talks on after the end",
         C,
-        "        if self.phase is Phase.OVER:\n            self._handle_over(event, now)\n        elif",
-        "        if self.phase is Phase.OVER and not self._held:\n            self._take(event, now)\n        elif",
+        "        if self._run.phase is Phase.OVER:\n            self._take_when_over(event, now)\n        elif",
+        "        if self._run.phase is Phase.OVER and not self._leadership.held:\n            self._take(event, now)\n        elif",
     ),
     Mutant(
         "size without bounds",
         C,
-        "if not 1 <= event.size <= self.rules.virtual_workers:",
+        "if not 1 <= event.size <= most:",
         "if False:",
     ),
     Mutant(
         "lost words are not asked for",
         C,
-        "            self._emit(m.ReportYourself(worker.id))  # its word was lost\n",
+        "            run.emit(m.ReportYourself(worker.id))  # its word was lost\n",
         "            pass\n",
     ),
     Mutant(
         "a lost beginning stays lost",
         C,
-        "            self._emit(m.BeginTraining(worker.id, worker.id == self._founder))  # ours was, perhaps\n",
+        "            self._admission.tell_to_begin(worker)\n",
         "            pass\n",
     ),
     Mutant(
         "a take-over does not end what runs",
-        C,
-        "            self._emit(m.AbortGeneration(worker.id, self.generation))\n        if worker.draining",
-        "        if worker.draining",
+        SURVEY,
+        "            self.run.emit(m.AbortGeneration(worker.id, generation.number))\n",
+        "            pass\n",
     ),
     Mutant(
         "does not wait for all reports",
-        C,
-        "if self._unreported or self._claimed <= self.generation:",
-        "if self._claimed <= self.generation:",
+        SURVEY,
+        "if self._staff.unreported or self._leadership.claimed <= generation.number:",
+        "if self._leadership.claimed <= generation.number:",
     ),
     Mutant(
         "commit without compare-and-swap",
@@ -510,7 +531,7 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
         __name__,
         messages.__name__,
     }  # one set of message classes, or nothing matches anything
-    kept = {name: sys.modules.pop(name) for name in ours if name not in shared}
+    kept = {name: forget(name) for name in ours if name not in shared}
     try:
         original = importlib.util.find_spec(mutant.module)
         assert original is not None and original.origin is not None
@@ -528,8 +549,18 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
     finally:
         for name in [n for n in sys.modules if n.startswith(RELOADED)]:
             if name not in shared:
-                del sys.modules[name]
-        sys.modules.update(kept)
+                forget(name)
+        for name, module in kept.items():
+            sys.modules[name] = module
+            package, _, stem = name.rpartition(".")
+            setattr(sys.modules[package], stem, module)
+
+
+def forget(name: str) -> types.ModuleType:
+    """So that whoever imports it next gets a new one, also by `from package import it`."""
+    package, _, stem = name.rpartition(".")
+    vars(sys.modules[package]).pop(stem, None)
+    return sys.modules.pop(name)
 
 
 def caught(mutant: Mutant, seeds: range) -> tuple[int, str] | None:

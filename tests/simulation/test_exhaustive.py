@@ -169,20 +169,20 @@ class Scene:
 
     def key(self) -> bytes:
         """Everything but the absolute time."""
-        state = vars(self.coordinator)
+        staff, generation = self.coordinator._staff, self.coordinator._generation
         told = {
             n: (p.stage, p.told, p.generation, p.step, p.whole) for n, p in self.puppets.items()
         }
-        workers = [(w.id, w.stage, w.place, w.whole) for w in state["_workers"].values()]
+        workers = [(w.id, w.stage, w.place, w.whole) for w in staff.workers.values()]
         facts = (
-            str(state["phase"]),
-            state["generation"],
-            sorted(state["_open"]),
-            sorted(state["_unformed"]),
-            sorted(state["_ready"]),
-            sorted(state["_ghosts"]),
-            state["_acknowledged"],
-            state["_founder"],
+            str(self.coordinator.phase),
+            generation.number,
+            sorted(generation.open),
+            sorted(generation.unformed),
+            sorted(staff.ready),
+            sorted(generation.ghosts),
+            generation.acknowledged,
+            self.coordinator._beginning.founder,
         )
         return pickle.dumps((told, workers, facts, self.claims, sorted(self.dismissed)))
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS, C, Mutant, S, W, caught, caught_in_a_scene
+from tests.simulation.mutants import MUTANTS, C, G, Mutant, S, W, caught, caught_in_a_scene
 
 SEEDS = range(800)
 CONTROLS = [
-    Mutant("unbroken coordinator", C, "ODD_BEATS = 3", "ODD_BEATS = 3"),
+    Mutant("unbroken coordinator", C, "UNTIMED = frozenset", "UNTIMED = frozenset"),
+    Mutant("unbroken generation", G, "ODD_BEATS = 3", "ODD_BEATS = 3"),
     Mutant("unbroken seating", S, "import Counter", "import Counter"),
     Mutant("unbroken workers", W, "COLLECTIVES = 2", "COLLECTIVES = 2"),
 ]

@@ -151,7 +151,7 @@ class SimController:
         commands = self.watched.handle(event, self.world.now)
         if phase == "forming" and self.coordinator.phase not in ("forming", "running", "over"):
             self.failed_sets.append(frozenset(s.worker for s in self.world.check.seats(before)))
-        if self.coordinator._formed and phase == "forming":
+        if self.coordinator._generation.formed and phase == "forming":
             self.failed_sets.clear()
         if before != self.coordinator.generation:
             self.spoken.clear()

@@ -1,0 +1,259 @@
+"""The present generation: who is in it, who is known to be out of it, how far it is, and its end.
+
+Always: a member that said that it is out is never waited for again; the lease of those inside is renewed by their
+heartbeats alone; and the next one may follow only if this one can make no further step (`may_be_followed`). An end
+is told to every member that is not known to be out, and told again until it is, seldomer each time.
+"""
+
+import math
+
+from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.beginning import Beginning
+from elastic_dp.protocol.messages import Membership, WorkerId
+from elastic_dp.protocol.roster import Worker
+from elastic_dp.protocol.run import Phase, Run
+
+BEFORE_TRAINING = frozenset({"start", "wait", "form", "receive"})
+REMIND_BEATS = 32  # whoever does not answer is told again after at most so many heartbeats
+ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
+
+
+class Generation:
+    def __init__(self, run: Run, beginning: Beginning) -> None:
+        self.run, self._beginning = run, beginning
+        self.number = 0
+        self.membership: Membership | None = None
+        self.members: dict[WorkerId, Worker] = {}  # by rank, without the lost and the evicted
+        self.open: set[WorkerId] = set()  # not known to be out of it
+        self.unentered: set[WorkerId] = set()  # not known to have entered it
+        self.unformed: set[WorkerId] = set()  # not known to be past forming
+        self.unfinished: set[WorkerId] = set()
+        self.ghosts: set[WorkerId] = set()  # evicted, not confirmed dead
+        self.draining: dict[WorkerId, Worker] = {}  # members whose node goes away
+        self.pairs: set[tuple[WorkerId, WorkerId]] = set()  # out of reach of each other
+
+        self.acknowledged = False  # one of its members said that it is out
+        self.lease_until = -math.inf
+        self.formed = True
+        self.lost_while_forming = False
+        self._form_by = math.inf
+        self._after_step: int | None = None  # planned end; None while ending: abort
+        self._first_stop_at = math.inf
+        self._waiting_said = False
+
+        self.step = 0
+        self.progress_at = -math.inf
+        self._paced_at, self._paced_step, self._pace = -math.inf, 0, 0
+
+    @property
+    def is_over(self) -> bool:
+        """Every member has stopped, finished, or is gone."""
+        return self.run.in_flight and not (self.open and self.unfinished)
+
+    @property
+    def finished(self) -> list[Worker]:
+        return [worker for worker in self.members.values() if worker.finished is not None]
+
+    def may_be_followed(self, now: float) -> bool:
+        """It can make no further step."""
+        return self.acknowledged or not self.ghosts or now >= self.lease_until
+
+    # -------------------------------------------------------------------------- beginning
+
+    def seat(self, membership: Membership, seated: list[Worker], now: float) -> None:
+        """Take the place of the one before."""
+        rules = self.run.rules
+        self.number, self.membership = membership.generation, membership
+        self.members = {worker.id: worker for worker in seated}
+        self.open, self.unformed = set(self.members), set(self.members)
+        self.unentered = set(self.members)
+        self.unfinished = {worker.id for worker in seated if worker.finished is None}
+        self.draining = {worker.id: worker for worker in seated if worker.draining}
+        self.ghosts, self.pairs = set(), set()
+        self.acknowledged = self.formed = self.lost_while_forming = False
+        self._waiting_said = False
+        self._after_step, self._first_stop_at = None, math.inf
+        renewed_at = max(worker.renewed_at for worker in seated)
+        self.lease_until = renewed_at + rules.lease_s
+        self.step = max(w.place.step for w in seated) if self._beginning.founded else 0
+        self.progress_at = now
+        self._paced_at, self._paced_step, self._pace = now, self.step, 0
+        self._form_by = now + rules.forming_timeout_s + rules.gather_timeout_s
+        self.run.alarms.wake(self._form_by)
+
+    def announce(self, reason: str) -> None:
+        assert self.membership is not None
+        for worker in self.members.values():
+            worker.entered, worker.odd_beats, worker.reminded_beats = self.number, 0, 0
+            self.run.emit(m.FormGeneration(worker.id, self.membership))
+            if self.run.stop is not None:
+                self.run.emit(m.StopTraining(worker.id, self.run.stop))
+        self.run.phase = Phase.FORMING
+        self.run.say(f"generation {self.number}: {reason}")
+
+    def all_formed(self) -> None:
+        self.run.phase = Phase.RUNNING
+        self.formed = True
+        for worker in self.members.values():
+            worker.failed_joins = 0
+
+    # ------------------------------------------------------------------------- heartbeats
+
+    def note_step(self, step: int, now: float) -> bool:
+        """Whether it is a new one."""
+        progressed = step > self.step
+        if progressed:
+            self.step, self.progress_at = step, now
+        if now >= self._paced_at + self.run.rules.heartbeat_interval_s:
+            self._pace = self.step - self._paced_step
+            self._paced_at, self._paced_step = now, self.step
+        return progressed
+
+    def heard(self, worker: Worker, event: m.WorkerHeard, now: float) -> None:
+        inside = worker.id in self.open
+        if inside:  # who has stopped makes no steps, whatever its lease
+            self.lease_until = max(self.lease_until, now + self.run.rules.lease_s)
+        in_flight = self.run.in_flight
+        if event.generation == self.number and in_flight:
+            self.unentered.discard(worker.id)
+            if event.phase not in BEFORE_TRAINING:
+                self.unformed.discard(worker.id)
+                self._beginning.founded = True
+            elif event.phase == "receive":
+                self._form_by = max(self._form_by, now + self.run.rules.forming_timeout_s)
+            if inside and self.run.phase is not Phase.ENDING:
+                self._note_lost_report(worker, event.phase)
+        if inside and in_flight:
+            self._remind(worker)
+
+    def _note_lost_report(self, worker: Worker, phase: str) -> None:
+        """It is out of the generation, and its own word of that did not arrive."""
+        if phase == "wait":
+            self.abort(f"{worker.id} waits, its report was lost")
+        elif phase == "done":
+            worker.odd_beats += 1
+            if worker.odd_beats >= ODD_BEATS:
+                worker.odd_beats = 0
+                self.abort(f"{worker.id} is done, its report was lost")
+
+    def _remind(self, worker: Worker) -> None:
+        """Of what it was told and did not act on yet; seldomer each time, since a long body is no deafness."""
+        worker.reminded_beats += 1
+        beats = worker.reminded_beats
+        if beats & (beats - 1) and beats % REMIND_BEATS:  # 1, 2, 4, …, 32, 64, 96, …
+            return
+        if self.run.phase is Phase.ENDING:
+            self._tell_end(worker)
+        elif self.run.stop is not None:
+            self.run.emit(m.StopTraining(worker.id, self.run.stop))
+
+    def tell_to_stop(self, reason: str) -> None:
+        """The run shall end: the members agree on the step."""
+        for worker in self.members.values():
+            worker.reminded_beats = 0
+            self.run.emit(m.StopTraining(worker.id, reason))
+
+    # ---------------------------------------------------------------------------- the end
+
+    def plan_end(self, reason: str) -> None:
+        self._after_step = self.step + self._pace + self.run.rules.steps_ahead
+        self._end(reason)
+
+    def abort(self, reason: str) -> None:
+        self._after_step = None
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self.run.phase = Phase.ENDING
+        self.run.say(f"generation {self.number} ends: {reason}")
+        for worker_id in self.members:
+            if worker_id in self.open:
+                self.members[worker_id].reminded_beats = 0
+                self._tell_end(self.members[worker_id])
+
+    def _tell_end(self, worker: Worker) -> None:
+        if self._after_step is None:
+            self.run.emit(m.AbortGeneration(worker.id, self.number))
+        else:
+            self.run.emit(m.EndGeneration(worker.id, self.number, self._after_step))
+
+    def stopped(self, worker: Worker | None, event: m.WorkerStopped, now: float) -> bool:
+        """Whether it stopped on its own, and so ended the generation."""
+        if worker is None or event.generation < self.number or worker.id not in self.open:
+            return False
+        self.open.discard(worker.id)
+        worker.place, worker.whole, worker.at_head = event.place, event.whole, event.at_head
+        if event.whole:
+            self._beginning.shown(event.founded)
+            worker.founded = event.founded
+        self._first_stop_at = min(self._first_stop_at, now)
+        self.run.alarms.wake(now + self.run.rules.gather_timeout_s)
+        # After a take-over only those who entered the newest generation can speak for it.
+        self.acknowledged = self.acknowledged or worker.entered == self.number
+        self.pairs.update((worker.id, other) for other in event.unreachable)
+        if self.run.phase in (Phase.FORMING, Phase.RUNNING):
+            self.abort(f"{worker.id} stopped: {event.reason}")
+            return True
+        if self._after_step is not None and (
+            event.place < (self._after_step,) or not event.at_head
+        ):
+            self.abort(f"{worker.id} stopped before the planned end: {event.reason}")
+        return False
+
+    def worker_finished(self, event: m.WorkerFinished) -> None:
+        worker = self.members.get(event.worker)
+        if worker is None or event.generation != self.number or not self.run.in_flight:
+            return
+        worker.finished, worker.place, worker.whole = event.digest, event.place, True
+        worker.at_head = True
+        self._beginning.founded = self.acknowledged = True
+        self.open.discard(worker.id)
+        self.unformed.discard(worker.id)
+        self.unfinished.discard(worker.id)
+
+    def drop(self, worker: Worker, reason: str) -> None:
+        """It is gone, or was told to go; what cannot go on without it ends."""
+        self.draining.pop(worker.id, None)
+        for group in (self.open, self.unformed, self.unfinished):
+            group.discard(worker.id)
+        if self.members.pop(worker.id, None) is None:
+            return
+        phase, finished = self.run.phase, worker.finished is not None
+        if phase is Phase.FORMING or (phase is Phase.RUNNING and not finished):
+            self.lost_while_forming = phase is Phase.FORMING
+            self.abort(reason)
+        elif phase is Phase.ENDING:
+            self.lost_while_forming = True
+            if self._after_step is not None:
+                self.abort(reason)
+
+    def unseat(self, worker: Worker) -> None:
+        """Leave it out of the next one, though it is well."""
+        del self.members[worker.id]
+        self.unfinished.discard(worker.id)
+        self.draining.pop(worker.id, None)
+
+    def check_time(self, now: float) -> bool:
+        """Its own deadlines; whether it failed to form."""
+        phase = self.run.phase
+        if phase is Phase.RUNNING:
+            return False
+        if phase is Phase.FORMING:
+            if now < self._form_by:
+                self.run.alarms.wake(self._form_by)
+                return False
+            never = self.unentered & self.open
+            if never != self.open:
+                self.pairs.update((worker, worker) for worker in never)
+            self.abort(f"{len(self.unformed)} members did not form in time")
+            return True
+        waited = now >= self._first_stop_at + self.run.rules.gather_timeout_s
+        if phase is Phase.ENDING and waited:
+            if self._after_step is not None:
+                self.abort("the planned end takes too long")
+            elif self.open and not self._waiting_said:
+                self._waiting_said = True
+                waiting = sorted(self.open)
+                names = f"{', '.join(waiting[:5])}{' …' if waiting[5:] else ''}"
+                self.run.say(f"waiting for {names} to stop")
+        return False

@@ -1,0 +1,82 @@
+"""Whether this coordinator leads: claims of generations, one after the other, and what to do in doubt.
+
+A coordinator that heard nobody for a while, because it slept or because the workers follow another one by now, acts
+on nothing before it has claimed one more generation: that shows whether it still leads. Facts are held until then.
+The answer to a claim proves who led when it was given; one that lay there for long proves nothing, and is asked again.
+"""
+
+import math
+
+from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.messages import Event
+from elastic_dp.protocol.run import Run
+
+QUIET_BEATS = 2  # no heartbeat of anybody for so many intervals is odd
+
+
+class Leadership:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.quiet_s = QUIET_BEATS * run.rules.heartbeat_interval_s
+        self.heard_at = -math.inf  # anybody
+        self.held: list[Event] | None = None  # not acted on until leadership is confirmed
+        self.claiming = 0  # the generation that was asked for; 0: none
+        self.claimed = 0  # the newest one that is ours
+        self._slept, self._asked_at = False, -math.inf
+
+    def claim(self, generation: int, now: float) -> None:
+        """Ask for the number after `generation`, and after all that were claimed."""
+        self._asked_at = now
+        self.claiming = max(generation, self.claimed) + 1
+        self.run.emit(m.ClaimGeneration(self.claiming))
+
+    def granted(self, generation: int) -> bool:
+        """A claim was answered; whether it is the one that was asked for."""
+        if generation != self.claiming:
+            return False
+        self.claiming, self.claimed = 0, generation
+        return True
+
+    def in_doubt(self, event: Event, now: float, waiting: bool) -> bool:
+        """`waiting`: whether anybody should be heard."""
+        return self.fell_quiet(now, waiting) or self._answered_late(event, now)
+
+    def fell_quiet(self, now: float, waiting: bool) -> bool:
+        return waiting and now > self.heard_at + self.quiet_s
+
+    def _answered_late(self, event: Event, now: float) -> bool:
+        """The answer to a claim lay there: it proves who led then, not who leads now."""
+        ours = event == m.GenerationClaimed(self.claiming)
+        return ours and now > self._asked_at + self.run.rules.heartbeat_timeout_s
+
+    def confirm(self, generation: int, now: float, slept: bool) -> None:
+        """From now on hold what comes, until a claim is granted."""
+        self._slept = slept
+        self.held = []
+        if self.claiming:  # one after the other: who skips a number may skip one that another owns
+            self._asked_at = -math.inf
+        else:
+            self.claim(generation, now)
+
+    def hold(self, event: Event, now: float) -> bool:
+        """Whether `event` confirms that this coordinator leads; any other is kept for later."""
+        assert self.held is not None
+        if event != m.GenerationClaimed(self.claiming):
+            self.held.append(event)
+        elif self._answered_late(event, now):
+            self.claimed = self.claiming
+            self.claim(self.claimed, now)
+        else:
+            return True
+        return False
+
+    def was_away(self, now: float) -> bool:
+        """As it is confirmed: whether facts may have been missed meanwhile."""
+        return self._slept or now > self._asked_at + self.run.rules.heartbeat_interval_s
+
+    def release(self, now: float) -> list[Event]:
+        """What was held."""
+        assert self.held is not None
+        self.heard_at = now
+        held, self.held = self.held, None
+        return held
