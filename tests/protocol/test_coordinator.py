@@ -437,6 +437,45 @@ def test_who_never_enters_is_asked_again() -> None:
     assert {c.worker for c in scene.of(m.AbortGeneration)} == {"w1", "w2"}
 
 
+def test_who_never_enters_is_left_out_next_time() -> None:
+    scene = Scene(size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1", "w2"]
+    while not scene.of(m.AbortGeneration):
+        scene.wait(1.0, "w1", phase="form", step=3)
+        scene.hear("w2", phase="wait", generation=0)
+    scene.stopped("w1", step=3)
+    scene.stopped("w2", whole=False)
+    assert scene.members == ["w1"]
+
+
+def test_a_large_state_may_take_long_to_arrive() -> None:
+    scene = Scene(size=2, forming_timeout_s=5.0, gather_timeout_s=5.0)
+    scene.running("w1")
+    scene.ready("w2")
+    scene.stopped("w1", step=3)
+    scene.wait(60.0, "w1", "w2", phase="receive", step=3)
+    assert scene.coordinator.phase == "forming"
+
+
+def test_a_death_while_forming_is_no_failure_of_the_others() -> None:
+    scene = Scene(size=3, min_workers=1)
+    scene.running("w1")
+    scene.ready("w2", "w3")
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1", "w2", "w3"]
+    scene.stopped("w1", step=3)
+    scene.lost("w3")
+    scene.stopped("w2", whole=False)
+    assert scene.members == ["w1", "w2"]
+    scene.stopped("w2", whole=False, unreachable=("w1",))
+    scene.stopped("w1", step=3)
+    assert scene.members == ["w1"]
+    assert not scene.ever(m.EvictWorker), "it failed to join once, and may try again"
+
+
 def test_a_lost_report_ends_the_generation() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
@@ -510,6 +549,32 @@ def test_a_leaver_is_called_back_when_the_newest_state_is_lost() -> None:
     scene.stopped("w3", whole=False)
     assert scene.members == ["w3", "w2"] or scene.members == ["w2", "w3"]
     assert scene.coordinator.membership.source == "w2"
+
+
+def test_a_leaver_stays_until_the_next_generation_is_there_to_go_on_without_it() -> None:
+    """The step that covers its state is heard of late, when the others are too few to go on."""
+    scene = Scene(size=2, min_workers=2)
+    scene.running("w1", "w2")
+    scene.tell(m.DrainNoticed("w2", None))
+    scene.ready("w3")
+    scene.stopped("w1", step=4)
+    scene.stopped("w2", step=4)
+    assert scene.members == ["w1", "w3"]
+    scene.claims = False
+    scene.lost("w3")
+    scene.stopped("w1", step=5)
+    scene.hear("w1", step=5, phase="wait")
+    assert not scene.ever(m.ReleaseWorker)
+    scene.tell(m.GenerationClaimed(3))
+    assert scene.members == ["w1", "w2"]
+
+
+def test_scaling_down_keeps_the_founder() -> None:
+    scene = Scene(size=2)
+    scene.tell(m.WorkerStarted("w2"))
+    assert m.BeginTraining("w2", True) in scene.said
+    scene.tell(m.SizeRequested(1))
+    assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w1"]
 
 
 def test_a_drained_bystander_goes_at_once() -> None:
@@ -645,6 +710,16 @@ def test_a_stop_is_told_and_told_again() -> None:
     assert m.StopTraining("w1", "enough") in scene.said, "a later generation is told as it forms"
 
 
+def test_one_is_enough_to_end_the_run() -> None:
+    scene = Scene(size=2, min_workers=2)
+    scene.running("w1", "w2")
+    scene.tell(m.StopRequested("enough"))
+    scene.lost("w2")
+    scene.stopped("w1", step=2)
+    assert scene.members == ["w1"]
+    assert len(scene.ever(m.StartWorker)) == 2, "nobody is asked for any more"
+
+
 def test_a_stop_before_the_first_step() -> None:
     scene = Scene(size=2)
     scene.tell(m.StopRequested("enough"))
@@ -719,6 +794,36 @@ def test_a_take_over_waits_for_a_lease_when_nobody_speaks_for_the_newest_generat
     assert scene.members == []
     scene.wait(15.0, "w1", phase="wait")
     assert scene.members == ["w1"]
+
+
+def test_after_a_take_over_a_void_worker_may_found_the_run_that_nobody_holds() -> None:
+    scene = Scene.recovered(["w1"], 3, size=1, lease_s=8.0)
+    scene.tell(report("w1", 0, 0, whole=False, can_source=True))
+    scene.stopped("w1", whole=False)
+    scene.wait(10.0, "w1", phase="wait")
+    assert scene.members == ["w1"]
+    assert scene.coordinator.membership.source == "w1"
+
+
+def test_after_a_take_over_who_does_not_fit_goes() -> None:
+    scene = Scene.recovered(["w1", "w2"], 3, size=2)
+    other = SIGNATURE._replace(kind="other")
+    scene.tell(report("w2", 0, 0, whole=False, signature=other))
+    scene.tell(report("w1", 3, 5))
+    assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w2"]
+
+
+def test_after_a_take_over_who_was_building_is_asked_until_it_is_ready() -> None:
+    scene = Scene.recovered(["w1", "w2"], 3, size=2)
+    scene.tell(report("w1", 3, 5))
+    scene.stopped("w1", step=5)
+    scene.tell(report("w2", 0, 0, whole=False, signature=None))
+    assert scene.members == ["w1"]
+    scene.hear("w1", step=6)
+    assert m.ReportYourself("w2") in scene.hear("w2", phase="wait", generation=0)
+    scene.tell(report("w2", 0, 0, whole=False))
+    scene.wait(0.1)
+    assert scene.ever(m.EndGeneration), "it joins"
 
 
 def test_the_state_of_an_earlier_beginning_does_not_come_back() -> None:

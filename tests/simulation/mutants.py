@@ -34,6 +34,7 @@ class Mutant:
     text: str
     instead: str
     climate: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
+    first: int = 0  # seed from which on it is soon noticed
 
 
 LEASES = {
@@ -462,6 +463,109 @@ MUTANTS = [
         "if self._leadership.claimed <= generation.number:",
     ),
     Mutant(
+        "leavers go before the next generation forms",
+        STAFF,
+        "[*self.leavers.values()] if self.run.in_flight else ()",
+        "[*self.leavers.values()]",
+    ),
+    Mutant(
+        "a death while forming counts as a failure to form",
+        G,
+        "            self.lost_while_forming = True\n            if",
+        "            if",
+    ),
+    Mutant(
+        "anybody speaks for the newest generation",
+        G,
+        "self.acknowledged = self.acknowledged or worker.entered == self.number",
+        "self.acknowledged = True",
+    ),
+    Mutant(
+        "a planned end that fails stays planned",
+        G,
+        '            self.abort(f"{worker.id} stopped before the planned end: {event.reason}")\n',
+        "            pass\n",
+    ),
+    Mutant(
+        "a planned end is never aborted",
+        G,
+        '                self.abort("the planned end takes too long")\n',
+        "                pass\n",
+    ),
+    Mutant(
+        "a planned end is not ahead",
+        G,
+        "self.step + self._pace + self.run.rules.steps_ahead",
+        "self.step",
+    ),
+    Mutant(
+        "who never entered is tried again",
+        G,
+        "                self.pairs.update((worker, worker) for worker in never)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a hand-over has no more time than forming",
+        G,
+        "                self._form_by = max(self._form_by, now + self.run.rules.forming_timeout_s)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a replacement is asked for when its node is gone",
+        STAFF,
+        "        self.useful.discard(worker.id)  # so a replacement",
+        "        pass  # so a replacement",
+    ),
+    Mutant(
+        "the confirmed dead are waited for",
+        STAFF,
+        "        self._generation.ghosts.discard(worker.id)\n",
+        "",
+    ),
+    Mutant(
+        "the founder is no more than others when scaling down",
+        STAFF,
+        "worker.stage not in LOOSE or worker.id == self._beginning.founder",
+        "worker.stage not in LOOSE",
+    ),
+    Mutant(
+        "survivors wait for a burst of joiners",
+        GATHER,
+        "waiting = not self._generation.members and",
+        "waiting =",
+    ),
+    Mutant(
+        "nobody founds the run after a take-over",
+        SURVEY,
+        "            beginning.able = {worker.id: worker for worker in able}\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "who does not fit stays after a take-over",
+        SURVEY,
+        "                self._admission.fits(worker, now)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "who was building at a take-over is never ready",
+        SURVEY,
+        "            self._admission.became_ready(worker, event.signature, event.can_source, now)\n        if worker.stage is not",
+        "            pass\n        if worker.stage is not",
+    ),
+    Mutant(
+        "the least number holds up the end of the run",
+        PROTOCOL + "run",
+        "return 1 if self.stop is not None else min(",
+        "return min(",
+    ),
+    Mutant(
+        "the excused are judged after they left",
+        L,
+        "        self.excused.pop(worker, None)\n        if not self._heard:",
+        "        if not self._heard:",
+        first=310,
+    ),
+    Mutant(
         "commit without compare-and-swap",
         W,
         "            return  # aborted: the compare-and-swap of the commit",
@@ -473,6 +577,7 @@ MUTANTS = [
         '        elif self.world.now > self.lease_until:\n            self.failed("lease ran out")\n        else:\n            self.commit()',
         "        else:\n            self.commit()",
         LEASES,
+        first=130,
     ),
     Mutant(
         "lease from the answer's arrival",
@@ -480,6 +585,7 @@ MUTANTS = [
         "sent = self.beats.get(beat, -math.inf)",
         "sent = self.world.now",
         LEASES,
+        first=680,
     ),
     Mutant(
         "a stopped worker resumes",
@@ -493,6 +599,7 @@ MUTANTS = [
         W,
         "            elif source.step > self.step:\n                self.at_head, self.evaluated = False, 0\n",
         "            elif source.step > self.step:\n                self.at_head, self.evaluated, self.body_begun = True, 0, source.step\n",
+        first=330,
     ),
     Mutant(
         "written to before all has arrived",

@@ -16,7 +16,7 @@ from elastic_dp.protocol.coordinator import Coordinator
 from elastic_dp.protocol.messages import Place, Signature
 from elastic_dp.protocol.rules import Rules
 
-DEPTH, FLOOR = 8, 6_000
+DEPTH, FLOOR = 9, 12_000
 SIGNATURE = Signature("layout", "data", "kind")
 RULES = Rules(
     min_workers=1,
@@ -201,7 +201,7 @@ def explore(depth: int, coordinator_class: type[Coordinator] = Coordinator) -> t
             for move in scene.moves():
                 if move[0] == "die" and len(scene.buried) >= 2:
                     continue
-                child = copy.deepcopy(scene)
+                child = copy.deepcopy(scene, {id(RULES): RULES, id(SIGNATURE): SIGNATURE})
                 child.play(*move)
                 transitions += 1
                 key = child.key()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.simulation.mutants import MUTANTS, C, G, Mutant, S, W, caught, caught_in_a_scene
 
-SEEDS = range(800)
+SEEDS = 800
 CONTROLS = [
     Mutant("unbroken coordinator", C, "UNTIMED = frozenset", "UNTIMED = frozenset"),
     Mutant("unbroken generation", G, "ODD_BEATS = 3", "ODD_BEATS = 3"),
@@ -15,7 +15,7 @@ CONTROLS = [
 
 def words(mutant: Mutant) -> object:
     in_a_scene = None if mutant.module == W else caught_in_a_scene(mutant)
-    return in_a_scene or caught(mutant, SEEDS)
+    return in_a_scene or caught(mutant, range(mutant.first, mutant.first + SEEDS))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

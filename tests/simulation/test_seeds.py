@@ -1,4 +1,4 @@
-"""Two thousand runs of the simulator, each another cluster with other weather."""
+"""Four thousand runs of the simulator, each another cluster with other weather."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.world import World
 
-SEEDS, CHUNKS = 2000, 20
+SEEDS, CHUNKS = 4000, 40
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
