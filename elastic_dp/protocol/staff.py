@@ -1,8 +1,8 @@
 """Who works for the run: asked for, at hand, leaving, gone.
 
-Always: an identity is started once; whoever is released or evicted plays no part from that moment, and is told so
-again by nobody but the alarm that turns a release into an eviction; one that was evicted may live until its death is
-confirmed, and counts as a ghost of its generation. Unexpected ends are counted (`budget`) and paused after.
+Always: an identity is started once; whoever is released or evicted plays no part from that moment on, and one that
+does not leave when it is asked to is evicted; a member that was evicted may live until its death is confirmed, and is
+a ghost of its generation until then. Losses that nobody asked for are counted (`budget`), with a pause after each.
 """
 
 import math
