@@ -13,7 +13,8 @@ What always holds:
   do) makes the step void (`late`): it may have been sent too early, or been added to its neighbour in parts. From
   then on (`careful`) nothing is launched before backward has ended, and every leaf is added as a whole.
 - An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for x = -0.0.
-- Buffers belong to one generation: an operation that was walked away from may still write into its own.
+- A buffer of an operation that was walked away from is never used again, since that may still write into it.
+  The others serve the next generation, too: touching new memory costs more than a collective.
 
 Layout: parameters that require a gradient, in reverse order of registration (about the order in which backward
 makes them), cut into buckets by dtype and device. A view into a bucket has the strides of its parameter.
@@ -46,12 +47,17 @@ class _Bucket:
         self.parameters = parameters
         self.numel = sum(p.numel() for p in parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.memory: list[torch.Tensor] = []  # what the buffers below are cut from
         self.flats: list[torch.Tensor] = []  # one per subtree of this worker: (world_size * chunk,)
         self.views: list[list[torch.Tensor]] = []  # [subtree][parameter]
         self.received: list[torch.Tensor] = []  # [j]: part `rank` of the j-th subtree of every rank
         self.launched: list[Operation] = []
         self.gathering: Operation | None = None
         self.waiting = 0  # parameters that have not fired yet in the last leaf
+
+    @property
+    def operations(self) -> list[Operation]:
+        return self.launched if self.gathering is None else [*self.launched, self.gathering]
 
 
 class GradientSum:
@@ -80,6 +86,7 @@ class GradientSum:
         self._fired = bytearray()
         self._used = bytearray()
         self._error: GroupError | None = None
+        self._spare: list[torch.Tensor] = []  # memory for the buffers of the next generation
 
     # ----------------------------------------------------------------------- generation
 
@@ -94,15 +101,33 @@ class GradientSum:
         self._lay_out()
 
     def close(self) -> None:
-        """Forget the generation: its buffers belong to whatever is still in flight."""
+        """Forget the generation; what is still in flight keeps its buffers."""
         self._running = False
-        self._group = None
+        group, self._group = self._group, None
         self._stack.clear()
         for bucket in self._buckets:
-            bucket.flats, bucket.views, bucket.received = [], [], []
+            if group is not None and all(map(group.is_over, bucket.operations)):
+                self._spare += bucket.memory
+            bucket.memory, bucket.flats, bucket.views, bucket.received = [], [], [], []
             bucket.launched, bucket.gathering = [], None
 
+    def set_aside(self, virtual_workers: int) -> None:
+        """On a worker that will join: touch the memory of its first buffers before the group waits for it."""
+        self._virtual_workers = virtual_workers
+        self._arrange()
+        self._spare = [
+            torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
+            for b in self._buckets
+        ]
+
     def _lay_out(self) -> None:
+        self._arrange()
+        for bucket in self._buckets:
+            self._allocate(bucket)
+        self._spare = []
+
+    def _arrange(self) -> None:
+        """Hooks and buckets for the parameters that require a gradient now."""
         requires_grad = [p.requires_grad for p in self._all]
         if requires_grad != self._requires_grad:
             parameters = [p for p in reversed(self._all) if p.requires_grad]
@@ -116,25 +141,38 @@ class GradientSum:
             self._buckets = _cut(parameters)
             self._bucket_of = [b for b in self._buckets for _ in b.parameters]
             self._used = bytearray(len(parameters))
-        for bucket in self._buckets:
-            self._allocate(bucket)
 
     def _allocate(self, bucket: _Bucket) -> None:
         assert self._group is not None
         world_size, rank = self._group.world_size, self._group.rank
         chunk = self._chunk(bucket)
         mine = len(cover(*self._shares[rank], self._virtual_workers)) if self._exact else 1
-        bucket.flats = [
-            torch.zeros(world_size * chunk, dtype=bucket.dtype, device=bucket.device)
-            for _ in range(mine)
-        ]
+        bucket.memory = []
+        bucket.flats = [self._buffer(bucket, world_size * chunk) for _ in range(mine)]
+        for flat in bucket.flats:
+            flat[bucket.numel :] = 0.0
         bucket.views = [_views(flat, bucket.parameters) for flat in bucket.flats]
         bucket.received = []
         if world_size > 1 and not self._all_reduces:
             bucket.received = [
-                torch.empty(len(ranks) * chunk, dtype=bucket.dtype, device=bucket.device)
-                for ranks in self._ranks_with_subtree()
+                self._buffer(bucket, len(ranks) * chunk) for ranks in self._ranks_with_subtree()
             ]
+
+    def _buffer(self, bucket: _Bucket, numel: int) -> torch.Tensor:
+        fitting = [
+            t
+            for t in self._spare
+            if (t.dtype, t.device) == (bucket.dtype, bucket.device)
+            and numel <= t.numel() <= 2 * numel + self._virtual_workers
+        ]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self._spare = [t for t in self._spare if t is not memory]
+        else:  # with room for the padding of any other world size
+            size = numel + self._virtual_workers
+            memory = torch.empty(size, dtype=bucket.dtype, device=bucket.device)
+        bucket.memory.append(memory)
+        return memory[:numel]
 
     def _chunk(self, bucket: _Bucket) -> int:
         assert self._group is not None

@@ -27,6 +27,7 @@ from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 _OPERATION_TIMEOUT = timedelta(hours=24)
+_REST_S = 3.0  # from the end of a group to its burial
 
 
 class Operation:
@@ -119,6 +120,10 @@ class ProcessGroup:
             operation.work.wait()  # returns at once, or says why it failed
         except RuntimeError as error:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
+
+    def is_over(self, operation: Operation) -> bool:
+        """Whether it can touch its buffers no more; failed ones included, but not those of an aborted device."""
+        return not (self._on_device and self._aborted) and bool(operation.work.is_completed())
 
     def synchronize(self) -> None:
         """Until the device has finished all that was launched; returns early, raising, when aborted."""
@@ -252,13 +257,7 @@ class Forming:
         timeout = timedelta(seconds=self._timeout_s)
         store = None
         try:
-            store = dist.TCPStore(
-                self._rendezvous.host,
-                self._rendezvous.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
+            store = _store_client(self._rendezvous.host, self._rendezvous.port, timeout)
             prefixed = dist.PrefixStore(self._rendezvous.prefix, store)
             prefixed.set(f"present/{self._rank}", "1")
             if self._backend == "nccl":
@@ -271,11 +270,33 @@ class Forming:
                 self.absent = _absent(store, self._rendezvous.prefix, self._world_size)
             self._error = error
         else:
+            _keep_client(self._rendezvous.host, self._rendezvous.port, store)
             with self._lock:
                 self._group = group
                 if self._aborted:
                     group.close()
         self._ended.set()
+
+
+_clients: dict[tuple[str, int], Any] = {}  # connected and idle; the newest server's only
+_clients_lock = threading.Lock()
+
+
+def _store_client(host: str, port: int, timeout: timedelta) -> Any:
+    """A client nobody else uses: a forming that was walked away from may block in its own for long."""
+    with _clients_lock:
+        client = _clients.pop((host, port), None)
+    if client is None:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    client.set_timeout(timeout)
+    return client
+
+
+def _keep_client(host: str, port: int, client: Any) -> None:
+    """Connecting takes a millisecond or two, in which a group stands still."""
+    with _clients_lock:
+        _clients.clear()
+        _clients[host, port] = client
 
 
 _gloo_device: Any = (
@@ -328,7 +349,11 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
 
 
 class _Graveyard:
-    """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to the end."""
+    """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to the end.
+
+    Not at once: Gloo's destructor waits about 4 ms for every peer, with the interpreter's lock held, which would
+    be added to the pause of the generation that comes next.
+    """
 
     def __init__(self) -> None:
         self._dead: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -354,6 +379,7 @@ class _Graveyard:
 
 def _drop(body: tuple[Any, set[Operation]]) -> None:
     _backend, operations = body
+    time.sleep(_REST_S)
     for operation in operations:
         if operation.work is not None:
             with contextlib.suppress(RuntimeError):

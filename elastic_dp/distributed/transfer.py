@@ -17,7 +17,10 @@ import torch
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 _TOGETHER_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
-_MAX_IN_FLIGHT = 8
+_MAX_IN_FLIGHT = 2  # more of them only get in each other's way
+_HEAD_BYTES = (
+    1 << 16
+)  # what the first broadcast carries: the skeleton's length, and as much of it as fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,9 @@ class TensorSpec:
         """A fresh tensor of this kind, on `device` unless it lives on the host anyway."""
         place = device if self.device_type != "cpu" else torch.device("cpu")
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+
+
+Targets = Callable[[Any, Sequence[TensorSpec]], dict[int, torch.Tensor]]
 
 
 def pack(tree: Any, tensors: list[torch.Tensor]) -> Any:
@@ -79,34 +85,38 @@ def send(group: ProcessGroup, tree: Any) -> int:
     skeleton = pack(tree, tensors)
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
     specs = [TensorSpec(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in tensors]
-    head = pickle.dumps((skeleton, specs))
-    size = torch.tensor([len(head)], dtype=torch.int64, device=group.home)
-    group.wait(group.broadcast(size, 0))
-    group.wait(
-        group.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(group.home), 0)
-    )
+    pickled = pickle.dumps((skeleton, specs))
+    text = bytearray(len(pickled).to_bytes(8, "little") + pickled)
+    text.extend(bytes(max(0, _HEAD_BYTES - len(text))))
+    head = torch.frombuffer(text, dtype=torch.uint8).to(group.home)
+    group.wait(group.broadcast(head[:_HEAD_BYTES], 0))
+    if len(head) > _HEAD_BYTES:
+        group.wait(group.broadcast(head[_HEAD_BYTES:], 0))
     _stream(group, [_flat_bytes(t) for t in tensors], sending=True)
     group.synchronize()
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return _bytes_of(tensors)
 
 
 def receive(
     group: ProcessGroup,
     device: torch.device,
-    targets: Callable[[Any], dict[int, torch.Tensor]] | None = None,
-) -> Any:
-    """The tree that rank 0 of `group` sends.
+    targets: Targets | None = None,
+) -> tuple[Any, int]:
+    """The tree that rank 0 of `group` sends, and the bytes of its tensors.
 
-    `targets(skeleton)` may name tensors of ours, by slot index, that are to be written in place.
+    `targets(skeleton, specs)` may name tensors of ours, by slot index, that are to be written in place.
     """
-    size = torch.empty(1, dtype=torch.int64, device=group.home)
-    group.wait(group.broadcast(size, 0))
-    group.synchronize()
-    head = torch.empty(int(size), dtype=torch.uint8, device=group.home)
+    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=group.home)
     group.wait(group.broadcast(head, 0))
     group.synchronize()
-    skeleton, specs = pickle.loads(head.cpu().numpy().tobytes())
-    ours = {} if targets is None else targets(skeleton)
+    first = head.cpu().numpy().tobytes()
+    length = int.from_bytes(first[:8], "little")
+    rest = torch.empty(max(0, 8 + length - _HEAD_BYTES), dtype=torch.uint8, device=group.home)
+    if rest.numel():
+        group.wait(group.broadcast(rest, 0))
+        group.synchronize()
+    skeleton, specs = pickle.loads(first[8:] + rest.cpu().numpy().tobytes())
+    ours = {} if targets is None else targets(skeleton, specs)
     tensors = []
     for i, spec in enumerate(specs):
         mine = ours.get(i)
@@ -119,7 +129,11 @@ def receive(
         tensors.append(mine.detach() if fits else spec.empty(device))  # type: ignore[union-attr]
     _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
     group.synchronize()
-    return unpack(skeleton, tensors)
+    return unpack(skeleton, tensors), _bytes_of(tensors)
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -198,6 +198,9 @@ class Session:
         )
         self.opened = True
         can_source = self.is_source or not self.asked_source
+        if not self.is_source:
+            self.state.set_aside()
+            self.stepper.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:
@@ -282,7 +285,9 @@ class Session:
         """A second group of the same members, for evaluations; formed when first asked for."""
         assert self.membership is not None
         if self._side_group is None:
-            self._side_group = self._form(self.membership, "side", range(self.world_size))
+            everyone = range(self.world_size)
+            forming = self._forming(self.membership, "side", everyone)
+            self._side_group = self._formed(forming, everyone)
         return self._side_group
 
     def _enter(self, form: Form) -> None:
@@ -292,22 +297,34 @@ class Session:
         self.membership = membership
         self.report("form")
         self.pass_point("forming")
-        group = self._form(membership, "main", range(len(membership.seats)))
+        seats = membership.seats
+        everyone, involved = range(len(seats)), self._in_hand_over(membership)
+        main = self._forming(membership, "main", everyone)
+        state = self._forming(membership, "state", involved) if involved else None
+        try:
+            group = self._group = self._formed(main, everyone)
+            state_group = None if state is None else self._formed(state, involved)
+        except GroupError:
+            if state is not None:
+                state.abort()
+            raise
         formed_at = time.time()
-        self._group = group
         for old in self._old_groups:
             old.close()
-        self._old_groups = []
-        received = self._hand_over(membership)
-        seats = membership.seats
+        # Others may still be receiving when we are done: closed with the next forming.
+        self._old_groups = [] if state_group is None else [state_group]
+        received = 0
+        if membership.source == self.worker:
+            self.whole, self.founded = True, membership.founded
+        if state_group is not None:
+            received = self._hand_over(state_group, membership)
         self.stepper.open(group, [(s.first, s.last) for s in seats], self.place.step + 1)
         self.timings.append(Timing(membership.generation, formed_at, time.time(), received))
         self.report("compute")
 
-    def _form(self, membership: Membership, purpose: str, ranks: Any) -> ProcessGroup:
-        """A group of the members with these ranks (in this order; I am one of them)."""
+    def _forming(self, membership: Membership, purpose: str, ranks: Sequence[int]) -> Forming:
+        """The making of a group of the members with these ranks (in this order; I am one of them)."""
         assert self._rendezvous is not None
-        ranks = list(ranks)
         rendezvous = Rendezvous(
             self._rendezvous.host,
             self._rendezvous.port,
@@ -322,14 +339,19 @@ class Session:
             timeout_s=membership.forming_timeout_s,
         )
         self.control.guard(forming)
+        return forming.start()
+
+    def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:
         try:
-            return forming.start().wait()
+            return forming.wait()
         except FormingFailed:
-            self._unreachable = tuple(membership.seats[ranks[r]].worker for r in forming.absent)
+            assert self.membership is not None
+            seats = self.membership.seats
+            self._unreachable = tuple(seats[ranks[r]].worker for r in forming.absent)
             raise
 
-    def _hand_over(self, membership: Membership) -> int:
-        """Give or take state, as the membership says. Returns the bytes taken."""
+    def _in_hand_over(self, membership: Membership) -> list[int]:
+        """The ranks between which state is handed over, the source first; empty if I am not one."""
         seats = membership.seats
         source = membership.rank(membership.source)
         first = not any(seat.whole for seat in seats)
@@ -339,30 +361,24 @@ class Session:
             for r, seat in enumerate(seats)
             if r != source and (not seat.whole or seat.place < truth)
         ]
-        mine = membership.rank(self.worker)
-        if mine == source:
-            self.whole, self.founded = True, membership.founded
-        if not receivers or mine not in (source, *receivers):
+        involved = [source, *receivers]
+        return involved if receivers and membership.rank(self.worker) in involved else []
+
+    def _hand_over(self, group: ProcessGroup, membership: Membership) -> int:
+        """Give or take state, as the membership says. Returns the bytes taken."""
+        if membership.source == self.worker:
+            self.report("give")
+            self.pass_point("giving_state")
+            self._finish_record()
+            send(group, self.state.tree(self.evaluations, self.ended) | {"place": self.place})
             return 0
-        group = self._form(membership, "state", [source, *receivers])
-        try:
-            if mine == source:
-                self.report("give")
-                self.pass_point("giving_state")
-                self._finish_record()
-                send(group, self.state.tree(self.evaluations, self.ended) | {"place": self.place})
-                return 0
-            self.report("receive")
-            self.pass_point("taking_state")
-            return self._take(group, membership.founded)
-        finally:
-            self._old_groups.append(
-                group
-            )  # others may still be receiving: closed with the next forming
+        self.report("receive")
+        self.pass_point("taking_state")
+        return self._take(group, membership.founded)
 
     def _take(self, group: ProcessGroup, founded: int) -> int:
         joins = not self.whole
-        tree = receive(group, self.device, self.state.own_tensors if joins else None)
+        tree, received = receive(group, self.device, self.state.own_tensors if joins else None)
         self.control.may_continue()
         place = tree["place"]
         if joins or place.step > self.place.step:
@@ -373,7 +389,7 @@ class Session:
         # since the commit, which are ours to keep.
         self.evaluations, self.ended = tree["evaluations"], tree["ended"]
         self.place, self.whole, self.founded = place, True, founded
-        return sum(p.numel() * p.element_size() for p in self.state.parameters.values())
+        return received
 
     def _finish_record(self) -> None:
         """The gradient norm is computed when first read; one who takes our state has no gradients to."""

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.distributed.transfer import TensorSlot
+from elastic_dp.distributed.transfer import TensorSlot, TensorSpec
 from elastic_dp.errors import LoopError, ModelError, SpecError
+
+_LARGE_BYTES = 1 << 18  # below this a tensor's memory need not be set aside
 
 
 @dataclass
@@ -65,6 +67,7 @@ class TrainState:
     committed_hyper: list[dict[str, Any]] = field(default_factory=list)
     committed_scheduler: Any = None
     _versions: list[int] = field(default_factory=list)
+    _spares: list[list[torch.Tensor]] = field(default_factory=list)  # of `set_aside`
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
@@ -152,8 +155,20 @@ class TrainState:
             "ended": ended,
         }
 
-    def own_tensors(self, skeleton: Any) -> dict[int, torch.Tensor]:
-        """For a void worker: receive parameters and buffers in place."""
+    def set_aside(self) -> None:
+        """On a worker that will join: memory for the optimizer's state, so that the group need not wait for it.
+
+        Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more than receiving it.
+        """
+        self._spares = [
+            [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
+            if p.requires_grad and p.numel() * p.element_size() >= _LARGE_BYTES
+            else []
+            for p in self._optimized()
+        ]
+
+    def own_tensors(self, skeleton: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
+        """For a void worker: receive parameters and buffers in place, and optimizer state in what was set aside."""
         step = skeleton["step"]
         buffers = dict(self.model.named_buffers())
         ours = dict(
@@ -162,6 +177,11 @@ class TrainState:
         for name, slot in step["buffers"].items():
             if isinstance(slot, TensorSlot) and name in buffers:
                 ours[slot.index] = buffers[name]
+        for slots, spares in zip(step["optimizer"], self._spares, strict=False):
+            fitting = [s for s in slots.values() if isinstance(s, TensorSlot)]
+            fitting = [s for s in fitting if spares and specs[s.index].shape == spares[0].shape]
+            ours |= {s.index: spare for s, spare in zip(fitting, spares, strict=False)}
+        self._spares = []
         return ours
 
     @torch.no_grad()
@@ -213,15 +233,13 @@ class TrainState:
 
     def _optimizer_tensors(self) -> list[dict[str, Any]]:
         """State per parameter, in the order of the groups; not by load_state_dict, which casts it."""
-        return [
-            dict(self.optimizer.state.get(p, {}))
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-        ]
+        return [dict(self.optimizer.state.get(p, {})) for p in self._optimized()]
+
+    def _optimized(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _adopt_optimizer(self, states: list[dict[str, Any]]) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for p, given in zip(parameters, states, strict=True):
+        for p, given in zip(self._optimized(), states, strict=True):
             if not given:
                 self.optimizer.state.pop(p, None)
                 continue

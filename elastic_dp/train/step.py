@@ -105,6 +105,16 @@ class Stepper:
         self.gradients.open(group, shares, self.virtual_workers, self.exact)
         self.data.read_ahead(next_step, range(*shares[group.rank]))
 
+    def warm_up(self) -> None:
+        """Run one micro-batch and forget it, so that a group need not wait while this worker compiles the model,
+        chooses kernels, and touches memory for the first time."""
+        self.gradients.set_aside(self.virtual_workers)
+        v = max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
+        loss, _ = self._forward(1, v, float(self.data.rows(1, v)))
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+        self._undo()
+
     def close(self) -> None:
         """Undo what is not committed and let go of the group."""
         if not self._intact:

@@ -16,13 +16,13 @@ WHILE_FORMING = ("forming", "giving_state", "taking_state")
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
 
-STEPS = 120
+STEPS = 240  # of which a planned end may take some thirty, and there are half a dozen
 
 
 def job(steps=STEPS, workers=3, **options):
     config = {
         "eval": MapStyleData(Points(60), micro_batch_size=8),
-        "body_s": 0.015,
+        "body_s": 0.008,
         "hold": {0: workers},
         **options,
     }
