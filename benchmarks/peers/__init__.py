@@ -1,7 +1,7 @@
 """The same kills beside other systems, each in processes of its own.
 
-torchft is looked for in the interpreter that `TORCHFT_PYTHON` names (`python -m venv DIR` and there
-`pip install torch==2.13.0 torchft==0.2.0`), else in this one.
+Each is looked for in an interpreter of its own, else in this one: `TORCHFT_PYTHON` (`python -m venv DIR` and there
+`pip install torch==2.13.0 torchft==0.2.0`), `RAY_TRAIN_PYTHON` (`pip install torch==2.13.0 'ray[train]==2.60.0'`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def measure_all(kills: int = 5, ray_train_kills: int = 2) -> Iterator[tuple[str, Any]]:
+def measure_all(kills: int = 10, ray_train_kills: int = 3) -> Iterator[tuple[str, Any]]:
     torchft = os.environ.get("TORCHFT_PYTHON", sys.executable)
     for kind in ("tuned", "default"):
         yield (
@@ -27,7 +27,11 @@ def measure_all(kills: int = 5, ray_train_kills: int = 2) -> Iterator[tuple[str,
         )
     yield (
         "Ray Train, checkpoint each 20 steps, 3 workers",
-        run(sys.executable, "ray_train_recovery.py", str(ray_train_kills)),
+        run(
+            os.environ.get("RAY_TRAIN_PYTHON", sys.executable),
+            "ray_train_recovery.py",
+            str(ray_train_kills),
+        ),
     )
 
 
