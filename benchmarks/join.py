@@ -140,6 +140,7 @@ def judge(
 ) -> dict[str, Any]:
     pauses, beyond_copy, copies, ratios, rates = [], [], [], [], []
     before, starting, after = [], [], []
+    parts: list[dict[str, float]] = []
     for at in asked:
         took = taken(record, at)
         if took is None:
@@ -161,12 +162,17 @@ def judge(
         before += calm
         starting += steps_between(record, at, old[-1].time)
         after += later
+        parts.append(breakdown(record, old[-1].time, took, first.time))
     return {
         "state_bytes": size,
         "pause": summary(pauses),
         "copy": summary(copies),
         "pause_beyond_copy": summary(beyond_copy),
         "target_pause_beyond_copy_ms": TARGET_PAUSE_MS,
+        "median_pause_in_parts_ms": {
+            name: round(1e3 * statistics.median(part[name] for part in parts), 1)
+            for name in (parts[0] if parts else ())
+        },
         "bare_broadcast_mb_per_s": round(statistics.median(rates)),
         "copy_rate_to_bare_broadcast": round(statistics.median(ratios), 3),
         "copy_rates_to_bare_broadcast": [round(r, 3) for r in ratios],
@@ -174,6 +180,23 @@ def judge(
         "steps_before": summary([1e3 * s for s in before]),
         "steps_while_it_starts": summary([1e3 * s for s in starting]),
         "steps_after": summary([1e3 * s for s in after]),
+    }
+
+
+def breakdown(record: Record, last: float, took: Timing, first: float) -> dict[str, float]:
+    """Seconds of each leg from the last body of the old generation to the first of the new one."""
+
+    def newest(what: str, name: str) -> float:
+        times = [x["time"] for x in record.events if x.get(what) == name]
+        return max((t for t in times if t <= took.formed_at), default=last)
+
+    stopped, announced = newest("event", "WorkerStopped"), newest("command", "FormGeneration")
+    return {
+        "last_body_to_all_stopped": stopped - last,
+        "stopped_to_announced": announced - stopped,
+        "announced_to_formed": took.formed_at - announced,
+        "formed_to_copied": took.ready_at - took.formed_at,
+        "copied_to_first_step": first - took.ready_at,
     }
 
 

@@ -33,6 +33,11 @@ from elastic_dp.train.session import Session
 
 WORLD = 2
 ROWS = {"0.9M": 8, "4.9M": 8, "25.5M": 4}
+PAIRS = {
+    "0.9M": 3.0,
+    "4.9M": 1.0,
+    "25.5M": 0.4,
+}  # times --pairs; a small model's steps scatter more
 
 
 class StaticLink:
@@ -157,7 +162,7 @@ def main() -> None:
     for size in options.sizes:
         for exact in (False, True):
             for per_worker in (1, 4):
-                pairs = options.pairs if size != "25.5M" else max(20, options.pairs // 3)
+                pairs = round(options.pairs * PAIRS[size] / (1 if per_worker == 1 else 2.5))
                 results.append(measure(size, exact, per_worker, pairs))
                 print(results[-1], flush=True)
     if not options.no_write:

@@ -9,7 +9,7 @@ from torch import nn
 import elastic_dp as edp
 from elastic_dp import errors
 from elastic_dp.errors import LoopError, LossError, ModelError, RunMismatch, SpecError
-from tests.runs import Points, local, spec_of
+from tests.runs import Points, group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 
@@ -131,6 +131,32 @@ def test_a_loss_that_is_no_scalar():
 
     fails(LossError, ["shape (4,)", "scalar"], loss_fn)
     fails(LossError, ["float"], lambda m, b: 1.0)
+
+
+@pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
+def test_a_gradient_that_is_not_finite_is_never_applied(run):
+    """Every loss is finite, but the slope of a root at 0 is not; and one so steep that only the sum is too large."""
+
+    def root(m, b):
+        return (m(b["x"]) * 0.0).abs().sqrt().mean()
+
+    def steep(m, b):
+        slope = 1e38 * (m[0].bias.sum() - m[0].bias.sum().detach())
+        return cross_entropy(m, b) + slope, 40.0  # ten times the rows
+
+    for loss_fn in (root, steep):
+
+        def train(ctx, loss_fn=loss_fn):
+            m = classifier()
+            for _ in ctx.steps(m, adamw(m), loss_fn):
+                raise AssertionError("it was applied")
+
+        if run is local:
+            with pytest.raises(LossError, match="gradient of step 1 is not finite"):
+                local(spec_of(), train)
+        else:
+            outcome, _ = group(spec_of(), train)
+            assert outcome.error.startswith("LossError: the gradient of step 1 is not finite")
 
 
 def test_a_loss_that_is_nan_names_step_virtual_worker_and_rows():

@@ -86,6 +86,9 @@ class GradientSum:
         self._fired = bytearray()
         self._used = bytearray()
         self._error: GroupError | None = None
+        self._norms: list[
+            torch.Tensor
+        ] = []  # of each gradient that was written into a bucket on the host
         self._spare: list[torch.Tensor] = []  # memory for the buffers of the next generation
 
     # ----------------------------------------------------------------------- generation
@@ -193,6 +196,7 @@ class GradientSum:
         self.drop()
         self.late = False
         self._error = None
+        self._norms = []
         self._used[:] = bytes(len(self._used))
         self._next = 0
         for bucket in self._buckets:
@@ -267,24 +271,31 @@ class GradientSum:
             if group.world_size > 1 and not self._all_reduces:
                 bucket.gathering = group.all_gather(bucket.flats[0], part)
 
-    def complete(self) -> bool:
+    @property
+    def bound(self) -> float:
+        """No element of this worker's sums is larger; inf where that would cost a wait for the device."""
+        if any(bucket.device.type != "cpu" for bucket in self._buckets):
+            return math.inf
+        return math.fsum(norm.item() for norm in self._norms)
+
+    def complete(self, bound: float) -> bool:
         """Wait until the finished parts of all have arrived. Returns whether all is finite.
 
-        The bits are the same on every rank, and so is the answer.
+        `bound`: no element can be larger. Only if it may be too large for the dtype, all are looked at; they
+        have the same bits on every rank, and so has the answer.
         """
         assert self._group is not None
-        probes: list[torch.Tensor] = []
         for bucket in self._buckets:
             if bucket.gathering is not None:
                 self._group.wait(bucket.gathering)
-            flat = bucket.flats[0]
-            probes.append(flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None))
-        if not probes:
+        if all(bound < torch.finfo(bucket.dtype).max / 4 for bucket in self._buckets):
             return True
+        flats = [bucket.flats[0] for bucket in self._buckets]
+        probes = [f.sum(dtype=torch.float32 if f.element_size() < 4 else None) for f in flats]
         if all(math.isfinite(x) for x in torch.stack([p.double() for p in probes]).tolist()):
             return True
         # Sums of finite numbers may overflow, so look at each.
-        return all(bool(torch.isfinite(bucket.flats[0]).all()) for bucket in self._buckets)
+        return all(bool(torch.isfinite(flat).all()) for flat in flats)
 
     def assign(self, used: Sequence[int]) -> None:
         """Give every used parameter its gradient, a view into the buckets; the others keep None."""
@@ -337,7 +348,7 @@ class GradientSum:
             for view, one in zip(
                 bucket.views[subtree], sums[bucket.first : bucket.last], strict=True
             ):
-                _write(view, one)
+                self._write(view, one)
         for index, p in enumerate(bucket.parameters, bucket.first):
             if self.careful or not self._fired[index]:
                 self._write_last(bucket, index, p)
@@ -358,9 +369,18 @@ class GradientSum:
                 hand = one.add_(hand)
             else:
                 hand = torch.add(one, hand, out=view)
-        if hand is not view:
-            _write(view, hand)
+        self._write(view, hand)
         p.grad = None
+
+    def _write(self, view: torch.Tensor, value: torch.Tensor | None) -> None:
+        if value is None:
+            view.fill_(-0.0)
+            return
+        if value is not view:
+            view.copy_(value)
+        if view.device.type == "cpu":  # now, while it is in the cache
+            dtype = torch.float32 if view.element_size() < 4 else None
+            self._norms.append(torch.linalg.vector_norm(view, dtype=dtype))
 
     def _launch(self, bucket: _Bucket) -> None:
         group = self._group
@@ -436,10 +456,3 @@ def _is_dense(p: torch.Tensor) -> bool:
         return True
     reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
     return reach == p.numel()
-
-
-def _write(view: torch.Tensor, value: torch.Tensor | None) -> None:
-    if value is None:
-        view.fill_(-0.0)
-    else:
-        view.copy_(value)

@@ -151,11 +151,11 @@ class Stepper:
         weight = math.fsum(leaf.weight for leaf in leaves.values())
         self.pass_point("exchange", step)
         loss_scale = self.state.loss_scale
-        factor = expected / weight if weight else 1.0
-        self.gradients.reduce(factor if loss_scale is None else factor / loss_scale.scale)
+        factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
+        self.gradients.reduce(factor)
         self.pass_point("gather", step)
         buffers = self._exchange_buffers(step, heard.changed)
-        finite = self.gradients.complete()
+        finite = self.gradients.complete(heard.bound * max(1.0, factor))
         if not finite and loss_scale is None:
             raise LossError(
                 f"the gradient of step {step} is not finite although every loss is; the rows were: "
@@ -213,7 +213,11 @@ class Stepper:
     ) -> _Heard:
         used, changed = self.gradients.used, self.buffers.changed()
         flags = bytes([self.gradients.late]) + used + changed
-        said = {"v": [(v, x.loss, x.weight, x.metrics) for v, x in outcomes.items()], "stop": stop}
+        said = {
+            "v": [(v, x.loss, x.weight, x.metrics) for v, x in outcomes.items()],
+            "stop": stop,
+            "bound": self.gradients.bound,
+        }
         self._header.launch(flags + json.dumps(said).encode())
         self.pass_point("header", step)
         records = self._header.collect()
@@ -224,6 +228,7 @@ class Stepper:
             late=bool(either[0]),
             used=either[1 : 1 + len(used)],
             changed=[i for i, flag in enumerate(either[1 + len(used) :]) if flag],
+            bound=sum(text["bound"] for text in texts),
             leaves={v: _Leaf(loss, weight, m) for t in texts for v, loss, weight, m in t["v"]},
         )
 
@@ -306,6 +311,7 @@ class _Heard:
     late: bool  # a hook fired twice somewhere
     used: bytes  # per parameter of the layout, whether any virtual worker gave it a gradient
     changed: list[int]  # indices of buffers that any virtual worker changed
+    bound: float  # no element of the gradient's sum is larger
     leaves: dict[int, _Leaf]  # by virtual worker
 
 

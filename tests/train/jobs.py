@@ -85,6 +85,18 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+def autocast_fp16(ctx: Any) -> None:
+    """With a loss scale. Some losses are so large that the scaled gradient overflows: those steps change nothing."""
+    model = classifier()
+
+    def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+        loss = cross_entropy(m, batch)
+        return loss * 1e4 if int(batch["i"].sum()) % 7 == 0 else loss
+
+    loop(ctx, model, adamw(model), loss_fn, precision="fp16", clip_norm=1.0)
+    ctx.log({"scale": ctx._session.state.loss_scale.scale})
+
+
 def tied(ctx: Any) -> None:
     model = Tied()
     loop(ctx, model, adamw(model))
@@ -272,6 +284,7 @@ ZOO = {
         plain,
         batch_norm,
         autocast_bf16,
+        autocast_fp16,
         tied,
         checkpointed,
         checkpointed_reentrant,
