@@ -107,12 +107,16 @@ class Stepper:
 
     def warm_up(self) -> None:
         """Run one micro-batch and forget it, so that a group need not wait while this worker compiles the model,
-        chooses kernels, and touches memory for the first time."""
+        chooses kernels, and touches memory for the first time.
+
+        What user code raises here it raises again in a step, unless this model is refused before that.
+        """
         self.gradients.set_aside(self.virtual_workers)
         v = max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
-        loss, _ = self._forward(1, v, float(self.data.rows(1, v)))
-        if loss is not None and loss.requires_grad:
-            loss.backward()
+        with contextlib.suppress(Exception):
+            loss, _ = self._forward(1, v, float(self.data.rows(1, v)))
+            if loss is not None and loss.requires_grad:
+                loss.backward()
         self._undo()
 
     def close(self) -> None:

@@ -67,6 +67,7 @@ def test_killed_at(point, calm, tmp_path):
     train = batch_norm if point == "buffers" else average_and_plateau
     faults = one_after_another(point, tmp_path)
     outcome, run = group(job(), train, faults=faults)
+    assert outcome.error is None, outcome.traceback
     assert len(list(tmp_path.iterdir())) == len(faults)  # all of them happened
     check(outcome, run, calm[train], kills=len(faults))
     assert outcome.generations > len(VICTIMS)
