@@ -37,6 +37,8 @@ POINTS = (
     "evaluate_exchange",
 )
 
+HANDING_OVER = POINTS[:3]  # before a generation's first step
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -67,13 +69,14 @@ class Faults:
     plan: Sequence[Fault] = ()
     worker: str = ""
     _passed: dict[int, int] = field(default_factory=dict)
-    _began: dict[int, int] = field(default_factory=dict)  # generation -> first step seen in it
+    _began: dict[int, int] = field(default_factory=dict)  # generation -> its first step here
 
     def point(self, name: str, step: int, rank: int, world_size: int, generation: int) -> None:
         if not self.plan:
             return
         assert name in POINTS, name
-        settled = step > self._began.setdefault(generation, step)
+        # A body or an evaluation that goes on in a new generation belongs to the step before its first.
+        settled = name not in HANDING_OVER and step > 1 + self._began.setdefault(generation, step)
         for i, fault in enumerate(self.plan):
             if (
                 fault.point == name
