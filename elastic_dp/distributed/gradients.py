@@ -73,7 +73,7 @@ class GradientSum:
         self._bucket_of: list[_Bucket] = []
         self._hooks: list[Any] = []
         self._group: ProcessGroup | None = None
-        self._shares: list[Node] = []
+        self._covers: list[list[Node]] = []  # [rank]: the subtrees that its range consists of
         self._virtual_workers = 0
         self._exact = True
         self._all_reduces = False
@@ -86,9 +86,8 @@ class GradientSum:
         self._fired = bytearray()
         self._used = bytearray()
         self._error: GroupError | None = None
-        self._norms: list[
-            torch.Tensor
-        ] = []  # of each gradient that was written into a bucket on the host
+        # Of each gradient that was written into a bucket on the host.
+        self._norms: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []  # memory for the buffers of the next generation
 
     # ----------------------------------------------------------------------- generation
@@ -97,10 +96,10 @@ class GradientSum:
         self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
     ) -> None:
         """Work for this generation. `shares[r]` is the range of virtual workers of rank r."""
-        self._group, self._shares = group, list(shares)
+        self._group = group
         self._virtual_workers, self._exact = virtual_workers, exact
-        subtrees = [len(cover(*share, virtual_workers)) for share in shares]
-        self._all_reduces = not exact or subtrees == [1, 1]
+        self._covers = [cover(*share, virtual_workers) for share in shares]
+        self._all_reduces = not exact or [len(nodes) for nodes in self._covers] == [1, 1]
         self._lay_out()
 
     def close(self) -> None:
@@ -149,7 +148,7 @@ class GradientSum:
         assert self._group is not None
         world_size, rank = self._group.world_size, self._group.rank
         chunk = self._chunk(bucket)
-        mine = len(cover(*self._shares[rank], self._virtual_workers)) if self._exact else 1
+        mine = len(self._covers[rank]) if self._exact else 1
         bucket.memory = []
         bucket.flats = [self._buffer(bucket, world_size * chunk) for _ in range(mine)]
         for flat in bucket.flats:
@@ -183,7 +182,7 @@ class GradientSum:
 
     def _ranks_with_subtree(self) -> list[list[int]]:
         """[j]: the ranks whose range consists of more than j subtrees."""
-        counts = [len(cover(*share, self._virtual_workers)) for share in self._shares]
+        counts = [len(nodes) for nodes in self._covers]
         return [[r for r, n in enumerate(counts) if n > j] for j in range(max(counts))]
 
     # ----------------------------------------------------------------------------- step
@@ -253,18 +252,20 @@ class GradientSum:
 
     def settle(self) -> None:
         """Wait for what was sent, so that the buffers may be filled once more in this generation."""
-        assert self._group is not None
         for bucket in self._buckets:
-            for operation in bucket.launched:
-                self._group.wait(operation)
+            self._await(bucket)
+
+    def _await(self, bucket: _Bucket) -> None:
+        assert self._group is not None
+        for operation in bucket.launched:
+            self._group.wait(operation)
 
     def reduce(self, factor: float) -> None:
         """Finish the sums of my parts, times `factor`, and send them out."""
         group = self._group
         assert group is not None
         for bucket in self._buckets:
-            for operation in bucket.launched:
-                group.wait(operation)
+            self._await(bucket)
             part = bucket.flats[0] if self._all_reduces else self._add_up(bucket)
             if factor != 1.0:
                 part.mul_(factor)
@@ -330,9 +331,8 @@ class GradientSum:
             if self.careful:
                 return
             bucket = self._bucket_of[index]
-            self._write_last(
-                bucket, index, parameter
-            )  # at once, while its gradient is in the cache
+            # At once, while its gradient is in the cache.
+            self._write_last(bucket, index, parameter)
             bucket.waiting -= 1
             if bucket.waiting:
                 return
@@ -406,8 +406,7 @@ class GradientSum:
         """My part of the bucket, summed over all virtual workers."""
         assert self._group is not None
         if self._group.world_size == 1:
-            mine = cover(*self._shares[0], self._virtual_workers)
-            nodes = dict(zip(mine, bucket.flats, strict=True))
+            nodes = dict(zip(self._covers[0], bucket.flats, strict=True))
         else:
             nodes = self._received_nodes(bucket)
         return add_up(nodes, self._virtual_workers, lambda a, b: a.add_(b))
@@ -418,7 +417,7 @@ class GradientSum:
         for j, ranks in enumerate(self._ranks_with_subtree()):
             parts = bucket.received[j].split(chunk)
             for part, rank in zip(parts, ranks, strict=True):
-                nodes[cover(*self._shares[rank], self._virtual_workers)[j]] = part
+                nodes[self._covers[rank][j]] = part
         return nodes
 
 

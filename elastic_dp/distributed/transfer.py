@@ -18,9 +18,7 @@ from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 _TOGETHER_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
 _MAX_IN_FLIGHT = 2  # more of them only get in each other's way
-_HEAD_BYTES = (
-    1 << 16
-)  # what the first broadcast carries: the skeleton's length, and as much of it as fits
+_HEAD_BYTES = 1 << 16  # of the first broadcast: the skeleton's length, and as much of it as fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,8 @@ def _like(mapping: Any, items: dict[Any, Any]) -> Any:
     return new
 
 
-def send(group: ProcessGroup, tree: Any) -> int:
-    """Give `tree` to all others of `group`; this is rank 0 there. Returns the bytes of its tensors."""
+def send(group: ProcessGroup, tree: Any) -> None:
+    """Give `tree` to all others of `group`; this is rank 0 there."""
     tensors: list[torch.Tensor] = []
     skeleton = pack(tree, tensors)
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
@@ -94,7 +92,6 @@ def send(group: ProcessGroup, tree: Any) -> int:
         group.wait(group.broadcast(head[_HEAD_BYTES:], 0))
     _stream(group, [_flat_bytes(t) for t in tensors], sending=True)
     group.synchronize()
-    return _bytes_of(tensors)
 
 
 def receive(
@@ -129,11 +126,7 @@ def receive(
         tensors.append(mine.detach() if fits else spec.empty(device))  # type: ignore[union-attr]
     _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
     group.synchronize()
-    return unpack(skeleton, tensors), _bytes_of(tensors)
-
-
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return unpack(skeleton, tensors), sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool) -> None:

@@ -537,14 +537,20 @@ def test_a_leaver_that_alone_is_ahead_stays_for_the_copy() -> None:
     assert scene.coordinator.membership.source == "w2"
 
 
-def test_a_leaver_is_called_back_when_the_newest_state_is_lost() -> None:
-    scene = Scene(size=2, min_workers=1)
+def with_a_leaver(min_workers: int) -> Scene:
+    """w2 drains, w3 has its seat, and w2 stays for its state."""
+    scene = Scene(size=2, min_workers=min_workers)
     scene.running("w1", "w2")
     scene.tell(m.DrainNoticed("w2", None))
     scene.ready("w3")
     scene.stopped("w1", step=4)
     scene.stopped("w2", step=4)
     assert scene.members == ["w1", "w3"]
+    return scene
+
+
+def test_a_leaver_is_called_back_when_the_newest_state_is_lost() -> None:
+    scene = with_a_leaver(min_workers=1)
     scene.lost("w1")
     scene.stopped("w3", whole=False)
     assert scene.members == ["w3", "w2"] or scene.members == ["w2", "w3"]
@@ -553,13 +559,7 @@ def test_a_leaver_is_called_back_when_the_newest_state_is_lost() -> None:
 
 def test_a_leaver_stays_until_the_next_generation_is_there_to_go_on_without_it() -> None:
     """The step that covers its state is heard of late, when the others are too few to go on."""
-    scene = Scene(size=2, min_workers=2)
-    scene.running("w1", "w2")
-    scene.tell(m.DrainNoticed("w2", None))
-    scene.ready("w3")
-    scene.stopped("w1", step=4)
-    scene.stopped("w2", step=4)
-    assert scene.members == ["w1", "w3"]
+    scene = with_a_leaver(min_workers=2)
     scene.claims = False
     scene.lost("w3")
     scene.stopped("w1", step=5)
