@@ -88,7 +88,7 @@ class GradientSum:
         self._error: GroupError | None = None
         # Of each gradient that was written into a bucket on the host.
         self._norms: list[torch.Tensor] = []
-        self._spare: list[torch.Tensor] = []  # memory for the buffers of the next generation
+        self._spare: list[torch.Tensor] = []  # memory for the buffers of later generations
 
     # ----------------------------------------------------------------------- generation
 
@@ -114,19 +114,20 @@ class GradientSum:
             bucket.launched, bucket.gathering = [], None
 
     def set_aside(self, virtual_workers: int) -> None:
-        """On a worker that will join: touch the memory of its first buffers before the group waits for it."""
+        """Touch memory for buffers before a group waits for it: what each bucket sends, and what it receives."""
         self._virtual_workers = virtual_workers
         self._arrange()
         self._spare = [
             torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
-            for b in self._buckets
+            for b in self._buckets * 2
         ]
 
     def _lay_out(self) -> None:
         self._arrange()
         for bucket in self._buckets:
             self._allocate(bucket)
-        self._spare = []
+        # A device's allocator keeps memory by itself. The host's gives it back to the system, so here it is kept.
+        self._spare = [memory for memory in self._spare if memory.device.type == "cpu"]
 
     def _arrange(self) -> None:
         """Hooks and buckets for the parameters that require a gradient now."""
@@ -141,6 +142,7 @@ class GradientSum:
                 for i, p in enumerate(parameters)
             ]
             self._buckets = _cut(parameters)
+            self._spare = []
             self._bucket_of = [b for b in self._buckets for _ in b.parameters]
             self._used = bytearray(len(parameters))
 

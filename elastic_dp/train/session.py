@@ -198,6 +198,7 @@ class Session:
         )
         self.opened = True
         can_source = self.is_source or not self.asked_source
+        self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)
         if not self.is_source:
             self.state.set_aside()
             self.stepper.warm_up()

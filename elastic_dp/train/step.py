@@ -111,7 +111,6 @@ class Stepper:
 
         What user code raises here it raises again in a step, unless this model is refused before that.
         """
-        self.gradients.set_aside(self.virtual_workers)
         v = max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
         with contextlib.suppress(Exception):
             loss, _ = self._forward(1, v, float(self.data.rows(1, v)))
