@@ -32,12 +32,20 @@ from elastic_dp.protocol.messages import (
     WorkerReported,
     WorkerStopped,
 )
+from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.control import Answer, Control, Form
 from elastic_dp.train.faults import Faults
 from elastic_dp.train.kind import kind_of
 from elastic_dp.train.state import LossScale, StepRecord, TrainState
-from elastic_dp.train.step import BatchSource, LossFn, Redo, Stepper, StopAgreed
+from elastic_dp.train.step import (
+    BatchSource,
+    LossFn,
+    Redo,
+    Stepper,
+    StopAgreed,
+    seed_everything,
+)
 
 
 class _Wake:
@@ -434,6 +442,8 @@ class Session:
     def _body_begins(self, record: StepRecord) -> StepRecord:
         self.in_body = True
         self.log_calls = 0
+        # Here and not with the commit: a member that takes the step over runs this body, too.
+        seed_everything(body_seed(self.spec.data.seed, record.number))
         self.report("body")
         self.pass_point("body")
         return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import time
 from typing import Any
 
@@ -247,6 +248,9 @@ def average_and_plateau(ctx: Any) -> None:
     state = {"ema": average, "plateau": plateau}
     for step in ctx.steps(model, optimizer, loss_fn, state=state):
         average.update(model)
+        with torch.no_grad():
+            for p in average.model.parameters():  # what a body draws must be equal everywhere, too
+                p.add_(1e-3 * torch.randn(p.shape) + 1e-4 * random.random())
         plateau.step(step.loss)
         if step.number % 4 == 0:
             ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"], model=average.model))
