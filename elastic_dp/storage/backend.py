@@ -1,0 +1,46 @@
+"""What a store must be able to do for `Store`: one request each, no retries, foreign exceptions let through.
+
+A backend is thread safe. It gives up a request in which nothing moves for `stall_s`, where its library can be
+told so. Retrying, checking versions and sizes, and naming errors are the façade's, the same for all backends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily it moves
+
+
+class Entry(NamedTuple):
+    """An object. `path`: as the store's methods take it. `version`: its ETag, or its time and size; "": unknown."""
+
+    path: str
+    size: int
+    version: str
+
+
+class Backend(Protocol):
+    path: str  # of the URL itself
+    lists: bool
+    creates_only: bool  # whether write(create_only=True) is known to refuse an object that exists
+
+    def find(self, folder: str, deep: bool) -> list[Entry]:
+        """The files below `folder` ("" is the root), or only those directly in it; [] if there is none."""
+
+    def stat(self, path: str) -> Entry: ...
+
+    def read(
+        self, path: str, start: int, end: int | None, versioned: bool
+    ) -> tuple[Buffer, Entry | None]:
+        """The bytes, fewer where the object ends; and whose they are, if the store says or if `versioned`."""
+
+    def write(self, path: str, content: Buffer, create_only: bool) -> None:
+        """Whole or not at all. Raises FileExistsError if `create_only` meets an object."""
+
+    def delete(self, path: str) -> None:
+        """May raise FileNotFoundError where there is none."""
+
+    def local_path(self, path: str) -> str | None: ...

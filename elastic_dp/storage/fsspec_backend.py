@@ -1,0 +1,121 @@
+"""Any other URL through its fsspec file system: memory, chained URLs, and where obstore cannot be told the options.
+
+fsspec's reads do not say which version they came from. Where one is asked for, the object's record is read after
+the bytes: a rewritten object is noticed, at the price of one more request; a server that answers one read with a
+stale copy is not. Use obstore where that matters. A file system without an event loop has no timeout of ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from fsspec.asyn import AsyncFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
+
+from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Entry
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_CREATES_ONLY = {"memory", "s3", "s3a"}  # where pipe_file(mode="create") was seen to refuse
+_VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
+# For the one memory:// of this process, whose "create" looks first and writes then.
+_memory = threading.Lock()
+
+
+class FsspecBackend:
+    def __init__(self, scheme: str, url: str, options: Mapping[str, Any], stall_s: float) -> None:
+        self._system, path = url_to_fs(url, **_without_retries(scheme, options, stall_s))
+        if isinstance(
+            self._system, DirFileSystem
+        ):  # which says it has an event loop, whatever is in it
+            self._system, path = self._system.fs, self._system.path
+        if hasattr(self._system, "retries") and scheme in ("s3", "s3a"):
+            self._system.retries = 1
+        self._before = self._after = ""
+        if scheme in ("http", "https"):
+            parts = urlsplit(url)
+            self._before, path = f"{scheme}://{parts.netloc}", parts.path
+            self._after = f"?{parts.query}" if parts.query else ""
+        self.path, self._stall_s = path, stall_s
+        self.lists, self.creates_only = scheme not in ("http", "https"), scheme in _CREATES_ONLY
+        self._in_memory = scheme == "memory"
+
+    def find(self, folder: str, deep: bool) -> list[Entry]:
+        self._system.invalidate_cache()
+        found = self._system.find(
+            folder, maxdepth=None if deep else 1, detail=True, **self._limit(0)
+        )
+        return [_entry(path, info) for path, info in found.items() if path != folder]
+
+    def stat(self, path: str) -> Entry:
+        self._system.invalidate_cache()
+        info = self._system.info(self._full(path), **self._limit(0))
+        if info["type"] != "file":
+            raise FileNotFoundError(f"{path} is not a file")
+        return _entry(path, info)
+
+    def read(
+        self, path: str, start: int, end: int | None, versioned: bool
+    ) -> tuple[Buffer, Entry | None]:
+        span = {} if end is None and not start else {"start": start, "end": end}
+        limit = self._limit(0 if end is None else end - start)
+        content = self._system.cat_file(self._full(path), **span, **limit)
+        short = end is not None and len(content) < end - start
+        return content, self.stat(path) if versioned or short else None
+
+    def write(self, path: str, content: Buffer, create_only: bool) -> None:
+        value, limit = bytes(content), self._limit(memoryview(content).nbytes)
+        if not create_only:
+            self._make_folder(path)
+            self._system.pipe_file(self._full(path), value, **limit)
+        elif self._in_memory:
+            with _memory:
+                self._system.pipe_file(path, value, mode="create")
+        else:
+            self._system.pipe_file(path, value, mode="create", **limit)
+
+    def delete(self, path: str) -> None:
+        self._system.rm_file(self._full(path), **self._limit(0))
+
+    def local_path(self, path: str) -> str | None:
+        return None
+
+    def _full(self, path: str) -> str:
+        return f"{self._before}{path}{self._after}"
+
+    def _make_folder(self, path: str) -> None:
+        """Where folders are real (sftp, hdfs) a write does not make them."""
+        if not isinstance(self._system, AsyncFileSystem):
+            self._system.makedirs(self._system._parent(path), exist_ok=True)
+
+    def _limit(self, size: int) -> dict[str, float]:
+        """fsspec's own argument of every call that runs on its event loop."""
+        if not isinstance(self._system, AsyncFileSystem):
+            return {}
+        return {"timeout": self._stall_s + size / SLOWEST_BYTES_PER_S}
+
+
+def _without_retries(scheme: str, options: Mapping[str, Any], stall_s: float) -> dict[str, Any]:
+    """s3fs has two layers of retries below it; with its instance to ourselves both can be turned off."""
+    if scheme not in ("s3", "s3a"):
+        return dict(options)
+    limits = {"connect_timeout": stall_s, "read_timeout": stall_s}
+    config = {
+        "retries": {"total_max_attempts": 1}, **limits, **(options.get("config_kwargs") or {})
+    }  # fmt: skip
+    return {**options, "config_kwargs": config, "skip_instance_cache": True}
+
+
+def _entry(path: str, info: Mapping[str, Any]) -> Entry:
+    size = info.get("size") or 0
+    for name in _VERSIONS:
+        value = info.get(name)
+        if value is not None:
+            value = value.timestamp() if hasattr(value, "timestamp") else value
+            return Entry(path, size, str(value) if name.lower() == "etag" else f"{value}-{size}")
+    return Entry(path, size, "")

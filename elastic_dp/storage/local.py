@@ -1,0 +1,149 @@
+"""Files of this machine, by the operating system's own calls: `pread`, `link`, `rename`, `fsync`.
+
+A version is the time of the last change and the size. It is compared after the bytes were read, so that a file
+rewritten meanwhile is noticed. What is written appears whole, and is on the disk when `write` returns.
+
+Large contents that begin at a page of memory go to the disk from where they lie (O_DIRECT), where the file system lets
+them: the page cache costs a copy of them, and whatever else it held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from stat import S_ISREG
+from typing import TYPE_CHECKING
+
+from elastic_dp.errors import StorageError
+from elastic_dp.storage.backend import Entry
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+PAGE_BYTES = 4096  # what a disk takes directly is aligned to, in memory and in the file
+_DIRECT_BYTES = 1 << 20  # from this size on it is worth it
+
+
+class LocalBackend:
+    lists = creates_only = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def find(self, folder: str, deep: bool) -> list[Entry]:
+        return list(_walk(folder or "/", deep))
+
+    def stat(self, path: str) -> Entry:
+        found = os.stat(path)
+        if not S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{path} is not a file")
+        return _entry(path, found)
+
+    def read(
+        self, path: str, start: int, end: int | None, versioned: bool
+    ) -> tuple[Buffer, Entry | None]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            found = os.fstat(descriptor)
+            content = _pread(descriptor, start, found.st_size if end is None else end)
+            return content, _entry(path, os.fstat(descriptor))
+        finally:
+            os.close(descriptor)
+
+    def write(self, path: str, content: Buffer, create_only: bool) -> None:
+        folder, name = os.path.split(path)
+        os.makedirs(folder, exist_ok=True)
+        aside = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(aside, "xb", buffering=0) as file:
+                rest = memoryview(content).cast("B")
+                rest = rest[_write_direct(file.fileno(), rest) :]
+                while rest:  # the kernel takes at most 2 GiB at once
+                    rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())
+            _link(aside, path) if create_only else os.replace(aside, path)
+            _sync_folder(folder)
+        finally:
+            if os.path.lexists(aside):
+                os.unlink(aside)
+
+    def delete(self, path: str) -> None:
+        os.unlink(path)
+
+    def local_path(self, path: str) -> str | None:
+        return path
+
+
+def _walk(folder: str, deep: bool) -> Iterator[Entry]:
+    try:
+        inside = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for item in inside:
+        if item.is_dir(follow_symlinks=False):
+            if deep:
+                yield from _walk(item.path, deep)
+        else:
+            try:
+                found = item.stat()
+            except FileNotFoundError:  # deleted since, or a link to nothing
+                continue
+            if S_ISREG(found.st_mode):
+                yield _entry(item.path, found)
+
+
+def _entry(path: str, found: os.stat_result) -> Entry:
+    return Entry(path, found.st_size, f"{found.st_mtime_ns}-{found.st_size}")
+
+
+def _pread(descriptor: int, start: int, end: int) -> bytes:
+    """Up to `end` or the end of the file; the kernel gives at most 2 GiB at once."""
+    parts = [os.pread(descriptor, end - start, start)]
+    while parts[-1] and sum(map(len, parts)) < end - start:
+        start_of_rest = start + sum(map(len, parts))
+        parts.append(os.pread(descriptor, end - start_of_rest, start_of_rest))
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _write_direct(descriptor: int, content: memoryview) -> int:
+    """How many bytes of it were written like that: whole pages, or none where it cannot be done."""
+    end = len(content) // PAGE_BYTES * PAGE_BYTES
+    if end < _DIRECT_BYTES or content.readonly:  # whose place ctypes does not tell
+        return 0
+    if ctypes.addressof(ctypes.c_char.from_buffer(content)) % PAGE_BYTES:
+        return 0
+    before, written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
+    with contextlib.suppress(OSError, AttributeError):  # the other way says what is wrong
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, before | os.O_DIRECT)
+        while written < end:
+            written += os.write(descriptor, content[written:end])
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, before)
+    return written
+
+
+def _link(aside: str, path: str) -> None:
+    """The file under its name, unless that is taken: the one call that tests and creates at once."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StorageError(
+            f"{path}: the file system here has no hard links ({error.strerror}), so a file cannot be created "
+            "only if there is none; use another file system or an object store"
+        ) from error
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

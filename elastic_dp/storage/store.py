@@ -1,0 +1,202 @@
+"""`Store`: the objects under one URL, over any backend; what is the same for all of them is here.
+
+- What a read returns is as long as was asked for, and of the version asked for.
+- Faults that may pass are tried again (retry.py); the backends below send one request each.
+- Nothing raised here holds a credential, in its text, its cause or its context.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fsspec.utils import glob_translate
+
+from elastic_dp.errors import StorageError
+from elastic_dp.storage.backend import Backend, Entry
+from elastic_dp.storage.faults import ObjectMissing, OtherVersion, ShortBody, fault_of
+from elastic_dp.storage.opening import open_backend
+from elastic_dp.storage.redact import redact
+from elastic_dp.storage.retry import STALE_TRIES, Retry, StoreCounts
+from elastic_dp.urls import redact_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_GLOB_MARKS = "*?["
+
+
+class Store:
+    """The objects under one URL. Threads may share it. Paths are those of its `Entry`s and of `path`.
+
+    `url`: any fsspec URL; may be a file, a folder or a glob. `options`: what the scheme's fsspec file system takes.
+    `on_wait(message)`: called, from whatever thread meets it, when a call has gone `timeout_s` without success, and
+    when all such calls are through; it must not call the store. Raises StorageError if the URL cannot be opened.
+
+    A pickled Store holds its options, credentials included, since it reopens with them: keep it in memory and on
+    the wire, never in a file. `repr` shows none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        self.url = redact_url(url)  # for people
+        self._url, self._options = url, dict(options or {})
+        self._timeout_s, self._on_wait = timeout_s, on_wait
+        self._retry = Retry(self.url, self._clean, timeout_s, on_wait)
+        self._backend = self._open()
+        self.path = self._backend.path
+
+    @property
+    def counts(self) -> StoreCounts:
+        """As they are now, a copy."""
+        return self._retry.counts
+
+    def find(self, path: str, *, and_named: str = "") -> list[Entry]:
+        """The files below a folder, those that match a glob ("*", "?", "[…]", "**"), or the one file; by path.
+        What ends with "/" is a folder, whatever is in its name.
+
+        `and_named`: of what a glob makes it list, also the files of this name.
+
+        One listing, without a request per file. [] if there is nothing. A glob without "**" or "/" after its first
+        mark lists one folder only. Over http only single files are found.
+        """
+        if not self._backend.lists:
+            return [self._find_unlisted(path)]
+        if any(mark in path for mark in _GLOB_MARKS) and not path.endswith("/"):
+            return self._glob(path, and_named)
+        found = self._retry.run(
+            f"list {path}", lambda: self._backend.find(path.rstrip("/"), deep=True)
+        )
+        if not found and not path.endswith("/") and path:
+            try:
+                found = [self._retry.run(f"look up {path}", lambda: self._backend.stat(path))]
+            except ObjectMissing:
+                return []
+        return sorted(found)
+
+    def read(self, path: str, start: int, end: int, version: str = "") -> Buffer:
+        """The bytes start ≤ i < end, all of them. `version`: of an Entry; of another one nothing is returned.
+
+        Raises ObjectRewritten for an object of another version, or one that ends before `end`.
+        """
+        assert 0 <= start <= end, (start, end)
+        if start == end:
+            return b""
+        return self._read(path, start, end, version)
+
+    def read_all(self, path: str, version: str = "") -> Buffer:
+        return self._read(path, 0, None, version)
+
+    def local_path(self, path: str) -> str | None:
+        """The name of a file of this machine, which may be memory mapped; None for any other store."""
+        return self._backend.local_path(path)
+
+    def write(self, path: str, content: Buffer, *, create_only: bool = False) -> None:
+        """Whole or not at all. With `create_only` raises FileExistsError if there is such an object.
+
+        A create whose answer was lost is repeated; if it then meets an object with exactly these bytes, that is
+        ours. So write what nobody else would.
+        """
+        if create_only and not self._backend.creates_only:
+            raise StorageError(
+                f"{self.url}: this kind of store cannot create an object only if there is none; use s3, gs, "
+                "az, or a folder"
+            )
+        attempts = 0
+        view = memoryview(content).cast("B")
+
+        def once() -> None:
+            nonlocal attempts
+            attempts += 1
+            self._backend.write(path, view, create_only)
+
+        try:
+            self._retry.run(f"write {path}", once)
+        except FileExistsError:
+            if attempts < 2 or memoryview(self.read_all(path)) != view:
+                raise
+        self._retry.moved(written=view.nbytes)
+
+    def delete(self, path: str) -> None:
+        """No error if there is none: a repeated delete meets its own success."""
+        try:
+            self._retry.run(f"delete {path}", lambda: self._backend.delete(path))
+        except ObjectMissing:
+            return
+
+    def close(self) -> None:
+        """Calls that wait for the store raise StorageError now; it cannot be used any more."""
+        self._retry.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._url, self._options, self._timeout_s, self._on_wait)
+
+    def _open(self) -> Backend:
+        stall_s = min(10.0, max(1.0, self._timeout_s / 4))
+        try:
+            return open_backend(self._url, self._options, stall_s)
+        except Exception as error:  # a foreign file system may raise anything at its options
+            said = fault_of(error).words
+        raise StorageError(self._clean(f"cannot open {self._url}: {said}"))
+
+    def _clean(self, text: str) -> str:
+        return redact(text, self._options)
+
+    def _find_unlisted(self, path: str) -> Entry:
+        try:
+            if path.endswith("/") or "*" in path:
+                raise ObjectMissing("a folder")
+            return self._retry.run(f"look up {path}", lambda: self._backend.stat(path))
+        except ObjectMissing:
+            pass
+        raise StorageError(
+            f"{self.url}: no file {path!r} there, and http has no listing, so folders and globs cannot be read "
+            "from it; name each file by its URL"
+        )
+
+    def _glob(self, pattern: str, and_named: str) -> list[Entry]:
+        first = min(pattern.index(mark) for mark in _GLOB_MARKS if mark in pattern)
+        folder, _, rest = pattern[:first].rpartition("/")
+        deep = "/" in pattern[first:] or "**" in rest + pattern[first:]
+        matches = re.compile(glob_translate(pattern)).match
+        found = self._retry.run(f"list {pattern}", lambda: self._backend.find(folder, deep))
+        return sorted(e for e in found if matches(e.path) or e.path.rpartition("/")[2] == and_named)
+
+    def _read(self, path: str, start: int, end: int | None, version: str) -> Buffer:
+        return self._retry.run(
+            f"read {path}",
+            lambda: self._read_once(path, start, end, version),
+            stale_tries=STALE_TRIES if version else 0,
+        )
+
+    def _read_once(self, path: str, start: int, end: int | None, version: str) -> Buffer:
+        content, entry = self._backend.read(path, start, end, bool(version))
+        if version and entry and entry.version and entry.version != version:
+            raise OtherVersion(
+                f"it was rewritten: its version is {entry.version}, no longer {version}"
+            )
+        if end is None:
+            end = entry.size if entry else len(memoryview(content))
+        got = memoryview(content).nbytes
+        if entry and end > entry.size:
+            raise OtherVersion(f"bytes {start} to {end} were asked for, but it has {entry.size}")
+        if got > end - start:
+            raise StorageError(f"the server of {path} sends whole files, and ignores ranges")
+        if got < end - start:
+            raise ShortBody(f"{got} of {end - start} bytes came")
+        self._retry.moved(read=got)
+        return content
+
+
+def _reopen(url: str, options: dict[str, Any], timeout_s: float, on_wait: Any) -> Store:
+    return Store(url, options, timeout_s=timeout_s, on_wait=on_wait)

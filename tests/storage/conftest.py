@@ -1,0 +1,106 @@
+"""The stores that the contract is held against: each a kind of URL, and a way to put objects there."""
+
+import itertools
+import os
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_dp.storage import Store
+from tests.patience import PATIENCE_S
+from tests.storage.servers import http_server, s3_options
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Place:
+    """`plant(name, content)` puts an object below `url` without the code under test, which needs no writes."""
+
+    url: str
+    options: dict[str, Any]
+    backend: str
+    plant: Callable[[str, bytes], None]
+    lists: bool = True
+    stores: list[Store] = field(default_factory=list)
+
+    def open(self, name: str = "", **limits: Any) -> Store:
+        store = Store(f"{self.url}{name}{self.suffix}", self.options, **limits)
+        assert type(store._backend).__name__ == self.backend
+        return store
+
+    suffix: str = ""
+
+
+@pytest.fixture
+def bucket(moto):
+    """(endpoint, name) of a new bucket."""
+    name = f"bucket-{next(_numbers)}"
+    send("PUT", f"{moto}/{name}")
+    return moto, name
+
+
+def send(method: str, url: str, content: bytes | None = None) -> bytes:
+    # Without these moto takes the content for a form, and the sender for a stranger.
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "Authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request",
+    }
+    request = urllib.request.Request(url, content, headers, method=method)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return answer.read()
+
+
+def s3_place(endpoint: str, bucket: str, **more: Any) -> Place:
+    def plant(name: str, content: bytes) -> None:
+        send("PUT", f"{endpoint}/{bucket}/folder/{urllib.request.quote(name)}", content)
+
+    options = {**s3_options(endpoint), **more}
+    backend = "FsspecBackend" if more else "ObstoreBackend"
+    return Place(f"s3://{bucket}/folder/", options, backend, plant)
+
+
+def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
+    def plant(name: str, content: bytes) -> None:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        file.write_bytes(content)
+        if file.stat().st_mtime_ns == before:  # the clock of files is coarse
+            os.utime(file, ns=(before + 1000, before + 1000))
+
+    return plant
+
+
+@pytest.fixture(params=["file", "memory", "s3", "s3fs", "http", "http-fsspec"])
+def place(request, tmp_path):
+    kind = request.param
+    if kind == "file":
+        yield Place(f"file://{tmp_path}/", {}, "LocalBackend", _plant_file(tmp_path))
+    elif kind == "memory":
+        import fsspec
+
+        root = f"/contract-{next(_numbers)}/"
+        system = fsspec.filesystem("memory")
+        yield Place(
+            f"memory:/{root}", {}, "FsspecBackend", lambda n, c: system.pipe_file(root + n, c)
+        )
+    elif kind in ("s3", "s3fs"):
+        endpoint, bucket = request.getfixturevalue("bucket")
+        more = {"s3_additional_kwargs": {}} if kind == "s3fs" else {}
+        yield s3_place(endpoint, bucket, **more)
+    else:
+        with http_server(tmp_path) as url:
+            fsspec_too = kind == "http-fsspec"
+            yield Place(
+                f"{url}/",
+                {},
+                "FsspecBackend" if fsspec_too else "ObstoreBackend",
+                _plant_file(tmp_path),
+                lists=False,
+                suffix="?token=canary" if fsspec_too else "",
+            )

@@ -1,0 +1,102 @@
+"""Which backend serves a URL, and what it is told of the options."""
+
+import pytest
+
+from elastic_dp.storage import Store
+from elastic_dp.storage.obstore_backend import _TRANSLATIONS
+from tests.storage.servers import s3_options
+
+
+@pytest.fixture(autouse=True)
+def no_files_of_botocore(monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+
+
+def backend(url, options=None):
+    return type(Store(url, options)._backend).__name__
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("s3://bucket/a/b.parquet", "a/b.parquet"),
+        ("s3a://bucket/a/*.parquet", "a/*.parquet"),
+        ("s3://bucket", ""),
+        ("s3://bucket/a?/[b]#c.parquet", "a?/[b]#c.parquet"),
+        ("http://host:1/a%20b/c.parquet", "a b/c.parquet"),
+        ("/tmp/a/*.parquet", "/tmp/a/*.parquet"),
+        ("file:///tmp/a", "/tmp/a"),
+        ("memory://a/b", "/a/b"),
+    ],
+)
+def test_paths(url, path):
+    assert Store(url).path == path
+
+
+def test_the_words_of_s3fs_are_put_into_those_of_obstore():
+    told = _TRANSLATIONS["s3"](
+        "bucket", {**s3_options("http://e"), "token": "t", "use_listings_cache": 1}
+    )
+    assert told == {
+        "access_key_id": "AKIAEXAMPLE",
+        "secret_access_key": "canary-secret-of-the-tests",
+        "session_token": "t",
+        "endpoint": "http://e",
+        "region": "us-east-1",
+    }
+    assert _TRANSLATIONS["s3"]("bucket", {"anon": True}) == {"skip_signature": True}
+
+
+def test_the_words_of_gcsfs_and_adlfs():
+    gs, az = _TRANSLATIONS["gs"], _TRANSLATIONS["abfss"]
+    assert gs("b", {"token": "/key.json", "project": "p"}) == {"service_account": "/key.json"}
+    assert gs("b", {"token": "anon"}) == {"skip_signature": True}
+    assert gs("b", {"token": {"k": 1}}) == {"service_account_key": '{"k": 1}'}
+    assert gs("b", {"token": "browser"}) is None
+    assert az("c@acc.dfs.core.windows.net", {"account_key": "k"}) == {
+        "account_name": "acc",
+        "account_key": "k",
+    }
+    assert az("c", {"connection_string": "x"}) is None
+
+
+def test_what_obstore_has_no_word_for_goes_through_fsspec():
+    assert backend("s3://bucket", {"key": "k", "secret": "s"}) == "ObstoreBackend"
+    assert backend("s3://bucket", {"profile": "p"}) == "FsspecBackend"
+    assert backend("s3://bucket", {"client_kwargs": {"verify": False}}) == "FsspecBackend"
+    assert backend("http://host/x") == "ObstoreBackend"
+    assert backend("http://host/x?sig=1") == "FsspecBackend"
+    assert backend("http://host/x", {"headers": {"A": "b"}}) == "FsspecBackend"
+
+
+def test_credentials_in_botocore_s_file_go_through_s3fs(monkeypatch, tmp_path):
+    (tmp_path / "credentials").write_text("[default]")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    assert backend("s3://bucket") == "FsspecBackend"
+    assert backend("s3://bucket", {"key": "k", "secret": "s"}) == "ObstoreBackend"
+    assert backend("s3://bucket", {"anon": True}) == "ObstoreBackend"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    assert backend("s3://bucket") == "ObstoreBackend"
+
+
+def test_a_chained_url_is_read():
+    store = Store("memory://chained/folder")
+    store.write("/chained/folder/a.parquet", b"0123456789")
+    chained = Store("simplecache::memory://chained/folder/*.parquet")
+    (entry,) = chained.find(chained.path)
+    assert bytes(chained.read(entry.path, 2, 5, entry.version)) == b"234"
+
+
+def test_a_folder_of_another_file_system_is_read_and_written(tmp_path):
+    store = Store(f"dir::file://{tmp_path}", timeout_s=1.0)
+    path = f"{store.path}/deep/a.bin"
+    store.write(path, b"0123456789")
+    assert (tmp_path / "deep/a.bin").read_bytes() == b"0123456789"
+    (entry,) = store.find(store.path)
+    assert bytes(store.read(entry.path, 2, 5, entry.version)) == b"234"
+    store.delete(path)
+    store.delete(path)
+    assert store.find(store.path) == []
