@@ -40,13 +40,16 @@ def derive(*parts: int) -> int:
     return key
 
 
-def permute(index: npt.NDArray[np.int64], size: Words, key: Words) -> npt.NDArray[np.int64]:
+def permute(
+    index: npt.NDArray[np.int64], size: Words | np.uint64, key: Words | np.uint64
+) -> npt.NDArray[np.int64]:
     """Where each `index` goes in a permutation of 0…size-1 that `key` picks.
 
-    All three have one shape; each element has its own size and key. O(1) per element, without a table.
+    Size and key are one for all, or each element's own. O(1) per element, without a table.
     Sizes up to 2^52 (so that the square root is exact enough to be the same everywhere).
     """
     out = index.astype(np.uint64)
+    size, key = np.broadcast_to(size, out.shape), np.broadcast_to(key, out.shape)
     left_size = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     right_size = (size + left_size - np.uint64(1)) // left_size
     todo = np.arange(out.size)  # elements that are not yet inside 0…size-1
@@ -66,7 +69,8 @@ def _feistel(index: Words, a: Words, b: Words, key: Words) -> Words:
 
 
 def _round(key: Words, number: int, half: Words) -> Words:
-    return mix64_words(key ^ mix64_words(half + np.uint64((number + 1) * _GAMMA & _MASK)))
+    """Word (number, half) of the SplitMix64 sequence that starts at `key`."""
+    return mix64_words((half + np.uint64(number << 32)) * np.uint64(_GAMMA) + key)
 
 
 def mix64_words(words: Words) -> Words:

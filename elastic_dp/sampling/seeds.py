@@ -7,9 +7,11 @@ All are 64-bit words, as `torch.manual_seed` takes them; NumPy's old `seed` take
 
 from __future__ import annotations
 
+import numpy as np
+
 from elastic_dp.sampling.generator import derive
 
-_FORWARD, _BODY = 1, 2
+_FORWARD, _BODY, _TRANSFORM, _BATCH = 1, 2, 3, 4
 
 
 def seed_for(job_seed: int, step: int, virtual_worker: int) -> int:
@@ -20,3 +22,18 @@ def seed_for(job_seed: int, step: int, virtual_worker: int) -> int:
 def body_seed(job_seed: int, step: int) -> int:
     """For the loop's body after `step` (from 1; 0: what runs before the first step)."""
     return derive(_BODY, job_seed, step)
+
+
+def batch_seed(job_seed: int, step: int, virtual_worker: int) -> int:
+    """For user code that makes a micro-batch with global generators: not those numbers that dropout draws then."""
+    return derive(_BATCH, job_seed, step, virtual_worker)
+
+
+def generator_for(job_seed: int, step: int, virtual_worker: int) -> np.random.Generator:
+    """For `transform(batch, rng)`: its own stream, independent of `seed_for`'s, as no thread shares it.
+
+    NumPy promises that Philox keeps its bits; not that what a method of the generator (`normal`, `permutation`)
+    makes of them never changes with NumPy's version.
+    """
+    key = derive(_TRANSFORM, job_seed, step, virtual_worker)
+    return np.random.Generator(np.random.Philox(key=key))

@@ -1,14 +1,21 @@
 """Every row exactly once per epoch, whatever the row groups, V and b; and the order itself, pinned."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.order import BLOCK_ROW_GROUPS, STREAMS, Order
+from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 
 WANTED = [(1, 0), (1, 1), (4, 1), (5, 0)]  # (step, virtual worker)
+FEW, SOME, MANY = (
+    OPEN_BYTES // 2,
+    OPEN_BYTES // 5,
+    1,
+)  # bytes per row group, for S < V and for S >= V
 ragged = st.lists(st.integers(0, 60), min_size=1, max_size=25)
 
 
@@ -26,8 +33,10 @@ def epoch(order: Order, number: int) -> list[list[tuple[int, int]]]:
     return batches
 
 
+@settings(max_examples=300)
 @given(
     groups=ragged,
+    group_bytes=st.sampled_from([FEW, SOME, OPEN_BYTES // 20, MANY]),
     virtual_workers=st.integers(1, 9),
     micro_batch_size=st.integers(1, 9),
     seed=st.integers(0, 2**70),
@@ -36,12 +45,13 @@ def epoch(order: Order, number: int) -> list[list[tuple[int, int]]]:
     tail=st.sampled_from(["drop", "short"]),
 )
 def test_each_row_exactly_once(
-    groups, virtual_workers, micro_batch_size, seed, number, shuffle, tail
+    groups, group_bytes, virtual_workers, micro_batch_size, seed, number, shuffle, tail
 ):
     whole, total = virtual_workers * micro_batch_size, sum(groups)
     assume(total >= (whole if tail == "drop" else 1))
     order = Order(
-        group_rows=tuple(groups),
+        group_rows=groups,
+        group_bytes=[group_bytes] * len(groups),
         virtual_workers=virtual_workers,
         micro_batch_size=micro_batch_size,
         seed=seed,
@@ -61,24 +71,37 @@ def test_each_row_exactly_once(
         assert all(len(batch) == micro_batch_size for batch in batches)
 
 
+def located(order: Order, places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    found = [order.locate(step, virtual_worker) for step, virtual_worker in places]
+    return [list(zip(groups.tolist(), rows.tolist(), strict=True)) for groups, rows in found]
+
+
 def test_golden_order():
-    order = Order(group_rows=(5, 0, 7, 3, 9), virtual_workers=2, micro_batch_size=3, seed=42)
+    """Pinned anew with "order 2": streams by the size of row groups, the turn without cuts, faster rounds."""
+    settings = dict(group_rows=[5, 0, 7, 3, 9], virtual_workers=2, micro_batch_size=3, seed=42)
+    order = Order(**settings)
+    assert order.identity == "order 2 seed=42 b=3 V=2 shuffle=rows tail=drop streams=16"
     assert order.steps_per_epoch == 4
-    places = [
-        [(g, r) for g, r in zip(*map(list, order.locate(s, v)), strict=True)] for s, v in WANTED
+    assert located(order, WANTED) == [
+        [(4, 6), (4, 8), (3, 1)],
+        [(2, 2), (2, 3), (2, 5)],
+        [(2, 4), (2, 6), (4, 1)],
+        [(4, 1), (4, 3), (4, 4)],
     ]
-    assert places == [
-        [(2, 1), (2, 4), (2, 5)],
-        [(4, 2), (4, 4), (4, 6)],
-        [(4, 3), (4, 5), (4, 8)],
-        [(2, 0), (2, 2), (2, 4)],
+    shared = Order(**settings, group_bytes=[1 << 30] * 5)
+    assert shared.identity == "order 2 seed=42 b=3 V=2 shuffle=rows tail=drop streams=1"
+    assert located(shared, WANTED) == [
+        [(4, 6), (4, 7), (4, 8)],
+        [(3, 0), (3, 1), (3, 2)],
+        [(4, 0), (4, 3), (4, 2)],
+        [(4, 6), (4, 4), (4, 5)],
     ]
-    full = Order(group_rows=(24,), virtual_workers=2, micro_batch_size=4, seed=42, shuffle="full")
+    full = Order(group_rows=[24], virtual_workers=2, micro_batch_size=4, seed=42, shuffle="full")
     assert [full.locate(s, v)[1].tolist() for s, v in WANTED] == [
-        [12, 22, 14, 17],
-        [1, 6, 21, 19],
-        [10, 15, 5, 17],
-        [18, 19, 22, 9],
+        [15, 4, 13, 20],
+        [11, 23, 19, 22],
+        [15, 10, 0, 21],
+        [2, 11, 7, 8],
     ]
 
 
@@ -105,18 +128,61 @@ def test_epochs_and_seeds_differ():
     assert len(rows) == 6
 
 
-def test_a_virtual_worker_has_few_row_groups_open():
-    order = Order(group_rows=(100,) * 640, virtual_workers=4, micro_batch_size=16)
+def stretches(used: list[set[int]]) -> int:
+    """How often a row group is read, if it is dropped after the first step that does not use it."""
+    return sum(len(now - before) for before, now in pairwise([set(), *used]))
+
+
+def test_a_virtual_worker_reads_each_of_its_row_groups_once():
+    order = Order(group_rows=[100] * 640, virtual_workers=4, micro_batch_size=16)
     steps = range(1, order.steps_per_epoch + 1)
     used = [set(order.locate(step, 2)[0].tolist()) for step in steps]
-    assert max(map(len, used)) <= 2 * STREAMS * BLOCK_ROW_GROUPS  # where all go to their next block
-    half_a_group = [
-        set().union(*used[i : i + 25]) for i in range(len(used) - 25)
-    ]  # 25 · 16 / 8 rows
-    assert max(map(len, half_a_group)) <= 2 * STREAMS * BLOCK_ROW_GROUPS
-    assert (
-        len(set().union(*used)) <= 640 / 4 + STREAMS + 1
-    )  # one virtual worker reads each, but for cuts
+    assert order.streams == 4 * STREAMS
+    assert order.open_row_groups(1) == STREAMS
+    assert order.open_row_groups(4) == 4 * STREAMS
+    assert max(map(len, used)) <= 2 * STREAMS  # all go to their next row group in the same step
+    cuts = STREAMS + 1
+    assert stretches(used) <= 640 / 4 + cuts
+
+
+@pytest.mark.parametrize(
+    ("group_bytes", "streams"),
+    [
+        (None, 64),
+        (1, 64),
+        (8 << 20, 64),
+        (11 << 20, 40),
+        (64 << 20, 8),
+        (65 << 20, 7),
+        (2 << 30, 1),
+    ],
+)
+def test_streams_follow_from_the_size_of_row_groups(group_bytes, streams):
+    sizes = None if group_bytes is None else [group_bytes] * 100
+    order = Order(group_rows=[1000] * 100, group_bytes=sizes, virtual_workers=8, micro_batch_size=4)
+    assert order.streams == order.open_row_groups(8) == streams
+    assert f"streams={streams}" in order.identity
+
+
+@pytest.mark.parametrize("fit", [1, 2, 3, 5, 7])
+def test_virtual_workers_share_a_stream_of_large_row_groups(fit):
+    order = Order(
+        group_rows=[500] * 30,
+        group_bytes=[OPEN_BYTES // fit] * 30,
+        virtual_workers=8,
+        micro_batch_size=10,
+    )
+    steps = range(1, order.steps_per_epoch + 1)
+    located = [[order.locate(step, v)[0] for v in range(8)] for step in steps]
+    for count in (1, 2, 3, 8):  # virtual workers of one worker, wherever its range begins
+        for first in range(8 - count + 1):
+            used = [set(np.concatenate(step[first : first + count]).tolist()) for step in located]
+            at_once = order.open_row_groups(count)
+            assert at_once <= fit
+            assert max(map(len, used)) <= 2 * at_once
+            assert np.mean(list(map(len, used))) <= 1.5 * at_once  # two only where one ends
+            of_a_team = 30 * -(-8 // fit) / 8  # row groups
+            assert stretches(used) <= at_once * (of_a_team + 3)  # and those that a cut runs through
 
 
 def test_the_dropped_rows_differ_per_epoch_even_with_one_row_group():
@@ -144,3 +210,15 @@ def test_too_few_rows(tail, way_out):
     assert f"{rows[0]} rows" in said
     assert "4 virtual workers × micro_batch_size 8" in said
     assert way_out in said
+
+
+def test_a_pure_function_of_step_and_virtual_worker():
+    """Asked in any order, by any object: what a fleet does cannot show."""
+    settings = dict(virtual_workers=3, micro_batch_size=4, seed=5, tail="short")
+    for size in (FEW, SOME, MANY):
+        shape = dict(group_rows=[30, 7, 19, 1, 44], group_bytes=[size] * 5)
+        forward, other = Order(**shape, **settings), Order(**shape, **settings)
+        asked = [(step, v) for step in (1, 2, 9, 10, 11, 40, 10**7) for v in range(3)]
+        there = located(forward, asked)
+        assert there == located(other, asked[::-1])[::-1]
+        assert located(forward, asked) == there

@@ -1,0 +1,65 @@
+"""One epoch's line: all row groups in a permuted order, end to end, and turned by a random offset.
+
+A *place* is a number from 0 to the number of rows - 1; each row has exactly one. The turn is for data sets of
+few row groups: without it the same rows would be the dropped tail of every epoch. It is addition modulo the
+number of rows, so no row group is cut up for it.
+
+A line holds 16 bytes per row group, and takes little more while it is made.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_dp.sampling.generator import derive, mix64_words, permute
+
+Ints = npt.NDArray[np.int64]
+
+_GROUPS, _OFFSET, _BLOCK = 1, 2, 3  # what a key is for
+_AT_ONCE = 1 << 14  # row groups permuted in one go: what that takes stays in the cache
+
+
+class Line:
+    """Of row groups with `group_rows` rows, in the `epoch` of an order with this `seed`."""
+
+    def __init__(self, group_rows: Ints, *, seed: int, epoch: int) -> None:
+        self._group = _permuted(len(group_rows), derive(_GROUPS, seed, epoch))
+        self._bounds = bounds_of(group_rows, self._group)
+        self._num_rows = int(self._bounds[-1])
+        self._offset = derive(_OFFSET, seed, epoch) % self._num_rows
+        self._key = np.uint64(derive(_BLOCK, seed, epoch))
+
+    def locate(self, place: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """(row group, row in it) at each `place` of a stream that has the places `low`…`high` - 1.
+
+        The part of a row group that lies in one stream is a *block*; in it the rows are permuted.
+        """
+        turned = place + self._offset
+        around = turned // self._num_rows * self._num_rows  # behind the end is the start again
+        number = np.searchsorted(self._bounds, turned - around, side="right") - 1
+        first, behind = self._bounds[number] + around, self._bounds[number + 1] + around
+        low = np.maximum(first, low + self._offset)
+        high = np.minimum(behind, high + self._offset)
+
+        key = self._key ^ mix64_words(low.astype(np.uint64))
+        moved = permute(turned - low, (high - low).astype(np.uint64), key)
+        return self._group[number], low + moved - first
+
+
+def bounds_of(group_rows: Ints, order: Ints | None = None) -> Ints:
+    """Row groups end to end: number i has the places bounds[i]…bounds[i + 1] - 1."""
+    bounds = np.zeros(len(group_rows) + 1, dtype=np.int64)
+    bounds[1:] = group_rows
+    if order is not None:
+        np.take(group_rows, order, out=bounds[1:], mode="clip")  # "raise" makes a copy
+    np.cumsum(bounds, out=bounds)
+    return bounds
+
+
+def _permuted(count: int, key: int) -> Ints:
+    order = np.empty(count, dtype=np.int64)
+    for first in range(0, count, _AT_ONCE):
+        index = np.arange(first, min(first + _AT_ONCE, count), dtype=np.int64)
+        order[first : first + len(index)] = permute(index, np.uint64(count), np.uint64(key))
+    return order

@@ -1,0 +1,187 @@
+"""Several sources: exact proportions, each row once per epoch of its source, from any start."""
+
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_dp.errors import DataError
+from elastic_dp.sampling.mixture import SLOTS, Mixture, Source
+from elastic_dp.sampling.order import OPEN_BYTES
+
+
+def mixture(*sources: tuple[float, list[int]], group_bytes: int = 1, **settings) -> Mixture:
+    found = [
+        Source(name=f"s{i}", weight=weight, group_rows=rows, group_bytes=[group_bytes] * len(rows))
+        for i, (weight, rows) in enumerate(sources)
+    ]
+    return Mixture(found, **settings)
+
+
+def consumed(mixed: Mixture, steps: range) -> list[tuple[int, int]]:
+    """(row group, row) of all virtual workers, step by step."""
+    seen = []
+    for step in steps:
+        for v in range(mixed.virtual_workers):
+            groups, rows = mixed.locate(step, v)
+            assert len(groups) == len(rows) == mixed.rows(step, v) == mixed.micro_batch_size
+            seen += zip(groups.tolist(), rows.tolist(), strict=True)
+    return seen
+
+
+ragged = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sources=st.lists(st.tuples(st.floats(0.05, 5), ragged), min_size=1, max_size=4),
+    group_bytes=st.sampled_from([1, OPEN_BYTES // 9, OPEN_BYTES]),
+    slots=st.sampled_from([1, 10, 64, SLOTS]),  # small: many periods in a few steps
+    virtual_workers=st.integers(1, 7),
+    micro_batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**70),
+    shuffle=st.sampled_from(["none", "rows", "full"]),
+)
+def test_each_row_once_in_each_epoch_of_its_source(
+    sources, group_bytes, slots, virtual_workers, micro_batch_size, seed, shuffle
+):
+    with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
+        mixed = mixture(
+            *sources,
+            group_bytes=group_bytes,
+            virtual_workers=virtual_workers,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            shuffle=shuffle,
+        )
+    steps = 40
+    times = Counter(consumed(mixed, range(1, steps + 1)))
+    first = 0
+    for number, (_, groups) in enumerate(sources):
+        every = [(first + g, row) for g, rows in enumerate(groups) for row in range(rows)]
+        counts = [times.pop(row, 0) for row in every]
+        epochs = mixed.source_epochs(steps)[number]
+        assert sum(counts) == pytest.approx(epochs * len(every))
+        # Virtual workers differ by up to a few rows of the source, which in a tiny one are an epoch.
+        apart = 1 + -(-8 * virtual_workers // len(every))
+        assert epochs - apart <= min(counts) and max(counts) <= epochs + apart
+        first += len(groups)
+    assert not times, "a row that no source has"
+
+
+@pytest.mark.parametrize("virtual_workers", [1, 3, 8])
+@pytest.mark.parametrize("group_bytes", [1, OPEN_BYTES // 5])
+@pytest.mark.parametrize("slots", [50, SLOTS])
+def test_the_rows_of_one_source_are_its_epochs_end_to_end(virtual_workers, group_bytes, slots):
+    """Row j of virtual worker 0, of 1, …, then row j + 1: that is epoch 0, then epoch 1, …, exactly."""
+    with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
+        mixed = mixture(
+            (0.7, [40, 3, 25]),
+            (0.3, [11]),
+            group_bytes=group_bytes,
+            virtual_workers=virtual_workers,
+            micro_batch_size=4,
+            seed=5,
+        )
+    for source, (rows, groups) in enumerate([(68, [0, 1, 2]), (11, [3])]):
+        per_worker = [
+            [
+                pair
+                for step in range(1, 1 + 300 // virtual_workers)
+                for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
+                if pair[0] in groups
+            ]
+            for v in range(virtual_workers)
+        ]
+        whole = min(map(len, per_worker))
+        in_order = [own[j] for j in range(whole) for own in per_worker]
+        for epoch in range(len(in_order) // rows):
+            assert len(set(in_order[epoch * rows : (epoch + 1) * rows])) == rows
+        assert len(in_order) // rows >= 3, f"source {source} must be seen more than once"
+
+
+def test_weights_are_exact_in_each_period_and_close_in_each_step():
+    mixed = mixture(
+        (0.5, [1000] * 50), (0.3, [70] * 9), (0.2, [999]), virtual_workers=16, micro_batch_size=512
+    )
+    assert mixed.period == SLOTS
+    assert mixed.quotas == (32768, 19661, 13107)
+    bounds = [50, 59]
+    per_period = SLOTS // 512
+    for v in (0, 7):
+        for first in (1, 1 + per_period):  # two periods, each from its start
+            groups = [mixed.locate(step, v)[0] for step in range(first, first + per_period)]
+            source = np.searchsorted(bounds, np.concatenate(groups), side="right")
+            assert np.bincount(source).tolist() == list(mixed.quotas)
+    for step in (1, 64, 128, 129, 1000):
+        groups = np.concatenate([mixed.locate(step, v)[0] for v in range(16)])
+        count = np.bincount(np.searchsorted(bounds, groups, side="right"))
+        assert np.abs(count - 16 * 512 * np.array([0.5, 0.3, 0.2])).max() <= 3
+
+
+def test_virtual_workers_of_one_row_do_not_all_take_the_same_source():
+    mixed = mixture((1, [10_000]), (1, [10_000]), virtual_workers=64, micro_batch_size=1)
+    for step in range(1, 50):
+        groups = [int(mixed.locate(step, v)[0][0]) for v in range(64)]
+        assert abs(sum(groups) - 32) <= 2
+
+
+def test_a_pure_function_of_step_and_virtual_worker():
+    """Asked in any order, by any object: what a fleet does cannot show."""
+    shape = [(0.9, [50] * 20), (0.1, [7, 5])]
+    settings = dict(virtual_workers=4, micro_batch_size=8, seed=3)
+    forward, other = mixture(*shape, **settings), mixture(*shape, **settings)
+    asked = [(step, v) for step in (1, 2, 8191, 8192, 8193, 10**9) for v in range(4)]
+    first = {place: str(forward.locate(*place)) for place in asked}
+    assert first == {place: str(other.locate(*place)) for place in reversed(asked)}
+    changed = mixture(*shape, virtual_workers=4, micro_batch_size=8, seed=4)
+    assert str(changed.locate(1, 0)) != first[1, 0]
+
+
+def test_quotas_of_weights_that_do_not_fit():
+    tiny = mixture((1e-9, [5]), (1, [5]), (2, [5]), virtual_workers=2, micro_batch_size=100)
+    assert tiny.period % 100 == 0 and tiny.period - SLOTS < 100
+    assert sum(tiny.quotas) == tiny.period and tiny.quotas[0] == 1
+    assert tiny.quotas[2] == pytest.approx(2 * tiny.quotas[1], abs=2)
+
+
+def test_memory_is_shared_by_weight():
+    size = OPEN_BYTES // 80
+    mixed = mixture(
+        (3, [9] * 99), (1, [9] * 99), group_bytes=size, virtual_workers=8, micro_batch_size=4
+    )
+    assert mixed.open_row_groups(8) == 56 + 16  # 60 and 20 fit, in multiples of 8
+    assert mixed.open_row_groups(1) == 7 + 2
+    assert "streams=56" in mixed.identity and "streams=16" in mixed.identity
+
+
+def test_epochs_of_a_mixture_are_for_reports():
+    mixed = mixture((1, [100]), (3, [100]), virtual_workers=2, micro_batch_size=10)
+    assert mixed.num_rows == 200
+    assert mixed.steps_per_epoch == 10
+    assert [mixed.epoch_of(step) for step in (1, 10, 11)] == [0, 0, 1]
+    assert mixed.ends_epoch(10) and not mixed.ends_epoch(11)
+    assert mixed.source_epochs(20) == pytest.approx((1, 3), abs=0.05)
+    small = mixture((1, [3]), virtual_workers=2, micro_batch_size=10)
+    assert small.steps_per_epoch == 1
+
+
+def test_a_source_without_rows():
+    with pytest.raises(DataError, match="s1 has no rows; leave this source out"):
+        mixture((1, [5]), (1, [0]), virtual_workers=1, micro_batch_size=1)
+
+
+def test_golden_mixture():
+    """Pinned: a change here changes the order of every run of several sources."""
+    mixed = mixture((2, [6, 5]), (1, [4]), virtual_workers=2, micro_batch_size=4, seed=42)
+    places = [(1, 0), (1, 1), (2, 0), (20000, 1)]
+    located = [[pair.tolist() for pair in mixed.locate(*place)] for place in places]
+    assert [list(zip(*pair, strict=True)) for pair in located] == [
+        [(0, 1), (0, 2), (2, 3), (0, 3)],
+        [(2, 1), (1, 1), (1, 2), (2, 2)],
+        [(2, 0), (0, 4), (0, 5), (2, 2)],
+        [(2, 1), (0, 3), (0, 4), (2, 3)],
+    ]
