@@ -1,9 +1,11 @@
-"""Arrow columns to arrays, and rows out of them, without Python per row where a row is numbers.
+"""Arrow columns to arrays, without Python per row, and without a copy where Arrow's memory is an array.
 
 - whole numbers, floats, bools: arrays [rows]
-- fixed-size lists of those (nested too): arrays [rows, size, …]
-- lists: where all of a micro-batch have one length, an array [rows, length]; else a list of arrays
-- strings, binary: lists of str or bytes, where a null is None; nulls anywhere else are a DataError
+- fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
+- fixed-size binary: bytes as arrays uint8 [rows, size]
+- lists: where all have one length, arrays [rows, length]; else `Lists`
+- structs: their leaves, as columns "a.b"; dictionaries: what they stand for
+- strings, binary: stay Arrow's, where a null is None; nulls anywhere else are a DataError
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_dp.data.schema import is_text, type_name
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -25,69 +29,81 @@ class Lists:
     """Row i is values[offsets[i]:offsets[i+1]]."""
 
     values: Array
-    offsets: npt.NDArray[np.int64]
+    offsets: Ints
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
 
 
 Column = Any  # Array, Lists, or a pa.Array of text
 
 
+def decode_table(table: pa.Table, names: list[str], where: str) -> dict[str, Column]:
+    """The columns `names`, structs as their leaves. `where` is for errors."""
+    while any(pa.types.is_struct(field.type) for field in table.schema):
+        table = table.flatten()
+    return {
+        name: decode_column(table.column(name), f"column {name!r} of {where}") for name in names
+    }
+
+
 def decode_column(column: pa.ChunkedArray, where: str) -> Column:
-    """`where` names the column in errors. Numbers stay views of Arrow's memory: not to be written to."""
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column = column.cast(kind.value_type)
-    array = column.combine_chunks()
+    """Numbers stay views of Arrow's memory: not to be written to."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    if _is_text(array.type):
+    if is_text(array.type):
         return array
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        _refuse_nulls(array, where)
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        return Lists(_numbers(array.flatten(), where), offsets - offsets[0])
+    if _is_list(array.type):
+        return _lists(array, where)
     return _numbers(array, where)
 
 
-def gather(
-    parts: list[tuple[Column, npt.NDArray[np.int64], npt.NDArray[np.int64]]], count: int
-) -> Array | list[Any]:
-    """Each part is (column, rows in it, their places in the result); together the places are 0…count-1."""
-    first = parts[0][0]
-    if isinstance(first, np.ndarray):
-        out = np.empty((count, *first.shape[1:]), dtype=first.dtype)
-        for column, rows, places in parts:
-            out[places] = column[rows]
-        return out
-    objects: list[Any] = [None] * count
-    for column, rows, places in parts:
-        for place, item in zip(places.tolist(), _objects(column, rows), strict=True):
-            objects[place] = item
-    if isinstance(first, Lists) and len({len(item) for item in objects}) == 1:
-        return np.stack(objects)
-    return objects
-
-
-def _objects(column: Column, rows: npt.NDArray[np.int64]) -> list[Any]:
-    if isinstance(column, Lists):
-        starts, ends = column.offsets[rows].tolist(), column.offsets[rows + 1].tolist()
-        return [column.values[start:end].copy() for start, end in zip(starts, ends, strict=True)]
-    picked: list[Any] = column.take(pa.array(rows)).to_pylist()
-    return picked
+def _lists(array: pa.Array, where: str) -> Array | Lists:
+    """An array [rows, length, …] where all rows have one length."""
+    _refuse_nulls(array, where)
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    inner = array.flatten()
+    if _is_list(inner.type):
+        values = _lists(inner, where)
+        if isinstance(values, Lists):
+            raise DataError(
+                f"{where} holds lists of lists of different lengths, which has no tensor; flatten them in the "
+                "shards, or leave the column out by DataConfig.columns"
+            )
+    else:
+        values = _numbers(inner, where)
+    lengths = np.diff(offsets)
+    if len(lengths) and (lengths == lengths[0]).all():
+        return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])
+    return Lists(values, offsets - offsets[0])
 
 
 def _numbers(array: pa.Array, where: str) -> Array:
     """[rows, …] of a column of numbers or of fixed-size lists of them."""
     _refuse_nulls(array, where)
     kind = array.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        tensors: Array = array.to_numpy_ndarray()
+        return tensors
+    if isinstance(kind, pa.BaseExtensionType):
+        return _numbers(array.storage, where)
     if pa.types.is_fixed_size_list(kind):
         inner = _numbers(array.flatten(), where)
         return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+    if pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind):
+        content = np.frombuffer(array.buffers()[1], dtype=np.uint8)
+        rows = content[array.offset * kind.byte_width :][: len(array) * kind.byte_width]
+        return rows.reshape(len(array), kind.byte_width)
     if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
         numbers: Array = array.to_numpy(zero_copy_only=False)
         return numbers
     raise DataError(
-        f"{where} is {kind}, which has no tensor; use numbers, lists of numbers, strings or binary, or "
-        "leave it out by DataConfig.columns"
+        f"{where} is {type_name(kind)}, which has no tensor; use numbers, lists of numbers, structs of them, "
+        "strings or binary, or leave it out by DataConfig.columns"
     )
 
 
@@ -99,11 +115,5 @@ def _refuse_nulls(array: pa.Array, where: str) -> None:
         )
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_fixed_size_binary(kind)
-    )
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

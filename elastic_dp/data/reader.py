@@ -1,132 +1,358 @@
-"""Row groups on their way into memory: read and decoded once, kept while they are in use, dropped oldest first.
+"""Row groups on their way into memory: many in flight, in the order in which they are needed, within a budget.
 
-`rows(groups, rows)` gathers the rows of one micro-batch from decoded row groups; `want(groups)` says that some
-will be needed soon, and a few threads read them meanwhile. Both return what they would without the other.
-Decoded row groups are shared, so what `rows` returns is always a copy that the caller owns.
+`plan` says that somebody will need some row groups; threads read those meanwhile, the ones needed first before the
+others. `take` gives those that are here, and waits for one if none is; `release` lets go of them. Three things
+always hold:
+
+- The bytes of decoded row groups plus the estimates of those being read stay within the budget, unless an
+  estimate was too low.
+- A row group that nobody needs any more is dropped. (`keep`: it stays for as long as nothing else wants
+  its memory, which is for orders that come back to it.)
+- Whoever needs something first gets memory for it: from what is needed later, which is then read again. Row groups
+  are let go of one by one, so nothing waits for ever, however small the budget, as long as each one fits.
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
+from elastic_dp.data.columns import Column
+from elastic_dp.data.row_groups import RowGroups
+from elastic_dp.errors import BadShard
 
-from elastic_dp.data.columns import Column, decode_column, gather
-from elastic_dp.data.manifest import Manifest, open_file_system
-from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
+Key = tuple[int, ...]  # whose need it is; the smaller, the sooner
+Columns = Mapping[str, Column]
 
-CACHE_BYTES = 1 << 30
-READ_THREADS = 4
-FOOTERS_KEPT = 1024
+READ_THREADS = 32  # as many requests are in flight
+READS_PER_PLAN = 8  # so that planning, which needs the interpreter, delays no first read
 
-_Group = dict[str, Column]
+
+class Moved(Exception):
+    """The plan changed, or all was closed, while `take` waited: look at it again."""
+
+
+@dataclass(slots=True, eq=False)
+class _RowGroup:
+    """One that is planned, being read or here."""
+
+    number: int
+    nbytes: int  # an estimate until it is here
+    uses: set[Key] = field(default_factory=set)
+    queued_at: Key | None = None
+    reading: bool = False
+    content: Columns | Exception | None = None
+    pins: int = 0  # how many are copying rows from it
 
 
 class RowGroupReader:
-    """Of one data set in one process; may be called by several threads."""
+    """Of one data set in one process; called by several threads. Threads start with the first plan or take.
+
+    `more` is called, in a reading thread, while what is planned and not met takes less than the memory: it may plan
+    more, and returns whether it did. So what is needed again within that is known, and stays.
+    """
 
     def __init__(
-        self, config: DataConfig, manifest: Manifest, *, cache_bytes: int = CACHE_BYTES
+        self,
+        row_groups: RowGroups,
+        memory_bytes: int,
+        *,
+        threads: int = READ_THREADS,
+        keep: bool = False,
+        more: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._manifest = manifest
-        self._columns = [name for name, _ in manifest.columns]
-        self._system, _ = open_file_system(config)
-        self._cache_bytes = cache_bytes
+        self._row_groups, self._keep, self._more = row_groups, keep, more
+        self.memory_bytes, self._num_threads = memory_bytes, threads
+        self.bytes_held = self.bytes_peak = 0  # decoded or being read
+        self.groups_read = self.groups_evicted = 0  # evicted: dropped although still needed
         self._lock = threading.Lock()
-        self._groups: OrderedDict[int, Future[tuple[_Group, int]]] = (
-            OrderedDict()
-        )  # oldest use first
-        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
-        self._read_bytes = 0  # of decoded row groups that are kept
-        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="elastic-dp-read")
+        self._work = threading.Condition(self._lock)  # there may be something to read
+        self._arrived = threading.Condition(self._lock)  # something is here, or the plan changed
+        self._groups: dict[int, _RowGroup] = {}
+        self._needs: dict[Key, set[int]] = {}
+        self._queue: list[tuple[Key, int]] = []  # unread ones, by the first need; a heap
+        self._spare: dict[int, None] = {}  # here, but not needed; oldest first
+        self._waiting: set[Key] = set()
+        self._in_flight = self._pinned = self._moves = 0
+        self._needed_bytes = 0  # of all that somebody needs, here or not
+        self._dry = False  # `more` had nothing more
+        self._freed = False  # memory, since somebody looked
+        self._failure: Exception | None = None
+        self._asking = False
         self._closed = False
+        self._threads: list[threading.Thread] = []
 
-    def rows(
-        self, groups: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-    ) -> dict[str, npt.NDArray[Any] | list[Any]]:
-        """Row `rows[i]` of row group `groups[i]`, in this order: arrays [len(rows), …], or lists of objects."""
-        distinct = sorted(set(groups.tolist()))
-        waiting = [self._start(group) for group in distinct]
-        places = [np.flatnonzero(groups == group) for group in distinct]
-        loaded = [future.result()[0] for future in waiting]
-        return {
-            name: gather(
-                [(g[name], rows[at], at) for g, at in zip(loaded, places, strict=True)], len(rows)
-            )
-            for name in self._columns
-        }
+    def plan(self, needs: Iterable[tuple[Key, Sequence[int]]]) -> None:
+        """Who will need which row groups. A hint: nothing once closed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._start()
+            for key, groups in needs:
+                self._add(key, groups)
+            self._dry = False
+            self._work.notify()
 
-    def want(self, groups: Iterable[int]) -> None:
-        """Starts to read those that are not here yet, and does not wait. A hint: nothing once closed."""
-        for group in groups:
-            if not self._closed:
-                self._start(group)
+    def forget(self, keys: Iterable[Key]) -> None:
+        """These need nothing any more. Whoever waits looks at the plan again: it may have become another's turn."""
+        with self._lock:
+            for key in keys:
+                self._forget(key)
+            self._moves += 1
+            self._dry = False
+            self._arrived.notify_all()
+            self._work.notify()
+
+    def take(self, key: Key, groups: Sequence[int]) -> dict[int, Columns | BadShard]:
+        """Those of the row groups that are here, at least one; they stay until `release`. One that cannot be
+        decoded is its BadShard. Raises what reading raised, and Moved after `forget`."""
+        with self._lock:
+            self._start()
+            self._add(key, groups)
+            needed = [self._groups[number] for number in groups]
+            try:
+                here = self._wait_for(key, needed)
+            except Moved:
+                raise
+            except Exception:
+                self._forget(key)
+                raise
+            for group in here:
+                group.pins += 1
+            self._pinned += len(here)
+            return {group.number: group.content for group in here}  # type: ignore[misc]
+
+    def release(self, key: Key, groups: Iterable[int]) -> None:
+        """After `take`: the rows are copied, and the need is met."""
+        with self._lock:
+            for number in groups:
+                self._groups[number].pins -= 1
+                self._pinned -= 1
+                self._remove(key, number)
+            if self._queue or self._freed:
+                self._freed = self._dry = False
+                self._work.notify()
 
     def close(self) -> None:
+        """Ends the threads, when what they are reading is here, and lets go of everything."""
         with self._lock:
             self._closed = True
-            self._groups.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+            self._work.notify_all()
+            self._arrived.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._row_groups.close()
+        self._groups.clear()
+        self._needs.clear()
+        self._spare.clear()
 
-    def _start(self, group: int) -> Future[tuple[_Group, int]]:
-        with self._lock:
-            future = self._groups.get(group)
-            if future is not None and not (future.done() and future.exception()):
-                self._groups.move_to_end(group)
-                return future
-            if self._closed:
-                raise RuntimeError("the data set is closed")
-            future = self._groups[group] = self._pool.submit(self._load, group)
-            self._groups.move_to_end(group)
-        future.add_done_callback(self._count)
-        return future
+    # ------------------------------------------------------------------- needs; all under the lock
 
-    def _count(self, future: Future[tuple[_Group, int]]) -> None:
-        """Counts what has arrived, and drops the row groups that were not used for longest."""
-        if future.cancelled() or future.exception():
-            return
-        with self._lock:
-            self._read_bytes += future.result()[1]
-            for group, oldest in list(self._groups.items()):
-                if self._read_bytes <= self._cache_bytes or len(self._groups) == 1:
-                    break
-                if oldest is not future and oldest.done() and not oldest.exception():
-                    del self._groups[group]
-                    self._read_bytes -= oldest.result()[1]
+    def _add(self, key: Key, groups: Sequence[int]) -> None:
+        needs = self._needs.setdefault(key, set())
+        for number in groups:
+            if number in needs:
+                continue
+            needs.add(number)
+            group = self._groups.get(number)
+            if group is None:
+                size = int(self._row_groups.nbytes[number])
+                group = self._groups[number] = _RowGroup(number, size)
+            if not group.uses:
+                self._needed_bytes += group.nbytes
+            group.uses.add(key)
+            self._spare.pop(number, None)
+            if group.content is None and not group.reading:
+                self._enqueue(group, key)
 
-    def _load(self, group: int) -> tuple[_Group, int]:
-        number, index, _ = self._manifest.groups[group]
-        shard = self._manifest.shards[number]
+    def _enqueue(self, group: _RowGroup, key: Key) -> None:
+        if group.queued_at is None or key < group.queued_at:
+            group.queued_at = key
+            heapq.heappush(self._queue, (key, group.number))
+
+    def _forget(self, key: Key) -> None:
+        for number in list(self._needs.get(key, ())):
+            self._remove(key, number)
+
+    def _remove(self, key: Key, number: int) -> None:
+        group, needs = self._groups[number], self._needs.get(key, set())
+        needs.discard(number)
+        if not needs:
+            self._needs.pop(key, None)
+        if key in group.uses:
+            group.uses.discard(key)
+            if not group.uses:
+                self._needed_bytes -= group.nbytes
+        if not group.uses:
+            self._unneeded(group)
+
+    def _unneeded(self, group: _RowGroup) -> None:
+        if group.reading or group.pins:
+            return  # decided when it is here, or let go of
+        if self._keep and isinstance(group.content, dict):
+            self._spare[group.number] = None
+        else:
+            self._drop(group)
+
+    def _drop(self, group: _RowGroup) -> None:
+        if group.content is not None:
+            self.bytes_held -= group.nbytes
+            group.content, self._freed = None, True  # somebody may still know the group
+        self._spare.pop(group.number, None)
+        del self._groups[group.number]
+
+    def _wait_for(self, key: Key, needed: list[_RowGroup]) -> list[_RowGroup]:
+        """Those that are here."""
+        moves = self._moves
+        self._waiting.add(key)
         try:
-            with self._system.open(shard.path, "rb") as raw:
-                file = pq.ParquetFile(raw, metadata=self._footers.get(number), pre_buffer=True)
-                self._keep_footer(number, file.metadata)
-                same = file.metadata.num_row_groups == len(shard.group_rows)
-                if not same or file.metadata.row_group(index).num_rows != shard.group_rows[index]:
-                    raise DataError(f"{shard.name} was rewritten while the run used it")
-                table = file.read_row_group(index, columns=self._columns, use_threads=False)
-        except DataError:
-            raise
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"cannot read row group {index} of {shard.name}: {type(error).__name__}: {error}"
-            ) from error
-        decoded = {
-            name: decode_column(table.column(name), f"column {name!r} of {shard.name}")
-            for name in self._columns
-        }
-        return decoded, table.nbytes
+            while True:
+                if self._closed or moves != self._moves:
+                    raise Moved
+                if self._failure is not None:
+                    raise self._failure
+                here = [group for group in needed if group.content is not None]
+                for group in here:
+                    self._raise_unless_bad(group)
+                if here:
+                    return here
+                self._work.notify()
+                self._arrived.wait()
+        finally:
+            self._waiting.discard(key)
 
-    def _keep_footer(self, number: int, footer: pq.FileMetaData) -> None:
+    def _raise_unless_bad(self, group: _RowGroup) -> None:
+        """A row group that cannot be decoded stays so; anything else may go better the next time."""
+        error = group.content
+        if isinstance(error, Exception) and not isinstance(error, BadShard):
+            self._unread(group)
+            raise error
+
+    def _unread(self, group: _RowGroup) -> None:
+        """As if it had never been read, with its needs."""
+        self.bytes_held -= group.nbytes
+        group.content, nbytes = None, int(self._row_groups.nbytes[group.number])
+        self._needed_bytes += nbytes - group.nbytes
+        group.nbytes = nbytes
+        group.queued_at = None
+        self._enqueue(group, min(group.uses))
+
+    # ---------------------------------------------------------------------------- reading threads
+
+    def _start(self) -> None:
+        if self._threads or self._closed:
+            return
+        for number in range(self._num_threads):
+            thread = threading.Thread(
+                target=self._run, name=f"elastic-dp-read-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self) -> None:
+        while (group := self._next()) is not None:
+            content: Any
+            try:
+                content, nbytes = self._row_groups.read(group.number)
+            except Exception as error:  # of a store or a decoder: raised where the rows are needed
+                content, nbytes = error, 0
+            with self._lock:
+                self._land(group, content, nbytes)
+                content = None  # before anything else gets its memory
+                ask = self.groups_read % READS_PER_PLAN == 1 and self._may_ask()
+                self._asking |= ask
+            if ask:
+                self._ask_for_more()
+
+    def _next(self) -> _RowGroup | None:
+        """What to read now; waits for it. None: closed."""
+        while True:
+            with self._lock:
+                while not self._closed and (group := self._admit()) is None and not self._may_ask():
+                    self._work.wait()
+                if self._closed:
+                    return None
+                if group is not None:
+                    self._work.notify()  # the next thread looks for more
+                    return group
+                self._asking = True
+            self._ask_for_more()
+
+    def _ask_for_more(self) -> None:
+        found, failure = False, None
+        try:
+            found = self._more()
+        except Exception as error:  # ours; raised where somebody waits
+            failure = error
         with self._lock:
-            self._footers[number] = footer
-            while len(self._footers) > FOOTERS_KEPT:
-                self._footers.popitem(last=False)
+            self._asking, self._dry = False, not found
+            if failure is not None:
+                self._failure = failure
+                self._arrived.notify_all()
+
+    def _may_ask(self) -> bool:
+        return not (self._asking or self._dry or self._needed_bytes >= self.memory_bytes)
+
+    def _admit(self) -> _RowGroup | None:
+        """The row group that is needed first of those not here, if there is memory for it."""
+        while self._queue:
+            key, number = heapq.heappop(self._queue)
+            group = self._groups.get(number)
+            if group is None or group.reading or group.content is not None:
+                continue
+            if key not in group.uses:
+                heapq.heappush(self._queue, (min(group.uses), number))
+            elif self._make_room(group.nbytes, key):
+                group.queued_at, group.reading = None, True
+                self._in_flight += 1
+                self.bytes_held += group.nbytes
+                self.bytes_peak = max(self.bytes_peak, self.bytes_held)
+                return group
+            else:
+                heapq.heappush(self._queue, (key, number))
+                return None
+        return None
+
+    def _make_room(self, nbytes: int, key: Key) -> bool:
+        while self.bytes_held + nbytes > self.memory_bytes:
+            if self._spare:
+                self._drop(self._groups[next(iter(self._spare))])
+                continue
+            if not self._waiting or key > max(self._waiting):
+                return False  # nobody waits for it yet
+            latest = max(self._evictable(), key=lambda g: min(g.uses), default=None)
+            if latest is not None and min(latest.uses) > key:
+                self._evict(latest)
+                continue
+            if key != min(self._waiting) or self._in_flight or self._pinned:
+                return False  # memory is on its way, or somebody earlier has what it needs
+            here = list(self._evictable())
+            other = next((group for group in here if key not in group.uses), None)
+            if other is None:
+                # What is here is its own, and about to be taken. If nothing is, it never fits.
+                return not here
+            self._evict(other)
+        return True
+
+    def _evictable(self) -> Iterator[_RowGroup]:
+        return (g for g in self._groups.values() if isinstance(g.content, dict) and not g.pins)
+
+    def _evict(self, group: _RowGroup) -> None:
+        self.groups_evicted += 1
+        self._unread(group)
+
+    def _land(self, group: _RowGroup, content: Columns | Exception, nbytes: int) -> None:
+        self._in_flight -= 1
+        self.groups_read += 1
+        self.bytes_held += nbytes - group.nbytes
+        self.bytes_peak = max(self.bytes_peak, self.bytes_held)
+        if group.uses:
+            self._needed_bytes += nbytes - group.nbytes
+        group.reading, group.content, group.nbytes = False, content, nbytes
+        if not group.uses:
+            self._unneeded(group)
+        self._arrived.notify_all()
+        self._work.notify()

@@ -1,12 +1,16 @@
 """Map-style datasets: the same order arithmetic, the user's own items."""
 
+import importlib
+import random
+
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_dp.data import open_data, open_evaluation
-from elastic_dp.errors import DataError
-from elastic_dp.sampling import Order
+from elastic_dp.data.generators import seed_everything
+from elastic_dp.errors import DataError, UserCodeError
+from elastic_dp.sampling import Order, batch_seed
 from elastic_dp.spec import MapStyleData
 
 NUMBERS = TensorDataset(torch.arange(50), torch.arange(50) * 2)
@@ -53,6 +57,44 @@ def test_items_are_fetched_in_the_callers_thread_and_may_draw():
     assert torch.equal(data.batch(2, 1), first)
 
 
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict:
+        assert index != 63, "a broken image"
+        return {"index": index, "noise": torch.rand(3), "other": random.random()}
+
+
+def test_processes_give_the_same_bits_as_the_callers_thread(tmp_path, monkeypatch):
+    """Also of a class in a module that is not where they look for modules."""
+    (tmp_path / "only_here.py").write_text(f"import {__name__} as t\nclass Here(t.Noisy): pass")
+    with monkeypatch.context() as path:
+        path.syspath_prepend(tmp_path)
+        only_here = importlib.import_module("only_here")
+    here, there = (
+        open_data(
+            MapStyleData(only_here.Here(), micro_batch_size=4, seed=5, workers=n), virtual_workers=2
+        )
+        for n in (0, 2)
+    )
+    there.read_ahead(1, [1])
+    for step in (1, 2, 2, 5, 3, 9):
+        for v in (1, 0):
+            seed_everything(batch_seed(5, step, v))
+            try:
+                expected = here.batch(step, v)
+            except AssertionError:
+                with pytest.raises(UserCodeError, match=rf"(?s)a broken image.*step {step}"):
+                    there.batch(step, v)
+            else:
+                batch = there.batch(step, v)
+                assert {n: t.tolist() for n, t in batch.items()} == {
+                    n: t.tolist() for n, t in expected.items()
+                }
+    there.close()
+
+
 def test_collate_fn_gets_the_items():
     config = MapStyleData(NUMBERS, micro_batch_size=4, shuffle=False, collate_fn=list)
     assert [int(item[0]) for item in open_data(config, virtual_workers=2).batch(1, 1)] == [
@@ -76,7 +118,10 @@ def test_fingerprint():
         return open_data(config, virtual_workers=virtual_workers).fingerprint
 
     assert fingerprint() == fingerprint()
-    assert len({fingerprint(), fingerprint(51), fingerprint(50, 3), fingerprint(seed=1)}) == 4
+    others = fingerprint(51), fingerprint(50, 3), fingerprint(seed=1), fingerprint(fingerprint="2")
+    assert len({fingerprint(), *others}) == 5
+    tuple_of_them = MapStyleData(tuple(range(50)), micro_batch_size=4)
+    assert open_data(tuple_of_them, virtual_workers=2).fingerprint != fingerprint()
 
 
 def test_too_small():

@@ -1,0 +1,287 @@
+"""Arrow IPC, the file format and the stream format: a record batch is a row group.
+
+Both are the same messages in a row; a file has a footer that says where they are, a stream is walked. What
+comes before the first record batch (schema, dictionaries) is its head, and a record batch is read as a stream of
+head and batch. A file of this machine is memory mapped, and uncompressed numbers are used where they lie. A mapped
+file that is cut short in place kills the process; one that is replaced is noticed.
+
+pyarrow does not say where messages are, so the few numbers needed are taken out of their flatbuffers here
+(format/Message.fbs and format/File.fbs of Apache Arrow).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from struct import unpack_from
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.heads import Heads
+from elastic_dp.data.schema import is_text, same
+from elastic_dp.storage import ObjectRewritten
+
+FILES_MAPPED = 256
+_MAGIC = b"ARROW1"
+_PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
+_PROBES_IN_FLIGHT = 8
+_CONTINUES = b"\xff\xff\xff\xff"
+_END = _CONTINUES + bytes(4)
+_DICTIONARY, _BATCH = 2, 3  # MessageHeader
+_TEXT_FACTOR = 4  # how well text is thought to be compressed
+_DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
+
+
+class Arrow:
+    name = "arrow"
+    endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
+    scans_content = False
+    merge = staticmethod(same)
+
+    def __init__(self) -> None:
+        self._heads = Heads()
+        self._lock = threading.Lock()
+        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()  # by path; oldest use first
+
+    def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
+        is_file = bytes(shard.read(0, min(8, shard.size)))[:6] == _MAGIC
+        messages = list(_listed(shard) if is_file else _walked(shard))
+        batches = [message for message in messages if message.kind == _BATCH]
+        if not batches:
+            raise OSError("it holds no record batch")
+        dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
+        if any(start > batches[0].start for start in dictionaries):
+            raise OSError("its dictionaries change between record batches; write it with one")
+        head = bytes(shard.read(0, batches[0].start))
+        schema = pa.ipc.open_stream(_stream(head)).schema
+        rows = np.array([message.rows for message in batches], dtype=np.int64)
+        starts = np.array([message.start for message in batches], dtype=np.int64)
+        ends = np.array([message.end for message in batches], dtype=np.int64)
+        nbytes = np.array([_decoded_bytes(schema, m) for m in batches], dtype=np.int64)
+        check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
+        for message in batches:
+            check = zlib.crc32(message.metadata, check)
+        return Scan(schema, rows, starts, ends, nbytes, check)
+
+    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
+        path = shard.local
+        head = self._heads.read(shard, place.head)
+        path = shard.local
+        if path is None:
+            content = shard.read(place.start, place.end)
+            return _decode(head, content, schema.names, is_mapped=False)
+        mapped = self._map(shard, path)
+        content = mapped.content.slice(place.start, place.end - place.start)
+        table = _decode(head, content, schema.names, is_mapped=True)
+        if _stamp(path) != mapped.stamp:
+            raise ObjectRewritten(shard.name)
+        return table
+
+    def close(self) -> None:
+        self._heads.clear()
+        with self._lock:
+            self._mapped.clear()
+
+    def _map(self, shard: ShardAt, path: str) -> _Mapped:
+        stamp = _stamp(path)
+        with self._lock:
+            mapped = self._mapped.get(shard.path)
+        if mapped is None or mapped.stamp != stamp:
+            shard.read(0, 1)  # tells whether it is still the version that the index knows
+            with pa.memory_map(path) as file:
+                mapped = _Mapped(file.read_buffer(), stamp)
+        with self._lock:
+            self._mapped[shard.path] = mapped
+            self._mapped.move_to_end(shard.path)
+            if len(self._mapped) > FILES_MAPPED:
+                self._mapped.popitem(last=False)
+        return mapped
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    content: pa.Buffer
+    stamp: tuple[int, ...]  # of the file, before it was mapped
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A message of the shard: bytes `start`…`end` - 1, metadata and body."""
+
+    kind: int
+    start: int
+    end: int
+    metadata: bytes  # with its 8 bytes of prefix
+
+    @property
+    def rows(self) -> int:
+        return _Table.root(self.metadata, 8).table(2).number(0, "<q")
+
+    @property
+    def is_compressed(self) -> bool:
+        return _Table.root(self.metadata, 8).table(2).has(3)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One table of a flatbuffer; its fields are named by their place in the schema."""
+
+    content: bytes
+    at: int
+
+    @classmethod
+    def root(cls, content: bytes, at: int) -> _Table:
+        return cls(content, at + unpack_from("<I", content, at)[0])
+
+    def has(self, slot: int) -> bool:
+        return self._field(slot) is not None
+
+    def number(self, slot: int, kind: str) -> int:
+        at = self._field(slot)
+        return 0 if at is None else int(unpack_from(kind, self.content, at)[0])
+
+    def table(self, slot: int) -> _Table:
+        return _Table(self.content, self._pointed(slot))
+
+    def pairs(self, slot: int) -> list[tuple[int, int]]:
+        at = self._pointed(slot)
+        count = unpack_from("<I", self.content, at)[0]
+        return [unpack_from("<qq", self.content, at + 4 + 16 * n) for n in range(count)]
+
+    def blocks(self, slot: int) -> Iterator[tuple[int, int, int]]:
+        """(offset, bytes of metadata, bytes of body)"""
+        if not self.has(slot):
+            return
+        at = self._pointed(slot)
+        for number in range(unpack_from("<I", self.content, at)[0]):
+            yield unpack_from("<qi4xq", self.content, at + 4 + 24 * number)
+
+    def _pointed(self, slot: int) -> int:
+        at = self._field(slot)
+        if at is None:
+            raise OSError("its metadata is not as Arrow writes it")
+        return int(at + unpack_from("<I", self.content, at)[0])
+
+    def _field(self, slot: int) -> int | None:
+        names = self.at - unpack_from("<i", self.content, self.at)[0]
+        if 4 + 2 * slot >= unpack_from("<H", self.content, names)[0]:
+            return None
+        offset = unpack_from("<H", self.content, names + 4 + 2 * slot)[0]
+        return self.at + offset if offset else None
+
+
+def _listed(shard: ShardAt) -> list[_Message]:
+    """Of the file format, by its footer. The metadata of record batches is read for their rows."""
+    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
+    if end[4:] != _MAGIC:
+        raise OSError("it does not end as an Arrow file does; it was cut off")
+    length = int.from_bytes(end[:4], "little")
+    footer = _Table.root(bytes(shard.read(shard.size - 10 - length, shard.size - 10)), 0)
+    places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
+    places += [(_BATCH, *block) for block in footer.blocks(3)]
+
+    def message(place: tuple[int, int, int, int]) -> _Message:
+        kind, start, metadata, body = place
+        return _Message(
+            kind, start, start + metadata + body, bytes(shard.read(start, start + metadata))
+        )
+
+    with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
+        return list(pool.map(message, places))
+
+
+def _walked(shard: ShardAt) -> Iterator[_Message]:
+    """Of the stream format, one after the other."""
+    at = 0
+    while at + 8 <= shard.size:
+        probe = bytes(shard.read(at, min(at + _PROBE_BYTES, shard.size)))
+        if probe[:8] == _END:
+            return
+        length = 8 + int.from_bytes(probe[4:8], "little")
+        if probe[:4] != _CONTINUES or at + length > shard.size:
+            raise OSError(
+                f"no Arrow message begins at byte {at}; it is not Arrow IPC, or was cut off"
+            )
+        if length > len(probe):
+            probe = bytes(shard.read(at, at + length))
+        found = _Table.root(probe, 8)
+        end = at + length + found.number(3, "<q")
+        if end > shard.size:
+            raise OSError(f"the message at byte {at} ends at {end}, past the end; it was cut off")
+        yield _Message(found.number(1, "<B"), at, end, probe[:length])
+        at = end
+
+
+def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
+    """A record batch's columns `names`; nothing is copied that is not compressed, packed or in dictionaries."""
+    body = pa.py_buffer(content)
+    schema = pa.ipc.open_stream(_stream(head)).schema
+    length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
+    message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
+    if message.is_compressed or _has_dictionaries(schema):
+        wanted = [schema.get_field_index(name) for name in names]
+        options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
+        whole = pa.py_buffer(b"".join([_messages(head), memoryview(body), _END]))
+        table = pa.ipc.open_stream(whole, options=options).read_all().select(names)
+    else:
+        batch = pa.ipc.read_record_batch(body, schema).select(names)
+        if len(names) < len(schema) and not is_mapped:  # a view would keep the other columns
+            batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
+        table = pa.Table.from_batches([batch])
+    table.validate(full=True)  # Arrow follows offsets without asking
+    return table
+
+
+def _has_dictionaries(schema: pa.Schema) -> bool:
+    kinds = (kind for field in schema for kind in _node_types(field.type))
+    return any(pa.types.is_dictionary(kind) for kind in kinds)
+
+
+def _messages(head: bytes) -> bytes:
+    return head[8:] if head[:6] == _MAGIC else head
+
+
+def _stream(head: bytes) -> pa.Buffer:
+    return pa.py_buffer(_messages(head) + _END)
+
+
+def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
+    """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of it."""
+    size = message.end - message.start
+    if message.is_compressed:
+        kinds = [kind for field in schema for kind in _node_types(field.type)]
+        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
+        size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
+        size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
+    return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
+
+
+def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """In the order of a record batch's field nodes."""
+    yield kind
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if not pa.types.is_dictionary(kind):
+        for number in range(kind.num_fields):
+            yield from _node_types(kind.field(number).type)
+
+
+def _node_bytes(kind: pa.DataType, length: int) -> int:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
+        return length * max(8, kind.bit_width) // 8 + length // 8 + 64
+    return 9 * length + 64  # offsets
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,91 @@
+"""What a file format must do to be a data set: say once where its rows are, and read some of them later.
+
+`scan` runs when the index is made, `read` in reader threads, in any process, with what the index kept. Neither
+decides what an error means: whatever a decoder raises is turned into words where the shard is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastic_dp.storage import Store
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ShardAt:
+    """One shard in a store. `name` is for people."""
+
+    store: Store
+    path: str
+    size: int
+    version: str
+    name: str
+
+    @property
+    def local(self) -> str | None:
+        """Its path, where it is a file of this machine."""
+        return self.store.local_path(self.path)
+
+    def read(self, start: int, end: int) -> Any:
+        """A bytes-like object of end - start bytes, of the version that the index knows."""
+        return self.store.read(self.path, start, end, self.version)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read` asks for.
+
+    `schema`: all columns. `nbytes`: upper estimate of what a row group takes in memory, decoded and while being
+    decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
+    end that say where everything is, 0 if there are none.
+    """
+
+    schema: pa.Schema
+    rows: Ints
+    starts: Ints
+    ends: Ints
+    nbytes: Ints
+    check: int
+    tail: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """One row group of one shard, as the index knows it."""
+
+    group: int  # in the shard
+    start: int
+    end: int
+    check: int  # of the shard
+    tail: int
+    head: int  # where the shard's first row group starts
+
+
+class Format(Protocol):
+    """Stateless but for what it keeps open; `read` is called by several threads."""
+
+    name: str
+    endings: tuple[str, ...]
+    scans_content: bool  # `scan` reads all of a shard, not only its footer
+
+    def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
+        """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""
+
+    def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+        """The type under which two shards' columns are read; None: they are not the same data."""
+
+    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
+        """The columns of `schema`, or of each struct in it at least the `leaves` ("a.b").
+
+        Raises ObjectRewritten where the shard is not the one that the index was made of.
+        """
+
+    def close(self) -> None: ...

@@ -1,0 +1,276 @@
+"""Parquet: the footer says everything, a row group is read by one range request of the wanted columns.
+
+A footer is read once per process and kept, within a number of bytes; it must be the one that the index saw. Of
+a file of this machine the handles stay open too, one for each thread that reads it at the time. Nothing is
+memory mapped: a mapped file that somebody cuts short kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.schema import same
+from elastic_dp.storage import ObjectRewritten
+
+TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
+GAP_BYTES = 1 << 20  # of what is not wanted, read rather than asked around
+TOGETHER_BYTES = 8 << 20  # a row group of at most this size comes with a footer that is near
+FOOTER_BYTES_KEPT = 64 << 20  # as they are in the shards
+SHARDS_OPEN = 64
+_MAGIC = b"PAR1"
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+_DICTIONARY_FACTOR = 4  # how often a text of a dictionary is thought to be repeated
+
+
+class Parquet:
+    name = "parquet"
+    endings: tuple[str, ...] = (".parquet", ".pq")
+    scans_content = False
+    merge = staticmethod(same)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._footers: OrderedDict[str, _Footer] = OrderedDict()  # by path; oldest use first
+        self._footer_bytes = 0
+        self._gates: dict[str, threading.Lock] = {}  # by path, of footers that a thread is reading
+
+    def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
+        tail = _read_tail(shard)
+        footer = _parse(tail)
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        wanted = chunk_numbers(footer, columns)
+        ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
+        starts = [min((start for start, _ in r), default=0) for r in ranges]
+        ends = [max((end for _, end in r), default=0) for r in ranges]
+        nbytes = [decoded_bytes(footer, group, wanted) for group in groups]
+        return Scan(
+            schema=footer.schema.to_arrow_schema(),
+            rows=np.array([group.num_rows for group in groups], dtype=np.int64),
+            starts=np.array(starts, dtype=np.int64),
+            ends=np.array(ends, dtype=np.int64),
+            nbytes=np.array(nbytes, dtype=np.int64),
+            check=zlib.crc32(tail),
+            tail=len(tail),
+        )
+
+    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
+        if shard.local is not None:
+            return self._read_local(shard, shard.local, place, leaves)
+        held = _Held(shard)
+        footer = self._footer(shard, place, held, None).metadata
+        group = footer.row_group(place.group)
+        held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, leaves)])
+        file = pq.ParquetFile(
+            pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
+        )
+        return file.read_row_group(place.group, columns=leaves, use_threads=False)
+
+    def close(self) -> None:
+        with self._lock:
+            self._footers.clear()
+            self._footer_bytes = 0
+
+    def _read_local(self, shard: ShardAt, path: str, place: Place, leaves: list[str]) -> pa.Table:
+        stamp = _stamp(path)
+        kept = self._footer(shard, place, _Held(shard), stamp)
+        with self._lock:
+            file = kept.idle.pop() if kept.idle else None
+        file = file or pq.ParquetFile(
+            path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
+        )
+        try:
+            return file.read_row_group(place.group, columns=leaves, use_threads=False)
+        finally:
+            if _stamp(path) != stamp:
+                raise ObjectRewritten(shard.name)
+            self._put_back(shard.path, kept, file)
+
+    def _footer(
+        self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
+    ) -> _Footer:
+        """The one that is kept, or else from the shard; threads that want it meanwhile wait."""
+        with self._lock:
+            if (kept := self._footers.get(shard.path)) and kept.stamp == stamp:
+                return kept
+            gate = self._gates.setdefault(shard.path, threading.Lock())
+        with gate:
+            with self._lock:
+                if (kept := self._footers.get(shard.path)) and kept.stamp == stamp:
+                    return kept
+            try:
+                return self._read_footer(shard, place, held, stamp)
+            finally:
+                with self._lock:
+                    self._gates.pop(shard.path, None)
+
+    def _read_footer(
+        self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
+    ) -> _Footer:
+        start = shard.size - place.tail
+        is_near = start - place.end <= GAP_BYTES and place.end - place.start <= TOGETHER_BYTES
+        held.fetch([(place.start if is_near and stamp is None else start, shard.size)])
+        tail = held.slice(start, shard.size)
+        if zlib.crc32(tail) != place.check:
+            raise ObjectRewritten(shard.name)
+        read = _Footer(_parse(tail), place.tail, stamp)
+        with self._lock:
+            self._forget(shard.path)
+            self._footers[shard.path] = read
+            self._footer_bytes += read.nbytes
+            while self._footer_bytes > FOOTER_BYTES_KEPT and len(self._footers) > 1:
+                self._forget(next(iter(self._footers)))
+        return read
+
+    def _put_back(self, path: str, kept: _Footer, file: pq.ParquetFile) -> None:
+        with self._lock:
+            kept.idle.append(file)
+            if path in self._footers:
+                self._footers.move_to_end(path)
+            for number, footer in enumerate(reversed(self._footers.values())):
+                if number >= SHARDS_OPEN:
+                    if not footer.idle:
+                        break
+                    footer.idle.clear()
+
+    def _forget(self, path: str) -> None:
+        if (old := self._footers.pop(path, None)) is not None:
+            self._footer_bytes -= old.nbytes
+
+
+@dataclass(eq=False)
+class _Footer:
+    metadata: pq.FileMetaData
+    nbytes: int
+    stamp: tuple[int, ...] | None  # of the file, before the footer was read
+    idle: list[pq.ParquetFile] = field(default_factory=list)
+
+
+class _Held:
+    """Ranges of a shard in memory, as the file that Arrow reads them from."""
+
+    closed = False
+
+    def __init__(self, shard: ShardAt) -> None:
+        self._shard = shard
+        self._ranges: list[tuple[int, int, memoryview]] = []
+        self._at = 0
+
+    def fetch(self, ranges: list[tuple[int, int]]) -> None:
+        """Those that are not here, neighbours in one request."""
+        missing = [r for r in sorted(ranges) if self._find(*r) is None]
+        joined: list[tuple[int, int]] = []
+        for start, end in missing:
+            if joined and start - joined[-1][1] <= GAP_BYTES:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((start, end))
+        for start, end in joined:
+            self._ranges.append((start, end, memoryview(self._shard.read(start, end))))
+
+    def slice(self, start: int, end: int) -> memoryview:
+        found = self._find(start, end)
+        if found is None:
+            raise OSError(f"bytes {start}-{end} are not among those that the footer names")
+        return found
+
+    def _find(self, start: int, end: int) -> memoryview | None:
+        for first, last, content in self._ranges:
+            if first <= start and end <= last:
+                return content[start - first : end - first]
+        return None
+
+    def read(self, count: int = -1) -> memoryview:
+        end = self._shard.size if count < 0 else min(self._at + count, self._shard.size)
+        start, self._at = self._at, end
+        return self.slice(start, end)
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._shard.size}[whence]
+        self._at = base + position
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def size(self) -> int:
+        return self._shard.size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _read_tail(shard: ShardAt) -> memoryview:
+    """The footer with its length and magic."""
+    end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
+    if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
+        raise OSError("it does not end as a Parquet file does; it was cut off, or is not one")
+    length = int.from_bytes(end[-8:-4], "little") + 8
+    if length > shard.size:
+        raise OSError(f"its footer would be {length} bytes long, longer than itself")
+    if length > len(end):
+        end = memoryview(shard.read(shard.size - length, shard.size))
+    return end[-length:]
+
+
+def _parse(tail: memoryview) -> pq.FileMetaData:
+    return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
+
+
+def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:
+    """Of the leaf columns that belong to `columns`."""
+    paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
+    if columns is None:
+        return list(range(len(paths)))
+    wanted = tuple(columns)
+    inside = tuple(name + "." for name in wanted)
+    return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
+
+
+def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+        start = chunk.dictionary_page_offset
+    return start, start + chunk.total_compressed_size
+
+
+def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int:
+    """Of the chunks `wanted`, by number. Encoded and decoded columns are in memory at once; those in lists with a level of 2 + 2 bytes a value."""
+    total = 0
+    for number in wanted:
+        chunk, column = group.column(number), footer.schema.column(number)
+        levels = 4 * chunk.num_values * (column.max_repetition_level > 0)
+        offsets = 8 * group.num_rows * (column.max_repetition_level > 0)
+        total += chunk.total_compressed_size + levels + offsets + _value_bytes(chunk, column)
+    return total
+
+
+def _value_bytes(chunk: pq.ColumnChunkMetaData, column: Any) -> int:
+    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(chunk.num_values * column.length)
+    if column.physical_type != "BYTE_ARRAY":
+        return int(chunk.num_values * _WIDTHS[column.physical_type])
+    has_dictionary = any("DICTIONARY" in encoding for encoding in chunk.encodings)
+    factor = _DICTIONARY_FACTOR if has_dictionary else 1
+    return int(chunk.total_uncompressed_size * factor + 8 * chunk.num_values)
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,138 @@
+"""Which files a URL means, and their bytes: a folder with all below it, one file, or a glob; hidden ones left out.
+
+What is said of a URL or by a store goes through `redact`, and hides the foreign exception, whose text may hold more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from elastic_dp.data.destination import INCOMPLETE, not_whole
+from elastic_dp.errors import DataError, ElasticError, StorageError
+from elastic_dp.storage import redact, redact_url
+
+_GLOB_MARKS = "*?["
+_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may be a signature."""
+
+    system: Any
+    root: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    query: str = ""
+
+    def path(self, name: str) -> str:
+        return (f"{self.root}/{name}" if self.root else name) + self.query
+
+    def ending_in(self, *endings: str) -> Files:
+        kept = [i for i, name in enumerate(self.names) if kind_of(name) in endings]
+        names, sizes = tuple(self.names[i] for i in kept), tuple(self.sizes[i] for i in kept)
+        return replace(self, names=names, sizes=sizes)
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.system, LocalFileSystem)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
+        path = self.path(name)
+        with reading(name), self.system.open(path, "rb") as raw:
+            codec = next((c for end, c in _UNPACKED.items() if name.endswith(end)), None)
+            if codec:
+                yield pa.CompressedInputStream(raw, codec)
+            else:
+                yield raw
+
+    @contextmanager
+    def open_mapped(self, name: str) -> Iterator[Any]:
+        """Memory mapped where it is a file of this machine, so that a large record batch costs no memory."""
+        if not self.is_local:
+            with self.open(name) as raw:
+                yield raw
+        else:
+            with reading(name), pa.memory_map(self.path(name)) as mapped:
+                yield mapped
+
+
+def list_files(url: str) -> Files:
+    """Raises DataError if there is none or not all are there yet, StorageError if the store refuses."""
+    try:
+        system, path = url_to_fs(url)
+        path, query = _split(system, str(path).rstrip("/"))
+        root, found = _find(system, path, query)
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        raise DataError(_said(f"cannot list {url!r}", error)) from None
+    except Exception as error:  # a foreign file system may raise anything
+        raise StorageError(_said(f"cannot list {url!r}", error)) from None
+    sizes = {
+        str(name).removeprefix(root).lstrip("/"): int(facts.get("size") or 0)
+        for name, facts in found.items()
+        if facts["type"] == "file"
+    }
+    if any(name.rpartition("/")[2] == INCOMPLETE for name in sizes):
+        raise DataError(not_whole(url))
+    names = sorted(name for name in sizes if not _is_hidden(name))
+    if not names:
+        raise DataError(
+            f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as 'dir/**/*.csv'"
+        )
+    return Files(system, root, tuple(names), tuple(sizes[name] for name in names), query)
+
+
+def kind_of(name: str) -> str:
+    """The ending that tells the format: "jsonl" of "a/b.jsonl.gz"."""
+    for packed in _UNPACKED:
+        name = name.removesuffix(packed)
+    file = name.rpartition("/")[2]
+    return file.rpartition(".")[2].lower() if "." in file else ""
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ElasticError, AssertionError):
+        raise
+    except Exception as error:  # of a foreign file system, or of a decoder
+        raise DataError(_said(f"cannot read {name}", error)) from None
+
+
+def _split(system: Any, path: str) -> tuple[str, str]:
+    """In a path of http a "?" is no glob's."""
+    kinds = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
+    if "http" not in kinds:
+        return path, ""
+    path, mark, query = path.partition("?")
+    return path, mark + query
+
+
+def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
+    """What names are relative to, and each file's facts by its path; of a glob also the mark beside its files."""
+    marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
+    if marks:
+        beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
+        found = system.glob(path, detail=True) | system.glob(beside, detail=True)
+        return path[: min(marks)].rpartition("/")[0], found
+    if system.isfile(path + query):
+        return path.rpartition("/")[0], {path: system.info(path + query)}
+    return path, system.find(path, detail=True)
+
+
+def _said(what: str, error: Exception) -> str:
+    return redact(f"{what}: {type(error).__name__}: {error}", {})
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part[:1] in (".", "_") for part in name.split("/"))

@@ -1,0 +1,94 @@
+"""Which format a URL holds, by the names of its files."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pyarrow as pa
+
+from elastic_dp.data.intake.documents import documents_of_column, documents_of_files
+from elastic_dp.data.intake.files import Files, kind_of, list_files
+from elastic_dp.data.intake.images import open_images
+from elastic_dp.data.intake.lines import open_csv, open_jsonl
+from elastic_dp.data.intake.rows import Documents, Rows
+from elastic_dp.data.intake.tables import open_arrow, open_parquet, open_saved_dataset
+from elastic_dp.errors import DataError
+from elastic_dp.storage import redact_url
+
+_FORMATS = {
+    "parquet": "parquet",
+    **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
+    **dict.fromkeys(("jsonl", "ndjson", "json"), "jsonl"),
+    "csv": "csv",
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), "images"),
+    "txt": "text",
+    "tar": "tar",
+}
+_OPENERS = {
+    "parquet": open_parquet,
+    "arrow": open_arrow,
+    "jsonl": open_jsonl,
+    "csv": open_csv,
+    "images": open_images,
+}
+
+
+def open_rows(url: str, columns: list[str] | None = None) -> Rows:
+    """Raises DataError where the format is not known, or is not one."""
+    files = list_files(url)
+    if "dataset_dict.json" in files.names:
+        splits = sorted({name.split("/")[0] for name in files.names if "/" in name})
+        raise DataError(
+            f"{redact_url(url)!r} holds several splits ({', '.join(splits)}); convert one of them, e.g. "
+            f"'{redact_url(url).rstrip('/')}/{splits[0] if splits else 'train'}'"
+        )
+    if {"state.json", "dataset_info.json"} <= set(files.names):
+        return open_saved_dataset(files, columns)
+    kind, files = find_format(url, files)
+    if kind == "text":
+        raise DataError(
+            f"{redact_url(url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
+        )
+    if kind == "tar":
+        raise DataError(
+            f"{redact_url(url)!r} holds tar shards, which convert does not read; training does, as they are"
+        )
+    return _OPENERS[kind](files, columns)
+
+
+def open_documents(url: str, columns: list[str] | None = None) -> Documents:
+    """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
+    files = list_files(url)
+    saved = "state.json" in files.names or "dataset_dict.json" in files.names
+    if not saved and (found := find_format(url, files))[0] == "text":
+        return documents_of_files(found[1])
+    rows = open_rows(url, columns)
+    texts = [
+        f.name
+        for f in rows.schema
+        if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)
+    ]
+    if columns is None and len(texts) > 1:
+        texts = [name for name in texts if name == "text"]
+    if len(texts) != 1 or (columns is not None and len(columns) != 1):
+        raise DataError(
+            f"{redact_url(url)!r} must have one column of text to pack, or be told which (columns); it has "
+            f"{', '.join(f'{field.name!r} ({field.type})' for field in rows.schema)}"
+        )
+    return documents_of_column(rows, texts[0])
+
+
+def find_format(url: str, files: Files) -> tuple[str, Files]:
+    """The format, and the files that have it. Text beside another format is a README."""
+    kinds = Counter(_FORMATS[k] for name in files.names if (k := kind_of(name)) in _FORMATS)
+    if len(kinds) > 1:
+        kinds.pop("text", None)
+    if len(kinds) != 1:
+        there = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        raise DataError(
+            f"{redact_url(url)!r} holds several formats ({there}); name one by a glob such as '**/*.parquet'"
+            if kinds
+            else f"no file at {redact_url(url)!r} has an ending that is known: {', '.join(_FORMATS)}"
+        )
+    kind = next(iter(kinds))
+    return kind, files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))

@@ -1,0 +1,122 @@
+"""Row groups of a data set, whatever the shards' format: the port that reading goes through, and its one real side.
+
+`read` runs in many threads at once. It is the place where what a decoder says becomes an error with a name: a
+shard that is not what the index saw is a DataError, bytes that cannot be decoded are a BadShard, and what the
+store says stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import pyarrow as pa
+
+from elastic_dp.data.columns import Column, decode_table
+from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats.format import Ints, Place, ShardAt
+from elastic_dp.data.index import Index
+from elastic_dp.data.listing import path_of, prefix_of
+from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import ObjectRewritten, Store
+
+
+class RowGroups(Protocol):
+    """All that a reader knows of storage and formats; a fake of it is a list of tables."""
+
+    rows: Ints  # [row group]
+    nbytes: Ints  # [row group]: upper estimate of what it takes, decoded and while being decoded
+
+    def read(self, row_group: int) -> tuple[dict[str, Column], int]:
+        """Decoded columns, and the bytes that they hold. Raises BadShard, DataError, StorageError."""
+
+    def name(self, row_group: int) -> tuple[str, int, int]:
+        """The shard's name, the row group's number in it, and that of its first row."""
+
+    def close(self) -> None: ...
+
+
+class ShardRowGroups:
+    """Those of an index, in the stores of `config`'s URLs. Thread safe."""
+
+    def __init__(self, config: DataConfig, index: Index, stores: list[Store]) -> None:
+        """`stores`: one for each of `config.urls`, which must be the ones that the index was made of."""
+        assert len(stores) == len(config.urls) == len(index.sources), "an index of another config"
+        self.rows, self.nbytes = index.rows, index.nbytes
+        self._index, self._stores = index, stores
+        several = len(stores) > 1
+        each = zip(config.urls, index.sources, strict=True)
+        self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
+        self._formats = {name: FORMATS[name]() for name in {s.format for s in index.sources}}
+        self._leaves = [name for name, _ in index.columns]
+
+    def read(self, row_group: int) -> tuple[dict[str, Column], int]:
+        number = self._index.shard_of(row_group)
+        shard = self._shard(number)
+        place = self._place(number, row_group)
+        try:
+            table = self._read_table(number, shard, place)
+            if table.num_rows != self.rows[row_group]:
+                raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
+            columns = decode_table(table, self._leaves, shard.name)
+            return columns, sum(column.nbytes for column in columns.values())
+        except ObjectRewritten as error:
+            raise _rewritten(shard) from error
+        except ElasticError:
+            raise
+        except OSError as error:
+            if (
+                error.errno is None
+            ):  # a decoder's word for content; with a number it is the machine's
+                raise _bad(shard, place, error) from error
+            raise StorageError(f"cannot read {shard.name}: {error}") from error
+        except Exception as error:  # a decoder may raise anything at bytes that are not its own
+            raise _bad(shard, place, error) from error
+
+    def name(self, row_group: int) -> tuple[str, int, int]:
+        shard = self._index.shard_of(row_group)
+        group = row_group - int(self._index.group_bounds[shard])
+        return self._shard_name(shard), group, self._index.first_row(row_group)
+
+    def close(self) -> None:
+        for opened in self._formats.values():
+            opened.close()
+
+    def _read_table(self, number: int, shard: ShardAt, place: Place) -> pa.Table:
+        source = self._index.sources[self._source(number)]
+        return self._formats[source.format].read(shard, place, self._index.schema, self._leaves)
+
+    def _shard(self, number: int) -> ShardAt:
+        shards, source = self._index.shards, self._source(number)
+        store, is_file = self._stores[source], self._index.sources[source].is_file
+        path = path_of(store.path, self._index.name(number), is_file)
+        size, version = (shards[column][number].as_py() for column in ("size", "version"))
+        return ShardAt(store, path, size, version, self._shard_name(number))
+
+    def _place(self, number: int, row_group: int) -> Place:
+        index, first = self._index, int(self._index.group_bounds[number])
+        return Place(
+            group=row_group - first,
+            start=int(index.starts[row_group]),
+            end=int(index.ends[row_group]),
+            check=index.shards["check"][number].as_py(),
+            tail=index.shards["tail"][number].as_py(),
+            head=int(index.starts[first]),
+        )
+
+    def _source(self, number: int) -> int:
+        return int(self._index.shards["source"][number].as_py())
+
+    def _shard_name(self, number: int) -> str:
+        return self._prefixes[self._source(number)] + self._index.name(number)
+
+
+def _bad(shard: ShardAt, place: Place, error: Exception) -> BadShard:
+    return BadShard(shard.name, place.group, f"{type(error).__name__}: {error}")
+
+
+def _rewritten(shard: ShardAt) -> DataError:
+    return DataError(
+        f"{shard.name} was rewritten while the run used it, or is not what the index was made of; a data set "
+        "must not change under a run"
+    )

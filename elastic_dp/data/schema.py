@@ -1,0 +1,192 @@
+"""One schema of many shards: which columns the job reads, and whether all shards agree on them.
+
+A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or the whole struct.
+A column that has no tensor is refused here, before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pyarrow as pa
+
+from elastic_dp.errors import DataError
+
+_NAMES_SHOWN = 20
+
+Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
+
+
+class Columns:
+    """Of one data set, shard by shard."""
+
+    def __init__(self, wanted: Sequence[str] | None) -> None:
+        self._wanted = wanted
+        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the shard that has it
+        self._last: pa.Schema | None = None
+
+    def add(self, shard: str, schema: pa.Schema, merge: Merge) -> None:
+        """Raises DataError where a column is missing, or is not what it is in another shard."""
+        if self._last is not None and schema.equals(self._last):
+            return
+        here = {field.name: field.type for field in self._pick(shard, schema)}
+        if self._last is None:
+            self._types = {name: (kind, shard) for name, kind in here.items()}
+        for name in [*self._types, *(name for name in here if name not in self._types)]:
+            self._types[name] = self._merged(name, shard, here.get(name), merge)
+        self._last = schema
+
+    def schema(self) -> pa.Schema:
+        """Top-level columns, in the order in which they are wanted."""
+        return pa.schema([pa.field(name, kind) for name, (kind, _) in self._types.items()])
+
+    def leaves(self) -> list[pa.Field]:
+        """The columns that the job reads. Raises DataError for one that has no tensor."""
+        found = self.wanted_leaves()
+        if not found:
+            raise DataError("DataConfig.url: the shards have no columns")
+        for leaf in found:
+            refuse_without_tensor(leaf)
+        return found
+
+    def wanted_leaves(self) -> list[pa.Field]:
+        """`leaves`, also those that have no tensor."""
+        return [leaf for leaf in leaves(self.schema()) if self._wants(leaf.name)]
+
+    def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
+        twice = {name for name in schema.names if schema.names.count(name) > 1}
+        if self._wanted is None:
+            tops = schema.names
+        else:
+            tops = top_level(schema, self._wanted)
+            there = {leaf.name for leaf in leaves(schema)} | set(schema.names)
+            missing = [n for n in self._wanted if n not in there and not _is_inside(n, there)]
+            if missing:
+                shown = ", ".join(map(repr, schema.names[:_NAMES_SHOWN]))
+                raise DataError(
+                    f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which "
+                    f"has {shown}"
+                )
+        for name in tops:
+            if name in twice:
+                raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
+        return [schema.field(name) for name in tops]
+
+    def _merged(
+        self, name: str, shard: str, kind: pa.DataType | None, merge: Merge
+    ) -> tuple[pa.DataType, str]:
+        known, owner = self._types.get(name, (None, self._any_shard()))
+        both = known is not None and kind is not None
+        merged = merge(known, kind) if both else None
+        if merged is None:
+            raise DataError(
+                f"the shards' schemas differ: column {name!r} is {_say(known)} in {owner} and "
+                f"{_say(kind)} in {shard}; rewrite one of them, or leave the column out of "
+                "DataConfig.columns"
+            )
+        return merged, owner
+
+    def _any_shard(self) -> str:
+        return next(iter(self._types.values()))[1]
+
+    def _wants(self, leaf: str) -> bool:
+        if self._wanted is None:
+            return True
+        return any(leaf == name or leaf.startswith(name + ".") for name in self._wanted)
+
+
+def leaves(schema: pa.Schema) -> Iterator[pa.Field]:
+    """The columns that are no structs, named "a.b" where they lie in one."""
+    for field in schema:
+        if pa.types.is_struct(field.type):
+            inner = leaves(pa.schema(list(field.type)))
+            yield from (pa.field(f"{field.name}.{leaf.name}", leaf.type) for leaf in inner)
+        else:
+            yield field
+
+
+def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
+    """The columns of a shard that hold those `wanted`; all for None."""
+    if wanted is None:
+        return list(schema.names)
+    tops = dict.fromkeys(_top(name, schema) for name in wanted)
+    return [name for name in tops if name in schema.names]
+
+
+def same(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """`Format.merge` of formats whose shards say their types."""
+    return one if type_name(one) == type_name(other) else None
+
+
+def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """`Format.merge` of formats whose types were guessed from the values: the type that holds both."""
+    try:
+        fields = [pa.schema([("x", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(fields, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return None
+
+
+def type_name(kind: pa.DataType) -> str:
+    """As Arrow says it, without the names that writers give to list items ("item", "element")."""
+    if pa.types.is_fixed_size_list(kind):
+        return f"list<{type_name(kind.value_type)}>[{kind.list_size}]"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{type_name(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return "struct<" + ", ".join(f"{f.name}: {type_name(f.type)}" for f in kind) + ">"
+    if pa.types.is_dictionary(kind):
+        return type_name(kind.value_type)
+    return str(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Of any length: no array, but objects."""
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_string_view(kind)
+        or pa.types.is_binary_view(kind)
+    )
+
+
+def refuse_without_tensor(leaf: pa.Field) -> None:
+    """Raises DataError, with what to do behind a semicolon."""
+    kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
+    if is_text(kind):
+        return
+    while _is_list(kind):
+        kind = kind.value_type
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+        while _is_list(kind):
+            kind = kind.value_type
+    number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if number or (pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind)):
+        return
+    nulls = " (every value is null)" if pa.types.is_null(kind) else ""
+    raise DataError(
+        f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use numbers, lists of "
+        "numbers, structs of them, strings or binary, or leave it out by DataConfig.columns"
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _top(name: str, schema: pa.Schema) -> str:
+    return name if name in schema.names else name.split(".", 1)[0]
+
+
+def _is_inside(name: str, leaf_names: set[str]) -> bool:
+    """A struct in a struct."""
+    return any(leaf.startswith(name + ".") for leaf in leaf_names)
+
+
+def _say(kind: pa.DataType | None) -> str:
+    return "missing" if kind is None else type_name(kind)

@@ -1,0 +1,76 @@
+"""Row groups in memory, for tests of reading: they count what is alive, and fail or wait where they are told."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_dp.errors import BadShard
+
+WIDTH = 16  # of "tokens"
+SHARD_GROUPS = 4
+
+
+class FakeRowGroups:
+    """`sizes`: rows of each. Columns: "id", counted through all, and "tokens" [rows, WIDTH] made of it.
+
+    `bad`: cannot be decoded. `before`: called with the number in the thread that reads. `live_bytes` and
+    `peak_bytes` are of what was read and is still referenced somewhere, and of what is being read.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        bad: Sequence[int] = (),
+        before: Callable[[int], None] = lambda number: None,
+        row_bytes: int = 8 + 4 * WIDTH,
+    ) -> None:
+        self.rows = np.asarray(sizes, dtype=np.int64)
+        self.nbytes = self.rows * row_bytes
+        self.bad, self.before = set(bad), before
+        self.first = np.concatenate([[0], np.cumsum(self.rows)])
+        self.reads: list[int] = []
+        self.live_bytes = self.peak_bytes = 0
+        self.closed = False
+        self._lock = threading.RLock()  # arrays may be freed by whoever holds it
+
+    def read(self, row_group: int):
+        assert not self.closed
+        self._count(int(self.nbytes[row_group]))
+        try:
+            self.reads.append(row_group)
+            self.before(row_group)
+            if row_group in self.bad:
+                raise BadShard(*self.name(row_group)[:2], "flipped bits")
+            ids = np.arange(self.first[row_group], self.first[row_group + 1])
+            memory = pa.allocate_buffer(4 * WIDTH * len(ids))  # as decoded columns have it
+            tokens = np.frombuffer(memory, dtype=np.int32).reshape(-1, WIDTH)
+            np.multiply(ids[:, None], 100, out=tokens, casting="unsafe")
+            tokens += np.arange(WIDTH, dtype=np.int32)
+        except Exception:
+            self._count(-int(self.nbytes[row_group]))
+            raise
+        weakref.finalize(tokens, self._count, -int(self.nbytes[row_group]))
+        tokens.flags.writeable = False
+        return {"id": ids, "tokens": tokens}, int(self.nbytes[row_group])
+
+    def name(self, row_group: int) -> tuple[str, int, int]:
+        shard, number = divmod(row_group, SHARD_GROUPS)
+        return (
+            f"part-{shard}",
+            number,
+            int(self.first[row_group] - self.first[shard * SHARD_GROUPS]),
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)

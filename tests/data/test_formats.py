@@ -1,0 +1,479 @@
+"""Every format against pyarrow reading the whole shard."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_dp.data.formats import text
+from elastic_dp.data.index import read_index
+from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.errors import BadShard, DataError, StorageError
+from elastic_dp.storage import Store
+from tests.data.test_index import config, opened
+
+any_content = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def rows_of(folder: Path | str, **changes) -> tuple[list[dict], list[int]]:
+    """All rows as plain values, in file order, and the rows of each row group."""
+    wanted = config(folder, **changes)
+    index = read_index(wanted)
+    groups = opened(wanted, index)
+    rows: list[dict] = []
+    for number, count in enumerate(index.rows.tolist()):
+        columns, nbytes = groups.read(number)
+        assert nbytes <= index.nbytes[number]
+        plain = {name: plain_values(column) for name, column in columns.items()}
+        assert {len(values) for values in plain.values()} == {count}
+        rows += [
+            dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)
+        ]
+    groups.close()
+    return rows, index.rows.tolist()
+
+
+def plain_values(column) -> list:
+    if isinstance(column, pa.Array):
+        return column.to_pylist()
+    if isinstance(column, np.ndarray):
+        return column.tolist()
+    pieces = zip(column.offsets[:-1], column.offsets[1:], strict=True)
+    return [column.values[start:end].tolist() for start, end in pieces]
+
+
+numbers = st.integers(-(2**40), 2**40) | st.floats(-1e9, 1e9, width=32)
+words = st.text(st.sampled_from('a é\n\r",{}[]\\\t1.')) | st.text(max_size=5)
+objects = st.fixed_dictionaries({"n": numbers, "s": words, "t": st.lists(st.integers(0, 9))})
+
+
+@any_content
+@given(
+    rows=st.lists(objects, min_size=1, max_size=30),
+    group_bytes=st.integers(1, 400),
+    end=st.sampled_from(["\n", "\r\n", "\n\n \n"]),
+    last=st.booleans(),
+)
+def test_json_lines_of_any_content_and_cut(rows, group_bytes, end, last, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "GROUP_BYTES", group_bytes)
+    lines = [json.dumps(row, ensure_ascii=len(row["s"]) % 2 == 0) for row in rows]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((end.join(lines) + (end if last else "")).encode("utf-8", "replace"))
+    whole = pa.json.read_json(path).to_pylist()
+    if not any(row["t"] for row in rows):
+        whole, changes = [{"n": w["n"], "s": w["s"]} for w in whole], {"columns": ["n", "s"]}
+    else:
+        changes = {}
+    found, counts = rows_of(tmp_path, **changes)
+    assert found == whole
+    assert len(counts) > 1 or len(rows) == 1 or path.stat().st_size < 2 * group_bytes + 60
+
+
+fields = st.text(st.sampled_from('ab1,"\n\r é'), max_size=6).map(lambda field: field + "z")
+
+
+def quote(field: str) -> str:
+    doubled = field.replace('"', '""')
+    return f'"{doubled}"' if any(mark in field for mark in ',"\n\r') else field
+
+
+@any_content
+@given(
+    rows=st.lists(st.tuples(fields, st.integers(), fields), min_size=1, max_size=30),
+    group_bytes=st.integers(1, 200),
+    end=st.sampled_from(["\n", "\r\n"]),
+    last=st.booleans(),
+    mark=st.booleans(),
+)
+def test_csv_of_any_content_and_cut(rows, group_bytes, end, last, mark, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "GROUP_BYTES", group_bytes)
+    lines = ['"na\nme",n,"x"'] + [f"{quote(a)},{n},{quote(b)}" for a, n, b in rows]
+    content = end.join(lines) + (end if last else "")
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" * mark + content.encode())
+    kinds = read_index(config(tmp_path)).schema
+    whole = pa.csv.read_csv(
+        tmp_path / "a.csv",
+        parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pa.csv.ConvertOptions(column_types=kinds),
+    )
+    found, counts = rows_of(tmp_path)
+    assert found == whole.to_pylist()
+    assert len(counts) > 1 or len(rows) == 1 or len(content) < 3 * group_bytes + 40
+
+
+odd_fields = st.lists(st.sampled_from(['"', '""', "b", "\n3,", "\r", " "]), max_size=5).map("".join)
+
+
+@any_content
+@given(odd=st.lists(odd_fields, min_size=1, max_size=8), group_bytes=st.integers(1, 20))
+def test_csv_is_cut_where_pyarrow_ends_rows(odd, group_bytes, tmp_path, monkeypatch):
+    """Also where quotes stand in odd places: in the middle of a field, after a closing quote, without end."""
+    content = "".join(f"r{number},{field}\n" for number, field in enumerate(odd))
+    monkeypatch.setattr(text, "GROUP_BYTES", group_bytes)
+    (tmp_path / "a.csv").write_bytes(b"x,y\n" + content.encode())
+    try:
+        whole = pa.csv.read_csv(
+            tmp_path / "a.csv",
+            parse_options=pa.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pa.csv.ConvertOptions(column_types={"x": "string", "y": "string"}),
+        )
+    except pa.ArrowException:
+        whole = None
+    try:
+        found, _ = rows_of(tmp_path)
+    except DataError:
+        assert whole is None or not whole.num_rows or has_only_nulls(whole)
+        return
+    assert whole is not None and found == whole.to_pylist()
+
+
+def has_only_nulls(table: pa.Table) -> bool:
+    return any(not any(column.to_pylist()) for column in table.columns)
+
+
+def nested(first: int, rows: int) -> pa.Table:
+    """A column of every kind that has a tensor or is text."""
+    ids = np.arange(first, first + rows)
+    pixels = (ids[:, None, None] * 100 + np.arange(6).reshape(2, 3)).astype(np.int16)
+    image = pa.FixedSizeListArray.from_arrays(
+        pa.FixedSizeListArray.from_arrays(pixels.ravel(), 3), 2
+    )
+    plain = ids.tolist()
+    return pa.table(
+        {
+            "id": pa.array(ids),
+            "even": pa.array(ids % 2 == 0),
+            "image": image,
+            "same": pa.array([[i, i + 1] for i in plain], pa.list_(pa.int32())),
+            "grid": pa.array([[[i, 1], [2, i]] for i in plain], pa.list_(pa.list_(pa.int32()))),
+            "ragged": pa.array([list(range(i % 4)) for i in plain], pa.list_(pa.int32())),
+            "text": pa.array([f"row {i}" if i % 5 else None for i in plain]),
+            "raw": pa.array([bytes([i % 256]) * (i % 3) for i in plain], pa.binary()),
+            "fixed": pa.array([bytes([i % 256, 1, 2]) for i in plain], pa.binary(3)),
+            "kind": pa.array(["cat" if i % 3 else "dog" for i in plain]).dictionary_encode(),
+            "at": pa.array([{"x": i, "deep": {"y": i / 2}} for i in plain]),
+        }
+    )
+
+
+def expected(table: pa.Table) -> list[dict]:
+    rows = []
+    for row in table.to_pylist():
+        at = row.pop("at")
+        row["fixed"] = list(row["fixed"])
+        rows.append({**row, "at.x": at["x"], "at.deep.y": at["deep"]["y"]})
+    return rows
+
+
+def write_arrow(path: Path, content: pa.Table, stream: bool, **options) -> None:
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    options = pa.ipc.IpcWriteOptions(unify_dictionaries=not stream, **options)
+    with pa.OSFile(str(path), "wb") as file, make(file, content.schema, options=options) as writer:
+        writer.write_table(content, max_chunksize=16)
+
+
+def parquet(path: Path, content: pa.Table, **options) -> None:
+    pq.write_table(content, path.with_suffix(".parquet"), row_group_size=16, **options)
+
+
+BINARY = {
+    "parquet": parquet,
+    "parquet zstd": lambda p, t: parquet(p, t, compression="zstd", use_dictionary=False),
+    "parquet small pages": lambda p, t: parquet(p, t, data_page_size=64, write_page_checksum=True),
+    "arrow file": lambda p, t: write_arrow(p.with_suffix(".arrow"), t, stream=False),
+    "arrow stream": lambda p, t: write_arrow(p.with_suffix(".arrow"), t, stream=True),
+    "arrow file lz4": lambda p, t: write_arrow(
+        p.with_suffix(".feather"), t, False, compression="lz4"
+    ),
+    "arrow stream zstd": lambda p, t: write_arrow(
+        p.with_suffix(".ipc"), t, True, compression="zstd"
+    ),
+}
+
+
+def in_memory(folder: Path) -> str:
+    """A copy in a store whose objects are no files of this machine."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for shard in folder.iterdir():
+        memory.pipe(f"/{folder.name}/{shard.name}", shard.read_bytes())
+    return f"memory://{folder.name}"
+
+
+@pytest.mark.parametrize("kind", BINARY)
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_every_column_of_binary_shards(kind, where, dictionary, tmp_path):
+    tables = [nested(0, 37), nested(37, 16)]
+    if not dictionary:
+        tables = [t.set_column(9, "kind", t["kind"].cast(pa.string())) for t in tables]
+    for number, content in enumerate(tables):
+        BINARY[kind](tmp_path / f"part-{number}", content)
+    rows, counts = rows_of(where(tmp_path))
+    assert counts == [16, 16, 5, 16]
+    assert rows == expected(pa.concat_tables(tables))
+    some, _ = rows_of(where(tmp_path), columns=["at.deep", "ragged"])
+    assert some == [{"at.deep.y": row["at.deep.y"], "ragged": row["ragged"]} for row in rows]
+
+
+def write_tar(path: Path, first: int, samples: int, **ending: bytes) -> list[dict]:
+    rows = []
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo("._hidden"))
+        for number in range(first, first + samples):
+            key = f"{'long/' * 30 * (number % 2)}img-{number}"
+            parts = {"jpg": bytes([number % 256]) * (number * 37 % 900), "cls": b" %d\n" % number}
+            parts |= {"json": b'{"n": %d}' % number, "seg.png": b"x", **ending}
+            for name, content in parts.items():
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            rows.append({"__key__": key, **parts, "cls": number, "json": parts["json"].decode()})
+    return rows
+
+
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+def test_samples_of_tar_shards(where, tmp_path, monkeypatch):
+    monkeypatch.setattr("elastic_dp.data.formats.tar.GROUP_BYTES", 20_000)
+    rows = write_tar(tmp_path / "a.tar", 0, 40) + write_tar(tmp_path / "b.tar", 40, 3)
+    found, counts = rows_of(where(tmp_path))
+    assert found == rows
+    assert len(counts) > 5
+    some, _ = rows_of(where(tmp_path), columns=["seg.png", "cls"])
+    assert some == [{"seg.png": row["seg.png"], "cls": row["cls"]} for row in rows]
+
+
+@pytest.mark.parametrize("codec", ["gz", "zst", "bz2"])
+def test_compressed_text_is_one_row_group(codec, tmp_path):
+    lines = "".join(
+        f'{{"a": {n}, "b": {{"c": [{n}], "when": "2026-01-0{n}"}}}}\n' for n in range(1, 9)
+    )
+    with pa.CompressedOutputStream(
+        str(tmp_path / f"a.jsonl.{codec}"), {"gz": "gzip", "zst": "zstd"}.get(codec, codec)
+    ) as file:
+        file.write(lines.encode())
+    expected = [{"a": n, "b.c": [n], "b.when": f"2026-01-0{n}"} for n in range(1, 9)]
+    assert rows_of(tmp_path) == (expected, [8])
+    with pa.CompressedOutputStream(
+        str(tmp_path / f"a.csv.{codec}"), {"gz": "gzip", "zst": "zstd"}.get(codec, codec)
+    ) as file:
+        file.write(b"x,y\n1,a\n2,b\n")
+    assert rows_of(f"{tmp_path}/*.csv.*") == ([{"x": 1, "y": "a"}, {"x": 2, "y": "b"}], [2])
+
+
+def test_types_are_those_that_hold_for_all_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "GROUP_BYTES", 30)
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "y": [], "s": null}\n' * 9)
+    (tmp_path / "b.jsonl").write_text('{"x": 1.5, "y": [1], "s": "t"}\n' * 9)
+    rows, _ = rows_of(tmp_path)
+    assert rows == [{"x": 1.0, "y": [], "s": None}] * 9 + [{"x": 1.5, "y": [1], "s": "t"}] * 9
+    (tmp_path / "c.jsonl").write_text('{"x": "word", "y": [1], "s": "t"}\n')
+    with pytest.raises(DataError, match=r"'x' is double in a\.jsonl and string in c\.jsonl"):
+        read_index(config(tmp_path))
+
+
+def test_a_scan_is_said_first(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text("x\n" + "1\n" * (1 << 19))
+    said: list[str] = []
+    read_index(config(tmp_path), say=said.append)
+    assert said == ["scanning 2 csv shard(s), 2 MiB, once"]
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def scribbled(path: Path) -> None:
+    """The second half of the second row group is other bytes; size, footer and time stay."""
+    index = read_index(config(path.parent))
+    before, content = path.stat(), bytearray(path.read_bytes())
+    middle, end = int(index.starts[1] + index.ends[1]) // 2, int(index.ends[1])
+    content[middle:end] = (b'"\xff\x00{' * end)[: end - middle]
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def lines_of(path: Path, line: str, header: str = "") -> None:
+    path.write_text(header + "".join(line % n for n in range(90)))
+
+
+SHARDS = {
+    "a.parquet": lambda p: parquet(p, nested(0, 90), compression="zstd", use_dictionary=False),
+    "a.arrow": lambda p: write_arrow(p, nested(0, 90), False),
+    "a.jsonl": lambda p: lines_of(p, '{"x": %d}\n'),
+    "a.csv": lambda p: lines_of(p, "%d,5\n", "x,y\n"),
+    "a.tar": lambda p: write_tar(p, 0, 40),
+}
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(text, "GROUP_BYTES", 200)
+    monkeypatch.setattr("elastic_dp.data.formats.tar.GROUP_BYTES", 20_000)
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_row_group_that_cannot_be_decoded(name, tmp_path, small_groups):
+    SHARDS[name](tmp_path / name)
+    index = read_index(config(tmp_path))
+    scribbled(tmp_path / name)
+    groups = opened(config(tmp_path), index)
+    groups.read(0)
+    with pytest.raises(BadShard) as caught:
+        groups.read(1)
+    assert (caught.value.shard, caught.value.row_group) == (name, 1) and caught.value.reason
+    groups.close()
+
+
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+def test_a_shard_that_was_rewritten(name, where, tmp_path, small_groups, monkeypatch):
+    """Before it was opened, and after."""
+    monkeypatch.setattr("elastic_dp.storage.retry.FIRST_PAUSE_S", 0.001)
+    SHARDS[name](tmp_path / name)
+    wanted = config(where(tmp_path))
+    fresh, used = (opened(wanted, read_index(wanted)) for _ in range(2))
+    used.read(0)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(
+        content[: len(content) // 2] + b"{}" + content[len(content) // 2 :]
+    )
+    where(tmp_path)
+    for groups in (fresh, used):
+        with pytest.raises(DataError, match=rf"{name} was rewritten"):
+            groups.read(1)
+        groups.close()
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_that_cannot_be_indexed(name, tmp_path):
+    SHARDS[name](tmp_path / name)
+    (tmp_path / f"b{name}").write_bytes(b"")
+    with pytest.raises(DataError, match=rf"b{name} is empty \(0 bytes\); remove it"):
+        read_index(config(tmp_path))
+    (tmp_path / f"b{name}").write_bytes(b'\x00"{broken')
+    with pytest.raises(DataError, match=rf"b{name}"):
+        read_index(config(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.tar", "a.jsonl"])
+def test_a_shard_that_is_cut_short(name, tmp_path):
+    SHARDS[name](tmp_path / name)
+    cut_short(tmp_path / name)
+    with pytest.raises(DataError, match=rf"cannot (read the footer of|scan) {name}"):
+        read_index(config(tmp_path))
+
+
+ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})
+
+
+@pytest.mark.parametrize(
+    ("shards", "changes", "said"),
+    [
+        ({}, {}, r"no shard \(\*\.parquet.*\*\.tar\) at '.*'; it must be a folder"),
+        ({"a": ONE[:0], "b": ONE}, {}, r"a\.parquet holds no rows; remove it"),
+        ({"a": ONE}, {"columns": ["t"]}, r"no column 't' in a\.parquet, which has 'x', 's'"),
+        ({"a": ONE, "b": ONE.select(["x"])}, {}, r"'s' is string in a\.parquet and missing in b"),
+        ({"a": ONE.select(["x"]), "b": ONE}, {}, r"'s' is missing in a\.parquet and string in b"),
+        (
+            {"a": ONE, "b": ONE.set_column(0, "x", [pa.array([1.0, 2.0])])},
+            {},
+            r"'x' is int64 in a\.parquet and double in b\.parquet; rewrite one of them",
+        ),
+        (
+            {"a": pa.table({"t": [pa.scalar(1, pa.timestamp("s"))]})},
+            {},
+            r"'t' is timestamp.*no tensor",
+        ),
+        ({"a": ONE.rename_columns(["x", "x"])}, {}, r"several columns named 'x'"),
+    ],
+)
+def test_what_cannot_be_read(shards, changes, said, tmp_path):
+    for name, content in shards.items():
+        pq.write_table(content, tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=said):
+        read_index(config(tmp_path, **changes))
+
+
+def test_mixed_formats_need_a_choice(tmp_path):
+    pq.write_table(ONE, tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text("x\n1\n")
+    with pytest.raises(
+        DataError, match=r"several formats: 1 parquet \(such as a\.parquet\) and 1 csv"
+    ):
+        read_index(config(tmp_path))
+    assert read_index(config(tmp_path, format="csv")).num_rows == 1
+
+
+def test_a_row_group_is_one_request(tmp_path):
+    """The footer comes with the first one where it is near; columns that lie far apart are asked for apart."""
+    wide = pa.table({name: np.random.default_rng(0).random(1 << 17) for name in "abc"})
+    pq.write_table(wide, tmp_path / "a.parquet", row_group_size=1 << 16, compression="none")
+    wanted = config(in_memory(tmp_path), columns=["a", "c"])
+    index = read_index(wanted)
+    store = Store(wanted.url)
+    groups = ShardRowGroups(wanted, index, [store])
+    requests, asked = [], []
+    for number in (1, 0, 1):
+        before = store.counts
+        assert len(groups.read(number)[0]["c"]) == 1 << 16
+        requests.append(store.counts.requests - before.requests)
+        asked.append(store.counts.bytes_read - before.bytes_read)
+    assert requests == [1, 1, 1]
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("elastic_dp.data.formats.parquet.GAP_BYTES", 1000)
+    before = store.counts
+    groups.read(0)
+    assert store.counts.requests - before.requests == 2
+    assert store.counts.bytes_read - before.bytes_read < 0.7 * asked[1]
+    monkey.undo()
+
+
+def test_open_files_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("elastic_dp.data.formats.parquet.SHARDS_OPEN", 3)
+    monkeypatch.setattr("elastic_dp.data.formats.parquet.FOOTER_BYTES_KEPT", 5_000)
+    for number in range(12):
+        parquet(tmp_path / f"{number:02}", nested(0, 20))
+    groups = opened(config(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(24):
+        groups.read(number)
+    assert len(os.listdir("/proc/self/fd")) - before <= 3
+    kept = groups._formats["parquet"]._footers
+    assert sum(footer.nbytes for footer in kept.values()) <= 10_000
+    groups.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_that_is_gone_is_the_stores_word(name, where, tmp_path):
+    """Not a bad shard, which a run may be told to skip."""
+    SHARDS[name](tmp_path / name)
+    wanted = config(where(tmp_path))
+    groups = opened(wanted, read_index(wanted))
+    (tmp_path / name).unlink()
+    Store(wanted.url).delete(Store(wanted.url).path + f"/{name}")
+    with pytest.raises(StorageError, match=name):
+        groups.read(0)
+    groups.close()
+
+
+def test_rows_without_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(DataError, match=r"no (columns|rows)"):
+        read_index(config(tmp_path))

@@ -1,0 +1,88 @@
+"""Rows gathered out of row groups against plain indexing."""
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_dp.data.blocks import Blocks
+from elastic_dp.data.columns import Lists, decode_column
+from elastic_dp.data.gathering import Gathering
+
+
+def decoded(values):
+    return decode_column(pa.chunked_array([pa.array(values)]), "column 'x' of a.parquet")
+
+
+def gathered(columns, groups, rows) -> Gathering:
+    gathering = Gathering(np.array(groups), np.array(rows), Blocks(4))
+    for group in reversed(gathering.row_groups):  # they come in any order
+        gathering.copy(group, {"x": columns[group]})
+    return gathering
+
+
+@st.composite
+def choices(draw):
+    """Several columns, and for each row of the result which row of which column."""
+    shape = draw(st.sampled_from([(), (3,), (2, 5), (0,), (1024,)]))
+    dtype = draw(st.sampled_from([np.int32, np.bool_, np.float64, np.uint8]))
+    columns = [
+        (np.arange(rows * int(np.prod(shape))) * (number + 3) % 251)
+        .astype(dtype)
+        .reshape(rows, *shape)
+        for number, rows in enumerate(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    ]
+    numbers = st.integers(0, len(columns) - 1)
+    groups = np.array(draw(st.lists(numbers, min_size=1, max_size=60)), dtype=np.int64)
+    if draw(st.booleans()):
+        groups.sort()
+    start = draw(st.integers(0, 8))
+    rows = [(start + place) % len(columns[group]) for place, group in enumerate(groups)]
+    return columns, groups, np.array(rows, dtype=np.int64)
+
+
+@settings(deadline=None, max_examples=150)
+@given(choices(), st.data())
+def test_rows_are_where_they_belong(drawn, data):
+    columns, groups, rows = drawn
+    for column in columns:
+        column.flags.writeable = False
+    start, stop = sorted(data.draw(st.sampled_from(range(len(rows) + 1))) for _ in range(2))
+    out = gathered(columns, groups, rows).cut(start, stop)["x"]
+    expected = [columns[g][r] for g, r in zip(groups[start:stop], rows[start:stop], strict=True)]
+    assert out.dtype == columns[0].dtype and out.shape == (stop - start, *columns[0].shape[1:])
+    assert out.flags.writeable and out.flags.c_contiguous
+    assert all(np.array_equal(a, b) for a, b in zip(out, expected, strict=True))
+
+
+def test_lists_are_an_array_where_a_micro_batch_has_one_length():
+    regular, ragged = decoded([[1, 2], [3, 4]]), decoded([[5], [6, 7], [8, 9]])
+    assert isinstance(regular, np.ndarray) and isinstance(ragged, Lists)
+    for columns, ragged_at in (([regular, ragged], 1), ([ragged, regular], 0)):
+        groups = [ragged_at, 1 - ragged_at, ragged_at, ragged_at]
+        gathering = gathered(columns, groups, [2, 0, 1, 0])
+        assert gathering.cut(0, 3)["x"].tolist() == [[8, 9], [1, 2], [6, 7]]
+        assert [row.tolist() for row in gathering.cut(1, 4)["x"]] == [[1, 2], [6, 7], [5]]
+
+
+def test_texts_are_lists_of_objects():
+    columns = [decoded(["a", "b", None]), decoded(["c"])]
+    assert gathered(columns, [0, 1, 0, 0], [2, 0, 0, 1]).cut(0, 3)["x"] == [None, "c", "a"]
+
+
+def test_what_is_left_out():
+    columns = [np.arange(4), np.arange(4) + 10, np.arange(4) + 20]
+    gathering = Gathering(np.array([0, 1, 2, 1, 1]), np.array([3, 2, 1, 0, 1]), Blocks(4))
+    for group in (0, 2):
+        gathering.copy(group, {"x": columns[group], "text": decoded(list("abcd"))})
+    gathering.leave_out(1)
+    assert gathering.cut(0, 3)["x"].tolist() == [3, 21]
+    assert gathering.cut(0, 3)["text"] == ["d", "b"]
+    assert gathering.cut(3, 5) is None
+
+
+def test_what_one_micro_batch_writes_no_other_sees():
+    gathering = gathered([np.arange(6)], [0] * 6, range(6))
+    first, second = gathering.cut(0, 3)["x"], gathering.cut(3, 6)["x"]
+    first[:] = -1
+    assert second.tolist() == [3, 4, 5]

@@ -1,0 +1,264 @@
+"""What the index says of a data set, and what it refuses."""
+
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.data.difference import difference
+from elastic_dp.data.index import Index, read_index
+from elastic_dp.data.listing import list_shards, path_of, prefix_of
+from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.errors import DataError
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Entry, Store
+from tests.patience import PATIENCE_S
+
+ROWS = (70, 45, 1)
+
+
+def table(first: int, rows: int) -> pa.Table:
+    ids = np.arange(first, first + rows)
+    return pa.table({"id": pa.array(ids), "half": pa.array(ids / 2, pa.float32())})
+
+
+def config(url: Path | str | list | dict, **changes) -> DataConfig:
+    url = str(url) if isinstance(url, Path) else url
+    return DataConfig(url, **({"micro_batch_size": 8} | changes))
+
+
+def opened(wanted: DataConfig, index: Index | None = None) -> ShardRowGroups:
+    stores = [Store(url, wanted.storage_options, timeout_s=2) for url in wanted.urls]
+    return ShardRowGroups(wanted, index or read_index(wanted), stores)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    first = 0
+    for number, rows in enumerate(ROWS):
+        pq.write_table(table(first, rows), tmp_path / f"part-{number}.parquet", row_group_size=16)
+        first += rows
+    (tmp_path / "README.txt").write_text("not a shard")
+    (tmp_path / ".part-9.parquet").write_text("not a shard either")
+    (tmp_path / "_temporary.parquet").write_text("nor this")
+    return tmp_path
+
+
+def test_index_says_shards_row_groups_and_rows(folder):
+    index = read_index(config(folder))
+    assert [index.name(n) for n in range(3)] == [f"part-{n}.parquet" for n in range(3)]
+    assert index.rows.tolist() == [16, 16, 16, 16, 6, 16, 16, 13, 1]
+    assert index.group_bounds.tolist() == [0, 5, 8, 9]
+    assert index.columns == (("id", "int64"), ("half", "float"))
+    assert (index.ends - index.starts > 0).all() and (index.nbytes >= 12 * index.rows).all()
+    groups = opened(config(folder), index)
+    assert groups.name(6) == ("part-1.parquet", 1, 16)
+    ids = [groups.read(n)[0]["id"] for n in range(9)]
+    assert np.concatenate(ids).tolist() == list(range(sum(ROWS)))
+
+
+@pytest.mark.parametrize("shipped", [pickle.loads, None], ids=["pickle", "bytes"])
+def test_index_travels_whole(folder, shipped):
+    index = read_index(config(folder))
+    again = shipped(pickle.dumps(index)) if shipped else Index.from_bytes(index.to_bytes())
+    assert again.digest == index.digest and again.sources == index.sources
+    assert again.shards.equals(index.shards) and again.groups.equals(index.groups)
+    assert again.schema.equals(index.schema) and again.columns == index.columns
+    with pytest.raises(DataError, match="index cannot be read"):
+        Index.from_bytes(index.to_bytes()[:-100])
+
+
+def copied(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for shard in folder.glob("part-*"):
+        (to / shard.name).write_bytes(shard.read_bytes())
+    return to
+
+
+def changed(folder: Path, to: Path, change) -> tuple[Index, Index]:
+    copy = copied(folder, to)
+    change(copy)
+    return read_index(config(folder)), read_index(config(copy))
+
+
+def test_digest_is_of_the_content_not_of_the_place(folder, tmp_path_factory):
+    copy = copied(folder, tmp_path_factory.mktemp("a") / "copy")
+    here, there = read_index(config(folder)), read_index(config(copy))
+    by_glob = read_index(config(f"{copy}/*.parquet"))
+    assert here.digest == there.digest == by_glob.digest
+    assert difference(here, there) is None
+    others = [
+        read_index(config(copy, columns=["id"])),
+        read_index(config(copy / "part-0.parquet")),
+        read_index(config([str(copy), str(folder)])),
+        read_index(config({str(copy): 1, str(folder): 2})),
+    ]
+    assert len({here.digest, *(other.digest for other in others)}) == 5
+    for other in others:
+        assert difference(here, other)
+
+
+def rewritten_at_equal_size(folder: Path) -> None:
+    path = folder / "part-1.parquet"
+    content = bytearray(path.read_bytes())
+    at = content.rfind(b"parquet-cpp")  # in the footer, where statistics are too
+    content[at : at + 7] = b"PARQUET"
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: (f / "part-1.parquet").unlink(), "shard part-1.parquet is gone"),
+        (lambda f: pq.write_table(table(0, 3), f / "x.parquet"), "shard x.parquet is new"),
+        (
+            lambda f: (f / "part-1.parquet").rename(f / "p.parquet"),
+            "shard part-1.parquet is gone, shard p.parquet is new",
+        ),
+        (
+            lambda f: pq.write_table(table(0, 9), f / "part-2.parquet"),
+            r"shard part-2.parquet was rewritten: it had \d+ bytes, and has \d+",
+        ),
+        (rewritten_at_equal_size, r"shard part-1.parquet was rewritten: it had \d+ as"),
+    ],
+)
+def test_difference_names_the_shard(folder, tmp_path_factory, change, said):
+    old, new = changed(folder, tmp_path_factory.mktemp("a") / "copy", change)
+    assert re.match(said, difference(old, new) or "")
+
+
+def test_difference_names_the_column(folder):
+    old, new = read_index(config(folder)), read_index(config(folder, columns=["id"]))
+    assert difference(old, new) == "column 'half' was float, and is not read"
+
+
+def test_several_sources(folder, tmp_path_factory):
+    copy = copied(folder, tmp_path_factory.mktemp("a") / "copy")
+    wanted = config({str(folder): 3, f"{copy}/part-[01].parquet": 1})
+    index = read_index(wanted)
+    assert index.weights == (3, 1) and read_index(config([str(copy), str(folder)])).weights is None
+    assert [(s.first_group, s.end_group) for s in index.sources] == [(0, 9), (9, 17)]
+    groups = opened(wanted, index)
+    assert groups.name(9) == (f"{copy}/part-0.parquet", 0, 0)
+    assert groups.read(14)[0]["id"].tolist() == list(range(70, 86))
+
+
+@pytest.mark.parametrize("how", ["a folder", "a list of files"])
+def test_the_index_is_read_in_parallel(how, tmp_path, monkeypatch):
+    """A footer's read returns when 16 of them have begun; one after the other, the first would wait for ever."""
+    for number in range(32):
+        pq.write_table(table(number, 1), tmp_path / f"{number:02}.parquet")
+    together, read = threading.Barrier(16), Store.read
+
+    def read_together(self, *where):
+        together.wait(timeout=PATIENCE_S)
+        return read(self, *where)
+
+    monkeypatch.setattr(Store, "read", read_together)
+    files = [str(tmp_path / f"{number:02}.parquet") for number in range(32)]
+    index = read_index(config(tmp_path if how == "a folder" else files))
+    assert index.num_shards == 32
+    if how == "a folder":
+        assert [index.name(shard) for shard in range(32)] == [Path(f).name for f in files]
+    else:
+        assert [s.first_group for s in index.sources] == list(range(32))
+
+
+def test_only_shards_directly_in_a_folder(folder):
+    deep = folder / "deep" / "_hidden"
+    deep.mkdir(parents=True)
+    pq.write_table(table(0, 5), folder / "deep" / "a.parquet")
+    pq.write_table(table(0, 5), deep / "b.parquet")
+    assert read_index(config(folder)).num_shards == 3
+    everywhere = read_index(config(f"{folder}/**/*.parquet"))
+    assert everywhere.name(0) == "deep/a.parquet"
+    assert everywhere.num_shards == 4
+
+
+def marked(folder: str) -> None:
+    """As a conversion to an object store leaves it that is still running."""
+    system = fsspec.filesystem("memory")
+    for name in ("a.parquet", "b.parquet", "_incomplete"):
+        system.pipe_file(f"{folder}/{name}", b"whatever")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://half/set",
+        "memory://half/set/",
+        "memory://half/set/*.parquet",
+        "memory://half/*/*.parquet",
+        "memory://half/**",
+        "memory://half/set/**/a.parquet",
+        ["memory://other/*.parquet", "memory://half/set"],
+        {"memory://other": 1, "memory://half/set/a*": 2},
+    ],
+    ids=str,
+)
+def test_a_conversion_that_has_not_finished_is_no_data_set(url):
+    marked("/half/set")
+    pq.write_table(table(0, 9), "other/a.parquet", filesystem=fsspec.filesystem("memory"))
+    with pytest.raises(DataError, match=r"memory://half/.* is not whole.*remove the folder"):
+        read_index(config(url))
+
+
+def test_a_conversion_elsewhere_is_nobodys_concern():
+    marked("/whole/half")
+    pq.write_table(table(0, 9), "whole/a.parquet", filesystem=fsspec.filesystem("memory"))
+    for url in ("memory://whole", "memory://whole/*", "memory://w*/*.parquet"):
+        assert read_index(config(url)).num_rows == 9
+    fsspec.filesystem("memory").rm("/whole/half/a.parquet")
+    with pytest.raises(DataError, match="is not whole"):  # before the first shard, too
+        read_index(config("memory://whole/half", format="arrow"))
+
+
+def test_many_shards_fit():
+    """40,000 shards of 2 row groups and a copy, in a process of their own: arrays, not objects."""
+    script = """
+import resource, numpy as np, pyarrow as pa
+from elastic_dp.data.formats.format import Scan
+from elastic_dp.data.index import Builder, Index
+from elastic_dp.data.schema import Columns, same
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+schema = pa.schema([("tokens", pa.list_(pa.int32()))])
+build, columns = Builder(), Columns(None)
+build.begin("parquet", None, False)
+for n in range(40_000):
+    ints = np.array([1000, 1000], dtype=np.int64)
+    columns.add("a", schema, same)
+    build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", Scan(schema, ints, ints, ints, ints, n, 900))
+index = build.finish(columns)
+content = index.to_bytes()
+again = Index.from_bytes(content)
+assert again.digest == index.digest and again.num_rows == 80_000_000
+assert again.shard_of(79_999) == 39_999 and again.first_row(79_999) == 1000
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(content))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    grown_kib, nbytes = map(int, done.stdout.split())
+    assert grown_kib < 40 * 1024 and nbytes < 10 << 20
+
+
+def test_a_signed_url_names_its_shard_without_the_signature():
+    class Signed:
+        path = "https://host/a/b.parquet?X-Signature=c/d"
+
+        def find(self, path: str, *, and_named: str) -> list[Entry]:
+            return [Entry(path, 10, "")]
+
+    listed = list_shards(config(Signed.path), Signed.path, Signed())
+    assert (listed.name(0), listed.format, listed.is_file) == ("b.parquet", "parquet", True)
+    assert path_of(Signed.path, "b.parquet", True) == Signed.path
+    assert prefix_of(Signed.path, True) == "https://host/a/"
+    assert prefix_of("s3://bucket/a/*.parquet", False) == prefix_of("s3://bucket/a", False)

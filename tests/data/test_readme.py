@@ -1,0 +1,60 @@
+"""The commands of the README's "Getting data in", as they stand there, on a source of each kind that they name."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from typer.testing import CliRunner
+
+from elastic_dp import cli
+from elastic_dp.data import read_index
+from elastic_dp.spec import DataConfig
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SECTION = README.split("## Getting data in")[1].split("\n## ")[0]
+COMMANDS = re.findall(r"^elastic-dp (.*)$", SECTION, re.MULTILINE)
+
+
+@pytest.fixture
+def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("raw/table", "raw/books", "raw/photos/cat", "raw/photos/dog"):
+        Path(folder).mkdir(parents=True)
+    table = pa.table({"id": np.arange(1000), "x": np.arange(1000) / 7})
+    pq.write_table(table, "raw/table/a.parquet")
+    Path("raw/rows.csv").write_text("id,x\n" + "1,2.5\n" * 1000)
+    Path("raw/lines.jsonl").write_text(json.dumps({"id": 1, "x": 2.5, "y": "no"}) + "\n")
+    Path("raw/books/a.txt").write_text("hello world " * 5000)
+    for name in ("cat/1.jpg", "dog/1.jpg"):
+        Path(f"raw/photos/{name}").write_bytes(b"an image")
+    model = tokenizers.models.WordLevel({"hello": 0, "world": 1, "<|endoftext|>": 2}, "hello")
+    small = tokenizers.Tokenizer(model)
+    small.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    asked = {"gpt2": small}  # in the place of the hub
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_pretrained", lambda name: asked[name])
+
+
+def test_every_command_does_what_it_says(raw):
+    assert len(COMMANDS) == 7
+    for command in COMMANDS:
+        result = CliRunner().invoke(cli.app, shlex.split(command))
+        assert result.exit_code == 0, (command, result.output)
+    rows = {
+        folder.name: read_index(DataConfig(str(folder), micro_batch_size=1)).num_rows
+        for folder in Path("shards").iterdir()
+    }
+    books = 12 * 5000 + 1
+    expected = {"table": 1000, "rows": 1000, "lines": 1, "photos": 2}
+    assert rows == expected | {"bytes": books // 2049, "gpt2": 10_001 // 2049}
+
+
+def test_the_python_of_it(raw, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    exec(code, {})
+    assert 'shuffle="full"' in capsys.readouterr().out
