@@ -1,0 +1,118 @@
+"""`elastic-dp checkpoints`: what is there, whether it is whole, and files of it for others.
+
+What needs torch is imported where it is used: `elastic-dp` starts without it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from elastic_dp.errors import CheckpointDamaged, CheckpointError
+from elastic_dp.storage import Store
+
+if TYPE_CHECKING:
+    from elastic_dp.checkpoint.catalog import Catalog, SealName
+
+checkpoints = typer.Typer(help="Look at a run's checkpoints.", no_args_is_help=True)
+
+_Url = Annotated[
+    str, typer.Argument(metavar="URL", help="A run's folder: storage_path/name; any fsspec URL.")
+]
+_Step = Annotated[int | None, typer.Option(help="Of this step. Default: the newest.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+
+
+@checkpoints.command("list")
+def list_(url: _Url, as_json: _Json = False) -> None:
+    """Print the sealed checkpoints, oldest first; a damaged one says so as far as names and sizes tell."""
+    catalog = _catalog(url)
+    rows = [_row(catalog, name) for name in catalog.names()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        _out().print("no sealed checkpoints")
+        return
+    table = Table("step", "claim", "saved", "MB", "metrics", box=None)
+    for row in rows:
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
+        metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
+        words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
+        table.add_row(*words, metrics)
+    _out().print(table)
+    for row in rows:
+        if row["wrong"]:
+            _out().print(f"step {row['step']}: {'; '.join(row['wrong'])}", style="red")
+
+
+@checkpoints.command()
+def verify(url: _Url, step: _Step = None, as_json: _Json = False) -> None:
+    """Read every byte of every checkpoint (or of one step's) and compare it with what was sealed."""
+    from elastic_dp.checkpoint.reading import verify as verify_checkpoint
+
+    catalog = _catalog(url)
+    names = [name for name in catalog.names() if step in (None, name.step)]
+    if not names:
+        raise CheckpointError(
+            f"{catalog.store.url} has no sealed checkpoint{f' of step {step}' if step else ''}"
+        )
+    wrong = {name.step: verify_checkpoint(catalog, name) for name in names}
+    if as_json:
+        print(json.dumps(wrong))
+    else:
+        for number, words in wrong.items():
+            _out().print(
+                f"step {number}: {'; '.join(words) or 'whole'}", style="red" if words else "green"
+            )
+    if any(wrong.values()):
+        raise typer.Exit(1)
+
+
+@checkpoints.command()
+def export(
+    url: _Url,
+    destination: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST",
+            help="FILE.safetensors: the model. FILE.pt: model, optimizer, scheduler and user state, by torch.save. "
+            "A name without an ending: the same as a torch.distributed.checkpoint.",
+        ),
+    ],
+    step: _Step = None,
+) -> None:
+    """Write a checkpoint as a file that opens without this package."""
+    from elastic_dp.checkpoint.exporting import export as export_checkpoint
+
+    catalog = _catalog(url)
+    seal = catalog.find("latest" if step is None else step)
+    export_checkpoint(catalog, seal, destination)
+    _out().print(f"step {seal.step} → {destination}")
+
+
+def _catalog(url: str) -> Catalog:
+    from elastic_dp.checkpoint.catalog import Catalog
+
+    return Catalog(Store(url))
+
+
+def _row(catalog: Catalog, name: SealName) -> dict[str, Any]:
+    from elastic_dp.checkpoint.reading import missing_parts
+
+    row = {"step": name.step, "claim": name.fence, "saved_at": 0.0, "nbytes": 0, "metrics": {}}
+    try:
+        seal = catalog.read(name)
+    except (CheckpointDamaged, CheckpointError) as error:
+        return {**row, "wrong": [str(error)]}
+    about = {"saved_at": seal.about.saved_at, "metrics": dict(seal.about.metrics)}
+    return {**row, **about, "nbytes": seal.nbytes, "wrong": missing_parts(catalog, seal)}
+
+
+def _out() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)

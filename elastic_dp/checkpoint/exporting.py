@@ -1,0 +1,151 @@
+"""Checkpoints for others: files that open without this package, torch's own distributed checkpoints, warm starts.
+
+    .safetensors   the model's state_dict
+    .pt            {"model", "optimizer", "scheduler", "user", "step", "metrics"} by torch.save; opens with weights_only
+    a folder       the same as a torch.distributed.checkpoint
+
+Values that only the user's code knows become plain ones. Importing a distributed checkpoint unpickles its metadata, as
+torch does: only of a source that is trusted.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.layout import METADATA, WORDS, flat_bytes, header
+from elastic_dp.checkpoint.naming import model_state, optimizer_state
+from elastic_dp.checkpoint.reading import load, load_newest
+from elastic_dp.checkpoint.seal import Seal
+from elastic_dp.errors import CheckpointDamaged, CheckpointError
+from elastic_dp.storage import Store
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What a checkpoint holds. `model`, `optimizer`, `scheduler`: for their `load_state_dict`; `user`: the state_dict of
+    each object that was given as `state=`. `damaged`: newer checkpoints that were skipped, and why."""
+
+    step: int
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None = None
+    scheduler: Any = None
+    user: dict[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+
+
+def load_state(
+    url: str,
+    step: int | Literal["latest", "best"] = "latest",
+    *,
+    metric: str | None = None,
+    order: Literal["max", "min"] = "max",
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadedState:
+    """The state of a run at its folder (`storage_path/name`), to start another one from; tensors on the host.
+
+    `step="best"`: by `metric`, "max" or "min". A damaged checkpoint is skipped for the one before it, unless a step was
+    named. Raises CheckpointError, CheckpointDamaged, StorageError.
+    """
+    catalog = Catalog(Store(url, storage_options))
+    damaged: list[CheckpointDamaged] = []
+    keep = Keep(score_attribute=metric, order=order)
+    seal, tree = load_newest(catalog, step, keep, on_damage=damaged.append)
+    return _loaded(seal, tree, tuple(map(str, damaged)))
+
+
+def export(catalog: Catalog, seal: Seal, destination: str) -> None:
+    """Write a file, or a folder where the name has no ending. Raises CheckpointError if the ending is another."""
+    state = _loaded(seal, load(catalog, seal, plain=True))
+    if destination.endswith(".safetensors"):
+        _write(destination, safetensors(state.model))
+    elif destination.endswith((".pt", ".pth", ".bin")):
+        file = io.BytesIO()
+        torch.save(_as_dict(state), file)
+        _write(destination, file.getbuffer())
+    elif "." in destination.rstrip("/").rpartition("/")[2]:
+        raise CheckpointError(f"{destination} must end in .safetensors or .pt, or be a folder")
+    else:
+        _export_distributed(state, destination)
+
+
+def safetensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """One file. Tied weights are written once for each of their names. Raises CheckpointError for a dtype it has not."""
+    table: dict[str, Any] = {"__metadata__": METADATA}
+    contents, at = [], 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        if tensor.dtype not in WORDS:
+            raise CheckpointError(
+                f"safetensors has no {tensor.dtype} ({name}); export to a .pt file"
+            )
+        content = flat_bytes(tensor.contiguous()).numpy().tobytes()
+        span = [at, at + len(content)]
+        table[name] = {
+            "dtype": WORDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": span,
+        }
+        contents.append(content)
+        at += len(content)
+    return b"".join([header(table), *contents])
+
+
+def import_distributed(folder: str) -> LoadedState:
+    """What a `torch.distributed.checkpoint` of any world size holds, ours or another's: of one without a "model" all is
+    the model's. Unpickles its metadata."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(folder)
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    if "model" not in state:
+        return LoadedState(0, state)
+    known = {
+        key: state[key] for key in ("optimizer", "scheduler", "user", "metrics") if key in state
+    }
+    return LoadedState(state.get("step", 0), state["model"], **known)
+
+
+def _export_distributed(state: LoadedState, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(_as_dict(state), checkpoint_id=folder, no_dist=True)
+
+
+def _loaded(seal: Seal, tree: Any, damaged: tuple[str, ...] = ()) -> LoadedState:
+    naming, metrics = seal.about.naming, seal.about.metrics
+    return LoadedState(
+        step=seal.step,
+        model=model_state(tree, naming),
+        optimizer=optimizer_state(tree, naming) if "groups" in naming else None,
+        scheduler=tree["step"]["scheduler"],
+        user=tree["body"]["user"],
+        metrics=metrics,
+        damaged=damaged,
+    )
+
+
+def _as_dict(state: LoadedState) -> dict[str, Any]:
+    return {
+        "model": state.model,
+        "optimizer": state.optimizer,
+        "scheduler": state.scheduler,
+        "user": state.user,
+        "step": state.step,
+        "metrics": dict(state.metrics),
+    }
+
+
+def _write(destination: str, content: Any) -> None:
+    folder, _, name = destination.rpartition("/")
+    store = Store(folder or ".")
+    store.write(f"{store.path.rstrip('/')}/{name}".lstrip("/" if not store.path else ""), content)

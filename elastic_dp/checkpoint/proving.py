@@ -1,0 +1,46 @@
+"""A store is tried before anything is trained: a checkpoint rests on its refusing to create an object twice.
+
+Stores and adapters exist that ignore the condition and overwrite in silence (obstore's fsspec adapter does). So the
+second create has another content, and what is there afterwards must be the first.
+"""
+
+from __future__ import annotations
+
+from elastic_dp.errors import StorageError
+from elastic_dp.storage import Store
+
+
+def prove(store: Store, token: str) -> None:
+    """Write, list, read, refuse, delete. `token`: never used before. Raises StorageError."""
+    path = f"{store.path.rstrip('/')}/checkpoints/trial-{token}".lstrip(
+        "/" if not store.path else ""
+    )
+    first, second = f"first {token}".encode(), f"second {token}".encode()
+    store.write(path, first, create_only=True)
+    try:
+        _refuses(store, path, second)
+        if bytes(store.read_all(path)) != first:
+            raise StorageError(
+                f"{store.url} said that it refused to overwrite an object, and did it. {_WAY_OUT}"
+            )
+        if path not in {entry.path for entry in store.find(path.rpartition("/")[0] + "/")}:
+            raise StorageError(
+                f"{store.url} does not list an object that was just written. {_WAY_OUT}"
+            )
+    finally:
+        store.delete(path)
+
+
+def _refuses(store: Store, path: str, content: bytes) -> None:
+    try:
+        store.write(path, content, create_only=True)
+    except FileExistsError:
+        return
+    raise StorageError(
+        f"{store.url} overwrites an object that was to be created only if there is none. {_WAY_OUT}"
+    )
+
+
+_WAY_OUT = (
+    "Two controllers could seal one checkpoint there; use a folder, s3, gs or az as storage_path"
+)

@@ -1,0 +1,222 @@
+"""Bytes of a sealed checkpoint: each block read once by the group, and not a byte used that its digest does not cover.
+
+A group restores so: every member reads the same seal and makes room for the line (`Layout.total` bytes), reads its
+share into it with `read_share`, gives it to the others, and has the tree by `whole_tree`. One alone calls `load`.
+
+- Requests are whole blocks, many at once, so that latency does not count.
+- What is missing, cut off, swapped or changed raises CheckpointDamaged, which names the object.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog, Keep, SealName, part_path
+from elastic_dp.checkpoint.decoding import decode
+from elastic_dp.checkpoint.seal import Seal, block_digest, block_digester
+from elastic_dp.errors import CheckpointDamaged, CheckpointError, StorageError
+from elastic_dp.storage import ObjectMissing
+
+IN_FLIGHT = 32  # requests for blocks at once
+_CACHED_BYTES = 1 << 20  # of a file, at once: with smaller pieces threads wait for the interpreter
+
+
+def read_share(
+    catalog: Catalog,
+    seal: Seal,
+    rank: int,
+    world_size: int,
+    line: torch.Tensor,
+    executor: Executor | None = None,
+) -> tuple[int, int]:
+    """Read one of `world_size` shares into its place in `line`, bytes on the host. Returns the place, (start, end)."""
+    layout = seal.manifest.layout
+    assert line.numel() == layout.total and line.dtype == torch.uint8, (line.shape, line.dtype)
+    parts = layout.share(rank, world_size)
+    _read_blocks(catalog, seal, layout.blocks_of(parts), line, executor)
+    return layout.span(parts)
+
+
+def whole_tree(
+    seal: Seal,
+    line: torch.Tensor,
+    *,
+    device: torch.device | None = None,
+    types: Mapping[str, type] | None = None,
+    plain: bool = False,
+) -> Any:
+    """The state, its tensors on the memory of `line`; those that were on a device on this `device`, if there is one."""
+    layout = seal.manifest.layout
+    tensors = [
+        view if device is None or spec.device == "cpu" else view.to(device)
+        for view, spec in zip(layout.views(line), layout.specs, strict=True)
+    ]
+    return decode(seal.manifest.tree, tensors, types=types, plain=plain)
+
+
+def load(catalog: Catalog, seal: Seal, **how: Any) -> Any:
+    """The whole state, read by this process alone, each tensor in memory of its own. `how`: see `whole_tree`."""
+    line = torch.empty(seal.manifest.layout.total, dtype=torch.uint8)
+    read_share(catalog, seal, 0, 1, line)
+    tensors = [view.clone() for view in seal.manifest.layout.views(line)]
+    return decode(seal.manifest.tree, tensors, **how)
+
+
+def load_newest(
+    catalog: Catalog,
+    step: int | Literal["latest", "best"] = "latest",
+    keep: Keep | None = None,
+    *,
+    on_damage: Callable[[CheckpointDamaged], None],
+    **how: Any,
+) -> tuple[Seal, Any]:
+    """The newest checkpoint that is whole; each that is not is told. With a step, or "best", that one or none."""
+    if step != "latest":
+        seal = catalog.find(step, keep)
+        return seal, load(catalog, seal, **how)
+    for seal in newest_first(catalog, on_damage):
+        try:
+            return seal, load(catalog, seal, **how)
+        except CheckpointDamaged as error:
+            on_damage(error)
+    raise AssertionError("newest_first ends with an error")
+
+
+def newest_first(
+    catalog: Catalog, on_damage: Callable[[CheckpointDamaged], None]
+) -> Iterator[Seal]:
+    """Those whose seals can be read; the others are told. Raises CheckpointError where no more are to be had."""
+    names = catalog.names()
+    for name in reversed(names):
+        try:
+            yield catalog.read(name)
+        except CheckpointDamaged as error:
+            on_damage(error)
+    if not names:
+        catalog.find()  # which says that there is none
+    raise CheckpointError(f"none of the {len(names)} checkpoints of {catalog.store.url} is whole")
+
+
+def missing_parts(catalog: Catalog, seal: Seal) -> list[str]:
+    """What is wrong with the parts as far as a listing tells: names and sizes. Cheap, to choose a checkpoint by."""
+    folder = part_path(catalog.folder, seal.step, seal.digest, 0).rpartition("/")[0]
+    sizes = {
+        entry.path.rpartition("/")[2]: entry.size for entry in catalog.store.find(f"{folder}/")
+    }
+    wrong = []
+    for part in seal.manifest.layout.parts:
+        name = part_path("", seal.step, seal.digest, part.number).rpartition("/")[2]
+        if name not in sizes:
+            wrong.append(f"{name} is missing")
+        elif sizes[name] != part.nbytes:
+            wrong.append(f"{name} has {sizes[name]} bytes, not {part.nbytes}")
+    return wrong
+
+
+def verify(catalog: Catalog, name: SealName) -> list[str]:
+    """Read everything, headers too; what is wrong, or nothing."""
+    try:
+        seal = catalog.read(name)
+    except CheckpointDamaged as error:
+        return [error.reason]
+    wrong = missing_parts(catalog, seal)
+    layout = seal.manifest.layout
+    for part in layout.parts:
+        path = part_path(catalog.folder, seal.step, seal.digest, part.number)
+        try:
+            header = catalog.store.read(path, 0, len(part.header))
+            if bytes(header) != part.header:
+                wrong.append(f"the header of {_short(path)} was changed")
+        except StorageError as error:
+            wrong += [] if wrong else [str(error)]
+    with ThreadPoolExecutor(_threads(catalog, layout.block_bytes)) as executor:
+        found = executor.map(lambda block: _wrong(catalog, seal, block), range(layout.blocks))
+        return list(dict.fromkeys([*wrong, *(words for words in found if words and not wrong)]))
+
+
+def _wrong(catalog: Catalog, seal: Seal, block: int) -> str:
+    start, end = seal.manifest.layout.block_span(block)
+    try:
+        _read_block(catalog, seal, block, memoryview(bytearray(end - start)))
+    except CheckpointDamaged as error:
+        return error.reason
+    return ""
+
+
+def _read_blocks(
+    catalog: Catalog,
+    seal: Seal,
+    blocks: Iterable[int],
+    line: torch.Tensor,
+    executor: Executor | None,
+) -> None:
+    content: Any = line.numpy()
+    target = memoryview(content)
+
+    def read(block: int) -> None:
+        start, end = seal.manifest.layout.block_span(block)
+        _read_block(catalog, seal, block, target[start:end])
+
+    if executor is not None:
+        list(executor.map(read, blocks))
+        return
+    with ThreadPoolExecutor(_threads(catalog, seal.manifest.layout.block_bytes)) as made:
+        list(made.map(read, blocks))
+
+
+def _read_block(catalog: Catalog, seal: Seal, block: int, target: memoryview) -> None:
+    layout = seal.manifest.layout
+    start, end = layout.block_span(block)
+    part = layout.part_of(start)
+    path = part_path(catalog.folder, seal.step, seal.digest, part.number)
+    at = len(part.header) + start - part.start
+    local = catalog.store.local_path(path)
+    if local is not None and _read_file(local, at, target) == seal.manifest.blocks[block]:
+        return
+    try:
+        content = catalog.store.read(path, at, at + end - start)
+    except ObjectMissing:
+        raise CheckpointDamaged(seal.step, f"{_short(path)} is missing") from None
+    except StorageError:
+        wrong = missing_parts(catalog, seal)
+        if not wrong:
+            raise
+        raise CheckpointDamaged(seal.step, "; ".join(wrong)) from None
+    target[:] = memoryview(content).cast("B")
+    if block_digest(target) != seal.manifest.blocks[block]:
+        raise CheckpointDamaged(
+            seal.step,
+            f"{_short(path)}: bytes {at} to {at + end - start} are not those that were sealed",
+        )
+
+
+def _read_file(path: str, at: int, target: memoryview) -> str:
+    """Straight into its place, and its digest, taken while it is in the cache. "" if it could not be read like that:
+    then the store is asked, which tries again and says what is wrong."""
+    digest = block_digester()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(at)
+            for i in range(0, len(target), _CACHED_BYTES):
+                piece = target[i : i + _CACHED_BYTES]
+                if file.readinto(piece) != len(piece):
+                    return ""
+                digest.update(piece)
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def _threads(catalog: Catalog, block_bytes: int) -> int:
+    """Local files wait for processors, everything else for answers."""
+    local = catalog.store.local_path(catalog.folder) is not None
+    return min(IN_FLIGHT, (os.cpu_count() or 1)) if local else IN_FLIGHT
+
+
+def _short(path: str) -> str:
+    return "/".join(path.rsplit("/", 3)[1:])

@@ -1,0 +1,142 @@
+"""Files that open without this package, the other checkpoints of torch, and warm starts."""
+
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.exporting import import_distributed, load_state
+from elastic_dp.checkpoint.exporting import safetensors as as_safetensors
+from elastic_dp.cli import app
+from elastic_dp.errors import CheckpointDamaged, CheckpointError
+from elastic_dp.storage import Store
+from tests.checkpoint.states import big_tree, same, save, train_state
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder with two checkpoints."""
+    folder = tmp_path_factory.mktemp("run")
+    catalog = Catalog(Store(str(folder)))
+    catalog.claim(1, None)
+    for step in (10, 20):
+        save(catalog, train_state(step), step, metrics={"accuracy": 1.0 / step}, workers=2)
+    return folder
+
+
+def invoke(*words):
+    return runner.invoke(app, ["checkpoints", *map(str, words)])
+
+
+def test_safetensors(run, tmp_path):
+    assert invoke("export", run, tmp_path / "model.safetensors").exit_code == 0
+    opened = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    model = train_state(20).model.state_dict()
+    assert opened.keys() == model.keys() and all(same(opened[key], model[key]) for key in model)
+    assert "hidden" not in opened and same(opened["3.weight"], opened["0.weight"])
+
+
+@pytest.mark.parametrize("tensors", [{}, {"e": torch.empty(0)}, big_tree(2000)["last"]])
+def test_any_tensors_make_a_file(tensors):
+    tensors = tensors if isinstance(tensors, dict) else {"x": tensors, "b": torch.tensor(True)}
+    opened = safetensors.torch.load(as_safetensors(tensors))
+    assert opened.keys() == tensors.keys() and all(
+        same(opened[key], tensors[key]) for key in opened
+    )
+
+
+def test_a_file_of_torch_opens_without_this_package(run, tmp_path):
+    assert invoke("export", run, tmp_path / "all.pt", "--step", 10).exit_code == 0
+    code = (
+        f"import torch, sys\nfound = torch.load({str(tmp_path / 'all.pt')!r}, weights_only=True)\n"
+        "assert found['step'] == 10 and 'elastic_dp' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    there, here = train_state(10), train_state(3)
+    here.model.load_state_dict(found["model"])
+    here.optimizer.load_state_dict(found["optimizer"])
+    here.scheduler.load_state_dict(found["scheduler"])
+    here.user["average"].load_state_dict(found["user"]["average"])
+    assert same(here.optimizer.state_dict(), there.optimizer.state_dict())
+    assert same(here.model.state_dict(), there.model.state_dict())
+    assert same(here.user["average"].values, there.user["average"].values)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+def test_distributed_checkpoints_there_and_back(run, tmp_path):
+    assert invoke("export", run, tmp_path / "dcp").exit_code == 0
+    found = import_distributed(str(tmp_path / "dcp"))
+    model = train_state(20).model.state_dict()
+    assert all(same(found.model[key], model[key]) for key in model)
+    assert found.step == 20 and found.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+def test_a_distributed_checkpoint_of_others(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = train_state(3).model.state_dict()
+    dcp.save(dict(model), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = import_distributed(str(tmp_path / "dcp")).model
+    assert found.keys() == model.keys() and all(same(found[key], model[key]) for key in model)
+
+
+def test_load_state(run):
+    newest = load_state(str(run))
+    assert newest.step == 20 and newest.damaged == () and newest.metrics == {"accuracy": 0.05}
+    train_state(1).model.load_state_dict(newest.model)
+    assert load_state(str(run), 10).step == 10
+    assert load_state(str(run), "best", metric="accuracy").step == 10
+    assert load_state(str(run), "best", metric="accuracy", order="min").step == 20
+    with pytest.raises(CheckpointError, match="it has: 10, 20"):
+        load_state(str(run), 15)
+
+
+def test_an_ending_that_means_nothing(run, tmp_path):
+    result = invoke("export", run, tmp_path / "model.onnx")
+    assert result.exit_code == 2 and "must end in .safetensors or .pt" in result.stderr
+
+
+def test_list_and_verify(run):
+    listed = invoke("list", run)
+    assert listed.exit_code == 0 and "accuracy=0.1" in listed.stdout and "20" in listed.stdout
+    assert '"step": 10' in invoke("list", run, "--json").stdout
+    verified = invoke("verify", run)
+    assert verified.exit_code == 0 and verified.stdout.count("whole") == 2
+
+
+def test_damage_is_told_and_skipped(tmp_path):
+    catalog = Catalog(Store(str(tmp_path)))
+    for step in (1, 2):
+        save(catalog, train_state(step), step)
+    (part,) = (tmp_path / "checkpoints" / "step-000000000002").rglob("*.safetensors")
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    result = invoke("verify", tmp_path)
+    assert result.exit_code == 1 and "step 2: " in result.stdout and "part-00000" in result.stdout
+    loaded = load_state(str(tmp_path))
+    assert loaded.step == 1 and "step 2 is damaged" in loaded.damaged[0]
+    with pytest.raises(CheckpointDamaged):
+        load_state(str(tmp_path), 2)
+    part.unlink()
+    assert "is missing" in invoke("list", tmp_path).stdout
+
+
+@pytest.mark.parametrize("verb", ["verify", "export"])
+def test_nothing_there(verb, tmp_path):
+    words = [tmp_path, tmp_path / "x.pt"] if verb == "export" else [tmp_path]
+    result = invoke(verb, *words)
+    assert result.exit_code == 2 and "no sealed checkpoint" in result.stderr
+    assert "no sealed" in invoke("list", tmp_path).stdout

@@ -1,0 +1,274 @@
+"""What is sealed is read bit for bit, by any number of readers; what was changed since is noticed and named."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog, SealName
+from elastic_dp.checkpoint.layout import Layout
+from elastic_dp.checkpoint.reading import (
+    load,
+    load_newest,
+    missing_parts,
+    read_share,
+    verify,
+    whole_tree,
+)
+from elastic_dp.checkpoint.seal import About, Manifest, Seal, block_digest
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.writing import Share, differences, missing, write_parts, write_seal
+from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost, StateError
+from elastic_dp.storage import Store
+from tests.checkpoint.states import big_tree, checkpoint, memory_store, same, save, train_state
+
+
+def catalog_of(tmp_path) -> Catalog:
+    return Catalog(Store(str(tmp_path / "run [1]")))
+
+
+@pytest.mark.parametrize("writers", [1, 3, 8])
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_any_number_writes_and_any_other_reads(writers, readers):
+    tree = big_tree(5 << 20)
+    catalog = Catalog(memory_store())
+    sealed = checkpoint(catalog, 7, tree, workers=writers)
+    line = torch.empty(sealed.nbytes, dtype=torch.uint8)
+    spans = [read_share(catalog, sealed, rank, readers, line) for rank in range(readers)]
+    assert sum(end - start for start, end in spans) == sealed.nbytes
+    assert same(whole_tree(sealed, line), tree)
+    counted = catalog.store.counts
+    assert counted.bytes_read == sealed.nbytes, "each byte is read once"
+
+
+def test_strides_come_back():
+    tree = big_tree(1000)
+    catalog = Catalog(memory_store())
+    back = load(catalog, checkpoint(catalog, 1, tree))
+    assert back["last"].stride() == tree["last"].stride() and not back["last"].is_contiguous()
+
+
+def test_a_training_state_is_adopted_from_a_checkpoint():
+    there, here = train_state(1), train_state(2)
+    catalog = Catalog(memory_store())
+    save(catalog, there, 1)
+    _, tree = load_newest(catalog, on_damage=lambda error: pytest.fail(str(error)))
+    assert there.digest() != here.digest()
+    here.adopt(tree, body=True)
+    assert same(here.tree([], None), there.tree([], None))
+
+
+def test_nothing_is_sealed_without_every_part_and_equal_states():
+    catalog, snapshot, other = Catalog(memory_store()), Snapshot(), Snapshot()
+    tree = big_tree(3 << 20)
+    snapshot.take(1, tree)
+    tree["more"][0][0] += 1
+    other.take(1, tree)
+    manifest = snapshot.manifest()
+    assert differences(manifest, other.manifest()) == ["double", "more.0"], "of one block"
+    with ThreadPoolExecutor(2) as executor:
+        first = write_parts(catalog, snapshot, [0], executor, writer="a")
+        rest = write_parts(catalog, snapshot, missing(manifest, [first]), executor, writer="b")
+    with pytest.raises(AssertionError):
+        write_seal(catalog, manifest, [first], 1, About())
+    with pytest.raises(StateError, match=r"step 1: b hold another one"):
+        write_seal(catalog, manifest, [first, replace(rest, digest="x")], 1, About())
+    assert catalog.names() == []
+    write_seal(catalog, manifest, [first, rest], 1, About())
+    assert catalog.names() == [SealName(1, 1)]
+
+
+def test_the_same_state_is_sealed_once_and_another_is_refused():
+    catalog = Catalog(memory_store())
+    tree = big_tree(1000)
+    checkpoint(catalog, 5, tree)
+    before = bytes(catalog.store.read_all(catalog.path(SealName(5, 1))))
+    checkpoint(catalog, 5, tree, saved_at=1.0)
+    assert bytes(catalog.store.read_all(catalog.path(SealName(5, 1)))) == before
+    tree["more"][1] = 4
+    with pytest.raises(LeaseLost, match="two controllers"):
+        checkpoint(catalog, 5, tree)
+
+
+def test_every_flipped_byte_is_noticed_or_harmless(tmp_path):
+    """In all files: loading gives the same bits or names the damage; `verify` finds every change."""
+    catalog = catalog_of(tmp_path)
+    tree = {"a": torch.arange(5), "b": [torch.ones(3), 0.5, "x"]}
+    sealed = checkpoint(catalog, 3, tree, metrics={"loss": 0.5})
+    name = SealName(3, 1)
+    files = [file for file in Path(catalog.folder).rglob("*") if file.is_file()]
+    assert len(files) == 2
+    noticed = 0
+    for file in files:
+        content = file.read_bytes()
+        for i in range(len(content)):
+            changed = bytearray(content)
+            changed[i] ^= 0x20
+            file.write_bytes(changed)
+            try:
+                found = catalog.read(name)
+                assert found.manifest == sealed.manifest
+                assert same(load(catalog, found), tree)
+            except (CheckpointDamaged, CheckpointError):
+                noticed += 1
+            else:
+                assert verify(catalog, name) or file.suffix == ".json"
+        file.write_bytes(content)
+    sizes = [len(file.read_bytes()) for file in files]
+    assert noticed > 0.9 * (sizes[0] if files[0].suffix == ".json" else sizes[1])
+    assert verify(catalog, name) == []
+
+
+def cut(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lengthen(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def swap(file: Path, other: Path) -> None:
+    mine = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(mine)
+
+
+def foreign(file: Path, other: Path) -> None:
+    file.write_bytes(bytes(len(file.read_bytes())))
+
+
+def remove(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("change", [cut, swap, foreign, remove])
+def test_a_damaged_part_is_named_and_the_one_before_is_used(tmp_path, change):
+    catalog = catalog_of(tmp_path)
+    trees = {step: big_tree(3 << 20, seed=step) for step in (1, 2)}
+    for step, tree in trees.items():
+        checkpoint(catalog, step, tree)
+    parts = sorted(Path(catalog.folder, "step-000000000002").rglob("*.safetensors"))
+    change(parts[1], parts[2])
+    told = []
+    sealed, tree = load_newest(catalog, on_damage=told.append)
+    assert sealed.step == 1 and same(tree, trees[1])
+    assert len(told) == 1 and told[0].step == 2 and "part-0000" in str(told[0])
+    assert verify(catalog, SealName(2, 1)) and not verify(catalog, SealName(1, 1))
+    with pytest.raises(CheckpointDamaged, match="step 2 is damaged"):
+        load_newest(catalog, 2, on_damage=told.append)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(cut, "not"), (lengthen, "not"), (remove, "is missing")]
+)
+def test_names_and_sizes_alone_tell_most(tmp_path, change, words):
+    catalog = catalog_of(tmp_path)
+    sealed = checkpoint(catalog, 2, big_tree(3 << 20))
+    assert missing_parts(catalog, sealed) == []
+    parts = sorted(Path(catalog.folder).rglob("*.safetensors"))
+    change(parts[1], parts[2])
+    (wrong,) = missing_parts(catalog, sealed)
+    assert wrong.startswith("part-00001.safetensors") and words in wrong
+
+
+def test_a_seal_under_another_name_is_not_taken(tmp_path):
+    catalog = catalog_of(tmp_path)
+    checkpoint(catalog, 2, {"x": torch.ones(1)})
+    seals = Path(catalog.folder, "seals")
+    (seals / str(SealName(2, 1))).rename(seals / str(SealName(9, 1)))
+    with pytest.raises(CheckpointDamaged, match="that of step 2"):
+        catalog.read(SealName(9, 1))
+    (seals / str(SealName(9, 1))).rename(seals / str(SealName(2, 5)))
+    with pytest.raises(CheckpointDamaged, match="that of claim 1"):
+        catalog.read(SealName(2, 5))
+
+
+# By hand, as a program of that format would have written it: one tensor of two floats, digests for whole parts.
+FORMAT_1 = {
+    "elastic_dp_checkpoint": 1,
+    "digest": "0c6d1fc56be6c4da2bd7cbb3ed1d5c9cd5c4c7e5ac3f0ffd4b7b1b5b9a8ef5d1",
+    "body": {
+        "fence": 1,
+        "about": {"job": "j", "data": "d", "versions": {}, "naming": {}, "saved_at": 5.0},
+        "manifest": {
+            "step": 4,
+            "tree": {"lr": 0.5, "w": {"$": "tensor", "v": 0}},
+            "tensors": [["w", "float32", [2], None, "cpu"]],
+            "part_bytes": 1048576,
+            "blocks": ["5bbd9a3f3e9f2a8be8ff6f0f5f1d2c3b"],
+        },
+    },
+}
+
+
+def format_1() -> tuple[bytes, bytes]:
+    """The seal and the data of its part."""
+    import hashlib
+
+    data = torch.tensor([1.0, -2.0]).numpy().tobytes()
+    stored = json.loads(json.dumps(FORMAT_1))
+    stored["body"]["manifest"]["blocks"] = [block_digest(data)]
+    text = json.dumps(stored["body"], separators=(",", ":")).encode()
+    stored["digest"] = hashlib.sha256(text).hexdigest()
+    return json.dumps(stored, separators=(",", ":")).encode(), data
+
+
+def test_the_format_before_is_read(tmp_path):
+    catalog = catalog_of(tmp_path)
+    content, data = format_1()
+    catalog.store.write(catalog.path(SealName(4, 1)), content)
+    found = catalog.read(SealName(4, 1))
+    assert found.about.metrics == {} and found.about.saved_at == 5.0
+    part = found.manifest.layout.parts[0]
+    folder = f"{catalog.folder}/step-000000000004/{found.digest[:32]}"
+    catalog.store.write(f"{folder}/part-00000.safetensors", part.header + data)
+    assert same(load(catalog, found), {"lr": 0.5, "w": torch.tensor([1.0, -2.0])})
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (3, CheckpointError, "of format 3, and this elastic_dp reads up to 2"),
+        (0, CheckpointDamaged, "never was"),
+    ],
+)
+def test_a_format_of_another_time_is_said(number, error, words):
+    content, _ = format_1()
+    changed = content.replace(b'"elastic_dp_checkpoint":1', b'"elastic_dp_checkpoint":%d' % number)
+    with pytest.raises(error, match=words):
+        Seal.from_bytes(changed, 4)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"null", b"\xff", b'{"body": 1, "digest": 2}']
+)
+def test_a_seal_that_is_none_is_damage(content):
+    with pytest.raises(CheckpointDamaged, match="its seal is"):
+        Seal.from_bytes(content, 4)
+
+
+def test_the_digest_covers_the_step_the_values_and_every_byte():
+    tree = {"x": torch.ones(2), "lr": 0.5}
+    digests = set()
+    for step, change in (
+        (1, {}),
+        (2, {}),
+        (1, {"lr": 0.25}),
+        (1, {"x": torch.zeros(2)}),
+        (1, {"y": None}),
+    ):
+        snapshot = Snapshot()
+        snapshot.take(step, tree | change)
+        digests.add(snapshot.manifest().digest)
+    assert len(digests) == 5
+
+
+def test_a_state_without_tensors():
+    catalog = Catalog(memory_store())
+    sealed = checkpoint(catalog, 1, {"only": "values"}, workers=2)
+    assert load(catalog, sealed) == {"only": "values"}
+    assert Manifest(1, 1, Layout.of([]), ()).layout.parts == ()
+    assert Share("a", 1, "", ()).parts == ()

@@ -1,0 +1,99 @@
+"""On real stores: the trial that a store must pass, faults on the way, and that a restore reads by ranges."""
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.proving import prove
+from elastic_dp.checkpoint.reading import load_newest
+from elastic_dp.errors import StorageError
+from elastic_dp.storage import Store
+from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
+from tests.storage.conftest import bucket  # noqa: F401
+from tests.storage.proxy import FaultProxy
+from tests.storage.servers import s3_options
+
+
+@pytest.fixture(params=["file", "memory", "s3", "s3fs"])
+def store(request, tmp_path):
+    if request.param == "file":
+        return Store(f"file://{tmp_path}/run")
+    if request.param == "memory":
+        return memory_store()
+    endpoint, name = request.getfixturevalue("bucket")
+    more = {"s3_additional_kwargs": {}} if request.param == "s3fs" else {}
+    return Store(f"s3://{name}/run", {**s3_options(endpoint), **more})
+
+
+def test_everywhere_the_same(store):
+    prove(store, "a1")
+    prove(store, "a2")
+    catalog = Catalog(store)
+    assert catalog.names() == []
+    catalog.claim(1, None)
+    tree = big_tree(3 << 20)
+    for step in (1, 2):
+        checkpoint(catalog, step, tree, workers=2)
+    assert [name.step for name in catalog.names()] == [1, 2]
+    assert same(load_newest(catalog, on_damage=pytest.fail)[1], tree)
+    assert not store.find(f"{catalog.folder}/trial")
+
+
+def test_at_the_root_of_a_bucket(bucket):  # noqa: F811
+    endpoint, name = bucket
+    store = Store(f"s3://{name}", s3_options(endpoint))
+    prove(store, "a1")
+    checkpoint(Catalog(store), 1, {"x": 1})
+    assert load_newest(Catalog(store), on_damage=pytest.fail)[1] == {"x": 1}
+
+
+def overwriting(self, path, value, mode="overwrite", **kwargs):
+    """As obstore's fsspec adapter has it: the mode is accepted, and ignored."""
+    with self.open(path, "wb") as file:
+        file.write(value)
+
+
+def refusing_and_overwriting(self, path, value, mode="overwrite", **kwargs):
+    exists = self.exists(path)
+    overwriting(self, path, value)
+    if exists:
+        raise FileExistsError(path)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "words"),
+    [(overwriting, "overwrites an object"), (refusing_and_overwriting, "said that it refused")],
+)
+def test_a_store_that_overwrites_is_found_out(monkeypatch, pipe, words):
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)
+    store = memory_store()
+    with pytest.raises(StorageError, match=words):
+        prove(store, "a1")
+    assert store.find(f"{store.path}/checkpoints/") == []
+
+
+def test_a_store_that_cannot_create_only_is_refused(tmp_path):
+    with pytest.raises(StorageError, match="cannot create an object only if there is none"):
+        prove(Store(f"dir::file://{tmp_path}"), "a1")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="file"):
+        prove(Store(str(tmp_path / "file" / "run")), "a1")
+
+
+def test_through_faults(bucket):  # noqa: F811
+    """Requests that fail, are cut, or are reset after the server did what was asked: nothing of it shows."""
+    endpoint, name = bucket
+    tree = big_tree(6 << 20)
+    with FaultProxy(
+        endpoint, {"error": 0.05, "cut": 0.1, "reset": 0.1}, seed=3, retry_after_s=0
+    ) as proxy:
+        catalog = Catalog(Store(f"s3://{name}/run", s3_options(proxy.url)))
+        catalog.claim(1, None)
+        for step in (1, 2, 3):
+            checkpoint(catalog, step, tree, workers=2, saved_at=float(step))
+        assert [name.step for name in catalog.names()] == [1, 2, 3]
+        assert same(load_newest(catalog, on_damage=pytest.fail)[1], tree)
+        assert sum(proxy.faults.values()) >= 3

@@ -1,0 +1,109 @@
+"""Training goes on while the copy is written; one upload at a time; what goes wrong is raised."""
+
+import threading
+
+import pytest
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.reading import load_newest
+from elastic_dp.checkpoint.seal import About
+from elastic_dp.checkpoint.uploader import Uploader
+from elastic_dp.checkpoint.writing import write_seal
+from elastic_dp.errors import StateError, StorageError
+from tests.checkpoint.states import big_tree, memory_store, same
+from tests.patience import PATIENCE_S, eventually
+
+
+@pytest.fixture
+def uploader():
+    shares = []
+    made = Uploader(Catalog(memory_store()), lambda *written: shares.append(written))
+    made.shares = shares
+    yield made
+    made.close()
+
+
+def held(catalog, monkeypatch):
+    """Writes wait for the event that is returned."""
+    go, write = threading.Event(), catalog.store.write
+
+    def waiting(*args, **kwargs):
+        assert go.wait(PATIENCE_S)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(catalog.store, "write", waiting)
+    return go
+
+
+def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
+    catalog = uploader._catalog
+    go = held(catalog, monkeypatch)
+    tree = big_tree(3 << 20)
+    before = big_tree(3 << 20)
+    upload = uploader.take(1, tree, 0, 1, writer="w0")
+    assert uploader.busy and not upload.share.done()
+    tree["whole"].zero_()
+    tree["double"].zero_()
+    go.set()
+    share = uploader.wait()
+    [(told, manifest)] = uploader.shares
+    assert told == share and share.writer == "w0" and not uploader.busy
+    write_seal(catalog, manifest, [share], 1, About())
+    assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)
+
+
+def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
+    go = held(uploader._catalog, monkeypatch)
+    uploader.take(1, {"x": torch.ones(3)}, 0, 1)
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(uploader.take(2, {"x": torch.zeros(3)}, 0, 1))
+    )
+    thread.start()
+    assert not done and uploader.snapshot.step == 1
+    go.set()
+    thread.join()
+    uploader.wait()
+    assert [share.step for share, _ in uploader.shares] == [1, 2]
+    assert [manifest.step for _, manifest in uploader.shares] == [1, 2]
+    assert done[0].stall_s >= done[0].waited_s >= 0
+
+
+def test_one_that_is_late_is_waited_for_once(uploader, monkeypatch):
+    """Parts that were asked for later count, too: they are read from the same snapshot."""
+    monkeypatch.setattr("elastic_dp.checkpoint.uploader.PATIENCE_S", 0.05)
+    go = held(uploader._catalog, monkeypatch)
+    assert uploader.ready()
+    uploader.take(1, {"x": torch.ones(3)}, 0, 2)  # the part is the other one's
+    uploader.wait()
+    uploader.write(1, [0])
+    assert not uploader.late and not uploader.ready() and uploader.late
+    with monkeypatch.context() as patched:
+        patched.setattr("elastic_dp.checkpoint.uploader.wait_for", pytest.fail)
+        assert not uploader.ready()
+    go.set()
+    eventually(lambda: not uploader.late)
+    assert uploader.ready()
+    uploader.take(2, {"x": torch.ones(3)}, 0, 1)
+    assert uploader.wait().step == 2 and not uploader.late
+
+
+def test_what_goes_wrong_is_raised_once_and_the_next_one_works(uploader, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise StorageError("403 AccessDenied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploader._catalog.store, "write", refuse)
+        uploader.take(1, {"x": torch.ones(3)}, 0, 1)
+        with pytest.raises(StorageError, match="403"):
+            uploader.take(2, {}, 0, 1)
+    assert uploader.wait() is None
+    uploader.take(3, {"x": torch.ones(3)}, 0, 1)
+    assert uploader.wait().step == 3
+
+
+def test_a_state_that_cannot_be_stored_starts_nothing(uploader):
+    with pytest.raises(StateError, match=r"body\.f"):
+        uploader.take(1, {"body": {"f": print}}, 0, 1)
+    assert uploader.wait() is None and uploader.shares == []
