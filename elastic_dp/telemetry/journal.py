@@ -1,37 +1,70 @@
 """What happened, as JSON lines: `events.jsonl` (facts, requests and their reasons) and `metrics.jsonl`.
 
 Lines are kept in memory for those who follow a run, up to a limit, and written to the run's folder at any fsspec
-URL: on a local disk as they come, elsewhere when the run closes. Nothing waits for the disk.
+URL: on a local disk as they come, elsewhere the whole file every now and then. Nothing waits for the disk; a store
+that is away is waited for, and nothing is written before it has said what it holds.
+
+A process that takes a run over reads back what the one before it wrote, and goes on counting there. Who follows gives
+a `Position`, so it hears each line once: of the events that were said and never written, none is said again, and
+metrics are recorded again in the same order, so the same number means the same line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import heapq
+import itertools
 import json
 import queue
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import fsspec
 
 MAX_KEPT = 10_000
+# Between two writings of a whole file, into which goes at most a twentieth of the time.
+_PAUSE_S = 10.0
+_AGAIN_S = 1.0  # between two attempts where the store is away
+_DIGITS = 4  # of a second
+_FILES = ("events", "metrics")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Position(NamedTuple):
+    """How far somebody has followed: the lines of each file, as `writer` counts them."""
+
+    writer: str = ""
+    events: int = 0
+    metrics: int = 0
 
 
 class Journal:
-    """`url` is the run's folder; None keeps everything in memory only."""
+    """`url` is the run's folder; None keeps everything in memory only. `since`: go on with what was written from that
+    time (of `time.time`) on; that is read before this returns, however long the store is away."""
 
     def __init__(
-        self, url: str | None, on_line: Callable[[dict[str, Any]], None] | None = None
+        self,
+        url: str | None,
+        on_line: Callable[[dict[str, Any]], None] | None = None,
+        since: float | None = None,
     ) -> None:
         self._url, self._on_line = url, on_line
-        self._kept: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
-        self._count = 0
+        self._id = secrets.token_hex(4)
+        self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
+        self._count = dict.fromkeys(_FILES, 0)
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
+        self._closing = threading.Event()
+        if since is not None:
+            self._take_back(since)
+        self._events_taken_back = self._count["events"]
         if url is not None:
             self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
             self._writer.start()
@@ -45,46 +78,140 @@ class Journal:
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._line("metrics", "metrics", "metrics", {"step": step, **metrics})
 
-    def since(self, position: int, timeout_s: float) -> tuple[int, list[dict[str, Any]]]:
-        """The lines after `position`, waiting for one up to `timeout_s`; and where to go on."""
+    def since(
+        self, position: Position | None, timeout_s: float
+    ) -> tuple[Position, list[dict[str, Any]]]:
+        """The lines after `position` (None: all), waiting for one up to `timeout_s`; and where to go on."""
+        writer, events, metrics = position or Position()
+        if writer != self._id:
+            events = min(events, self._events_taken_back)
+        seen = {"events": events, "metrics": metrics}
         with self._changed:
-            self._changed.wait_for(lambda: self._count > position, timeout=timeout_s)
-            return self._count, [line for i, line in self._kept if i > position]
+            self._changed.wait_for(
+                lambda: any(self._count[f] > seen[f] for f in _FILES), timeout=timeout_s
+            )
+            now = {file: max(seen[file], self._count[file]) for file in _FILES}
+            lines = [line for file, number, line in self._kept if number > seen[file]]
+        return Position(self._id, **now), lines
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """The lines of metrics that are kept in memory."""
+        with self._changed:
+            return [line for file, _, line in self._kept if file == "metrics"]
 
     def close(self) -> None:
         if self._writer is not None:
+            self._closing.set()
             self._queue.put(None)
             self._writer.join(timeout=30)
 
+    # ------------------------------------------------------------------------------ private
+
     def _line(self, file: str, what: str, name: str, fields: dict[str, Any]) -> None:
-        line = {"time": round(time.time(), 4), what: name} | fields
+        line = {"time": round(time.time(), _DIGITS), what: name} | fields
         if what == "metrics":
             line = {"time": line["time"]} | fields
         with self._changed:
-            self._count += 1
-            self._kept.append((self._count, line))
+            self._keep(file, line)
             self._changed.notify_all()
         if self._on_line is not None:
             self._on_line(line)
         if self._writer is not None:
             self._queue.put((file, json.dumps(line, default=str)))
 
+    def _keep(self, file: str, line: dict[str, Any]) -> None:
+        self._count[file] += 1
+        self._kept.append((file, self._count[file], line))
+
+    def _take_back(self, since: float) -> None:
+        """In each file's own order, and all from the first that is new enough: the clock may have been set since."""
+
+        def is_old(each: tuple[str, dict[str, Any]]) -> bool:
+            return bool(each[1]["time"] < round(since, _DIGITS))
+
+        texts = {file: self._patiently(self._written, file) for file in _FILES}
+        files = ([(file, line) for line in _finished(texts[file])] for file in _FILES)
+        new = (itertools.dropwhile(is_old, lines) for lines in files)
+        for file, line in heapq.merge(*new, key=lambda each: each[1]["time"]):
+            self._keep(file, line)
+
+    def _written(self, file: str) -> list[str]:
+        fs, path = fsspec.url_to_fs(f"{self._url}/{file}.jsonl")
+        try:  # `exists` says no as well where the store does not answer
+            return list(fs.cat_file(path).decode().splitlines())
+        except FileNotFoundError:
+            return []
+
+    def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """Until it succeeds, whatever a store raises; the last attempt is made when the journal is closed."""
+        while True:
+            closing = self._closing.is_set()
+            try:
+                return attempt(*args, **more)
+            except Exception:
+                if closing:
+                    raise
+                self._closing.wait(_AGAIN_S)
+
     def _write(self) -> None:
+        with contextlib.suppress(Exception):  # closed, and the store is still away
+            self._write_all()
+
+    def _write_all(self) -> None:
         assert self._url is not None
         fs, path = fsspec.url_to_fs(self._url)
-        fs.makedirs(path, exist_ok=True)
-        local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-        texts: dict[str, list[str]] = {}
+        self._patiently(fs.makedirs, path, exist_ok=True)
+        if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+            self._append(path)
+        else:
+            self._rewrite(fs, path)
+
+    def _append(self, path: str) -> None:
+        for name in _FILES:
+            self._patiently(_add, f"{path}/{name}.jsonl", "")
         while (entry := self._queue.get()) is not None:
             name, text = entry
-            if local:
-                with open(f"{path}/{name}.jsonl", "a", encoding="utf-8") as file:
-                    file.write(text + "\n")
-            else:
-                texts.setdefault(name, []).append(text)
-        for name, lines in texts.items():
-            with fs.open(f"{path}/{name}.jsonl", "w") as file:
-                file.write("\n".join(lines) + "\n")
+            self._patiently(_add, f"{path}/{name}.jsonl", text + "\n")
+
+    def _rewrite(self, fs: Any, path: str) -> None:
+        """Stores cannot append: what was said is added to the whole file, now and then."""
+        written = {name: self._patiently(self._written, name) for name in _FILES}
+        texts = {name: "".join(line + "\n" for line in written[name]) for name in _FILES}
+        changed: set[str] = set()
+        due, open_ = 0.0, True
+        while open_:
+            with contextlib.suppress(queue.Empty):
+                wait_s = max(0.0, due - time.monotonic()) if changed else None
+                entry = self._queue.get(timeout=wait_s)
+                if entry is None:
+                    open_ = False
+                else:
+                    texts[entry[0]] += entry[1] + "\n"
+                    changed.add(entry[0])
+            began = time.monotonic()
+            if changed and (began >= due or not open_):
+                with contextlib.suppress(
+                    Exception
+                ):  # whatever a store raises; it may be back later
+                    for name in sorted(changed):
+                        fs.pipe_file(f"{path}/{name}.jsonl", texts[name].encode())
+                        changed.discard(name)
+                due = time.monotonic() + max(_PAUSE_S, 20 * (time.monotonic() - began))
+
+
+def _finished(texts: list[str]) -> Iterator[dict[str, Any]]:
+    """Without lines that whoever wrote them did not finish."""
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            yield json.loads(text)
+
+
+def _add(path: str, text: str) -> None:
+    with open(path, "ab+") as file:
+        file.seek(max(0, file.tell() - 1))
+        if file.read() not in (b"", b"\n"):  # a line that was not finished stays alone
+            file.write(b"\n")
+        file.write(text.encode())
 
 
 def _fields(message: Any) -> dict[str, Any]:
@@ -94,4 +221,6 @@ def _fields(message: Any) -> dict[str, Any]:
         fields["generation"] = membership.generation
         fields["members"] = [seat.worker for seat in membership.seats]
         fields["source"] = membership.source
+    if (signature := fields.get("signature")) is not None:  # without the bytes, which nobody reads
+        fields["signature"] = [field for field in signature if not isinstance(field, bytes)]
     return fields

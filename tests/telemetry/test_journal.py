@@ -1,0 +1,160 @@
+"""The record of a run goes on where a killed controller left it, in the files and for those who follow."""
+
+import json
+import time
+import uuid
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elastic_dp.protocol.messages import Explain, Signature, WorkerReady
+from elastic_dp.telemetry import journal as module
+from elastic_dp.telemetry.journal import Journal
+from tests.patience import eventually
+
+
+def said(lines):
+    """The events, then the metrics."""
+    return sorted(
+        (line.get("text", line.get("step")) for line in lines), key=lambda x: isinstance(x, int)
+    )
+
+
+def wait_for_file(url, file, count):
+    fs, path = fsspec.url_to_fs(f"{url}/{file}.jsonl")
+    eventually(lambda: fs.exists(path) and len(fs.cat_file(path).splitlines()) >= count)
+    return fs, path
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4()}"
+
+
+def test_a_clock_that_is_set_back_hides_no_line_and_turns_none_round(url, monkeypatch):
+    clock = iter([100.0, 5000.0, 1400.0, 1401.0])
+    monkeypatch.setattr(module.time, "time", lambda: next(clock))
+    journal = Journal(url)
+    for step in (0, 1, 2, 3):
+        journal.metrics(step, {})
+    journal.close()
+    again = Journal(url, since=4999.0)
+    again.close()
+    assert [line["step"] for line in again.recorded()] == [1, 2, 3]
+
+
+def test_who_follows_hears_each_line_once(url):
+    earlier = Journal(url)
+    earlier.command(Explain("an earlier start"))
+    earlier.close()
+    began = time.time()
+    first = Journal(url)
+    for step in (1, 2):
+        first.metrics(step, {})
+    first.command(Explain("written"))
+    wait_for_file(url, "events", 2)
+    wait_for_file(url, "metrics", 2)
+    first.command(Explain("said, and lost with the process"))
+    first.metrics(3, {})
+    position, lines = first.since(None, 1.0)
+    assert said(lines) == ["written", "said, and lost with the process", 1, 2, 3]
+    for file, count in (("events", 3), ("metrics", 3)):
+        fs, path = wait_for_file(url, file, count)
+        fs.pipe_file(path, fs.cat_file(path)[:-5])  # the last line was not finished
+
+    second = Journal(url, since=began)
+    assert said(second.since(None, 1.0)[1]) == ["written", 1, 2]
+    assert [line["step"] for line in second.recorded()] == [1, 2]
+    assert second.since(position, 0.0)[1] == []
+    second.metrics(3, {})  # a worker tells it again
+    second.metrics(4, {})
+    second.command(Explain("took over"))
+    assert said(second.since(position, 1.0)[1]) == ["took over", 4]
+    second.close()
+
+    third = Journal(url, since=began)
+    assert said(third.since(None, 1.0)[1]) == ["written", "took over", 1, 2, 3, 4]
+    third.close()
+    fs, path = wait_for_file(url, "metrics", 5)
+    whole = [line for line in fs.cat_file(path).decode().splitlines() if line.endswith("}")]
+    assert [json.loads(line)["step"] for line in whole] == [1, 2, 3, 4]
+    first.close()
+
+
+class Away:
+    """Of a store: each file operation fails so often."""
+
+    def __init__(self, monkeypatch, times):
+        self.left = times
+        for name in ("makedirs", "cat_file", "pipe_file"):
+            monkeypatch.setattr(
+                MemoryFileSystem, name, self.failing(getattr(MemoryFileSystem, name))
+            )
+        monkeypatch.setattr(MemoryFileSystem, "exists", lambda *_, **__: False)
+        monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+
+    def failing(self, method):
+        def operation(fs, *args, **more):
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError("503")
+            return method(fs, *args, **more)
+
+        return operation
+
+
+def lines_of(url, file):
+    return MemoryFileSystem().cat_file(f"{url.removeprefix('memory:/')}/{file}.jsonl").splitlines()
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_a_store_that_is_away_at_the_start_loses_nothing(monkeypatch, takes_over):
+    url, began = f"memory://{uuid.uuid4()}", time.time()
+    earlier = Journal(url)
+    earlier.command(Explain("earlier"))
+    earlier.metrics(1, {})
+    earlier.close()
+    Away(monkeypatch, times=5)
+    journal = Journal(url, since=began if takes_over else None)
+    assert [line["step"] for line in journal.recorded()] == [1] * takes_over
+    journal.command(Explain("later"))
+    journal._queue.put(None)  # and not closed, for then each is tried once more only
+    journal._writer.join()
+    assert [json.loads(line)["text"] for line in lines_of(url, "events")] == ["earlier", "later"]
+
+
+def test_a_journal_is_closed_where_the_store_stays_away(monkeypatch):
+    Away(monkeypatch, times=10**9)
+    journal = Journal(f"memory://{uuid.uuid4()}")
+    journal.command(Explain("nobody will read this"))
+    journal.close()
+    assert not journal._writer.is_alive()
+
+
+def test_a_disk_that_was_full_goes_on_with_a_line_of_its_own(monkeypatch, tmp_path):
+    left, add = [3], module._add
+
+    def full(path, text):
+        left[0] -= 1
+        if text and left[0] >= 0:
+            add(path, text[:5])
+            raise OSError("No space left on device")
+        add(path, text)
+
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_add", full)
+    journal = Journal(str(tmp_path))
+    for text in ("one", "two"):
+        journal.command(Explain(text))
+    wait_for_file(str(tmp_path), "events", 3)
+    journal.close()
+    assert said(Journal(str(tmp_path), since=0.0).since(None, 1.0)[1]) == ["one", "two"]
+
+
+def test_what_a_worker_shows_is_recorded_without_what_only_programs_read():
+    journal = Journal(None)
+    journal.event(WorkerReady("w1", Signature("layout", "data", "kind", (), b"lines"), True))
+    [(*_, line)] = journal._kept
+    assert json.loads(json.dumps(line))["signature"] == ["layout", "data", "kind", []]
