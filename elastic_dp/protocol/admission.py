@@ -44,6 +44,8 @@ class Admission:
         if worker is None or worker.stage not in (Stage.STARTING, Stage.BUILDING):
             return
         beginning = self._beginning
+        if signature == beginning.signature:
+            signature = beginning.signature  # one in memory, however many workers
         worker.signature, worker.can_source = signature, can_source
         self._staff.move(worker, Stage.READY, now)
         if can_source and not beginning.founded:
@@ -64,14 +66,16 @@ class Admission:
 
     def fits(self, worker: Worker, now: float) -> bool:
         """Whoever does not is released, and replaced a bounded number of times."""
-        if not self._beginning.same_model(worker):  # all run the same function: it is its doing
+        beginning = self._beginning
+        if not beginning.same_model(worker):  # all run the same function: it is its doing
             error = (
-                f"ModelError: parameter names, shapes or dtypes of {worker.id}'s model differ from "
-                "the others'; the train function must build the same model in every worker"
+                f"ModelError: parameter names, shapes or dtypes of {worker.id}'s model, or their order in its "
+                "optimizer, differ from the others'; the train function must build the same in every worker "
+                f"(and a set has another order in each process): {beginning.differing_line(worker)}"
             )
             closing.fail(self._staff, error, "", now)
             return False
-        what = self._beginning.differing(worker, self.run.rules.exact)
+        what = beginning.differing(worker, self.run.rules.exact)
         if not what:
             return True
         self.rejections += 1
@@ -87,9 +91,12 @@ class Admission:
         founder = self._staff.workers.get(beginning.founder) if beginning.founder else None
         if founder is not None and founder.stage in (Stage.READY, Stage.MEMBER):
             return founder
+        if beginning.sealed is not None:
+            return self._find_reader(now)
         if founder is not None and founder.stage is Stage.BUILDING:
             return None
         beginning.founder, beginning.signature = None, None
+        self._forget_misfits()
         founder = next(iter(beginning.able.values()), None)
         if founder is not None:
             beginning.founder = founder.id
@@ -102,6 +109,25 @@ class Admission:
             self._make_room_for_founder(now)
         self.run.alarms.wake(self._sourceless_since + self.run.rules.source_timeout_s)
         return None
+
+    def begin_again(self) -> None:
+        self._beginning.again()
+        self._forget_misfits()
+
+    def _forget_misfits(self) -> None:
+        """Those for whom there was no place may fit what comes now."""
+        self.rejections = self._staff.unfilled = 0
+
+    def _find_reader(self, now: float) -> Worker | None:
+        """Of the newest checkpoint: anybody who is at hand; they may all be of another kind than before."""
+        at_hand = [*self._generation.members.values(), *self._staff.ready.values()]
+        reader = min(at_hand, key=lambda worker: worker.draining, default=None)
+        self._beginning.founder = None if reader is None else reader.id
+        if reader is None:
+            self._beginning.signature = None
+        elif self._beginning.signature is None:
+            self._set_signature(reader, now)
+        return reader
 
     def _make_room_for_founder(self, now: float) -> None:
         """All at hand were told that their weights do not count; a fresh one may need the place of one."""

@@ -4,7 +4,7 @@ What was decided first counts. Whoever is still there `release_timeout_s` after 
 """
 
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.messages import START
+from elastic_dp.protocol.messages import Place
 from elastic_dp.protocol.roster import Stage, Worker
 from elastic_dp.protocol.run import Phase
 from elastic_dp.protocol.staff import GONE, Staff
@@ -15,26 +15,42 @@ def finish(staff: Staff, finished: list[Worker], now: float) -> None:
     place = max(worker.place for worker in finished)
     if len(digests) > 1:
         staff.run.explain(f"THE RESULT IS NOT EXACT: {len(digests)} different final weights")
-    reason = staff.run.stop or "all members finished"
+    reason = finished[0].finished_because or "all members finished"
     staff.run.emit(m.FinishRun(place, finished[0].finished or "", reason, len(digests) > 1))
     _close(staff, f"finished after step {place.step}: {reason}", now)
 
 
-def stop_before_first_step(staff: Staff, reason: str, now: float) -> None:
-    staff.run.emit(m.FinishRun(START, "", reason))
+def stop_before_first_step(staff: Staff, sealed: int | None, reason: str, now: float) -> None:
+    """Nobody holds a state; what the run has come to is its newest checkpoint."""
+    staff.run.emit(m.FinishRun(Place(sealed or 0), "", reason))
     _close(staff, f"stopped before the first step: {reason}", now)
 
 
-def lost_everyone(staff: Staff, now: float) -> None:
-    """Nobody holds the state any more. With checkpoints, a new generation starts from the newest seal
-    here, under the same rule about the lease of the one before."""
-    fail(staff, "every worker that held the state is lost, and there is no checkpoint", "", now)
+def lost_everyone(staff: Staff, at_most: int | None, now: float) -> None:
+    """Nobody holds the state any more (or nobody's counts), nor does the storage."""
+    if staff.budgets.errors.incidents and staff.user_error is not None:
+        fail_by(staff, staff.user_error, now)  # which is what took them
+    error = "every worker that held the state is lost, and there is no checkpoint"
+    if at_most is not None:
+        error = (
+            f"the weights of workers differ, and there is no checkpoint of step {at_most} or before, when they agreed; "
+            "run it again to begin anew, and set CheckpointConfig"
+        )
+    fail(staff, error, "", now)
 
 
 def fail(staff: Staff, error: str, traceback: str, now: float) -> None:
+    _fail(staff, m.FailRun(error, traceback), now)
+
+
+def fail_by(staff: Staff, event: m.WorkerFailed, now: float) -> None:
+    _fail(staff, m.FailRun(event.error, event.traceback, event.worker, event.facts), now)
+
+
+def _fail(staff: Staff, command: m.FailRun, now: float) -> None:
     if staff.run.phase is not Phase.OVER:
-        staff.run.emit(m.FailRun(error, traceback))
-        _close(staff, f"failed: {error}", now)
+        staff.run.emit(command)
+        _close(staff, f"failed: {command.error}", now)
 
 
 def _close(staff: Staff, reason: str, now: float) -> None:

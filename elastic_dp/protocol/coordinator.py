@@ -22,13 +22,14 @@ Three things always hold:
   of its members said that it is out (no step completes without every member), or all the others are confirmed
   dead, or the lease of its members ran out. A worker that was evicted but not confirmed dead may be alive.
 * The source of state is a most advanced worker among those that hold all of it. One that does not is void: it is
-  given everything, and never counts as a survivor. If nobody is whole, the run is lost (here the newest sealed
-  checkpoint will come in: `closing.lost_everyone`). Before anybody was past forming, the truth is the initial
+  given everything, and never counts as a survivor. If nobody is whole, the newest sealed checkpoint is the truth,
+  and without one the run is lost. Before anybody was past forming, and without a checkpoint, it is the initial
   weights of one worker, the founder; another may take its place if it dies.
 * A message about an older generation changes nothing, and an identity is used once.
 
 A coordinator that slept, or heard nobody for a while, confirms by a claim that it still leads before it acts.
-Nobody who is heard is evicted for being slow, and nobody at all for silence while the group makes steps. Members
+Nobody who is heard is evicted for being slow, but only for standing still (`progress`), and nobody at all for
+silence while the group makes steps. Members
 of one generation differ by at most a step; one that is found further behind cannot be brought up and is replaced.
 While the run is being stopped, `min_workers` does not hold it up: one worker is enough to end it.
 
@@ -39,8 +40,11 @@ Each part owns its own state, and knows only those before it:
     beginning    whose state is the run's, and who fits it
     generation   the present one: who is in it, how far, and its end
     staff        every worker, from its start to its certain end; losses counted
+    progress     who lives and does not go on
     closing      how a run ends
+    disagreement what follows when members' weights differ
     admission    who may be seated, and whose initial weights count
+    keeping      checkpoints: asked for, and the last one of those who must go
     gathering    whether to end the present generation, and who sits in the next
     survey       taking over
 """
@@ -54,8 +58,10 @@ from elastic_dp.protocol.admission import Admission
 from elastic_dp.protocol.beginning import Beginning
 from elastic_dp.protocol.gathering import Gathering
 from elastic_dp.protocol.generation import Generation
+from elastic_dp.protocol.keeping import Keeping
 from elastic_dp.protocol.leadership import Leadership
 from elastic_dp.protocol.messages import Command, Event, Membership, WorkerId
+from elastic_dp.protocol.progress import Progress
 from elastic_dp.protocol.roster import Stage, Worker
 from elastic_dp.protocol.rules import Rules as Rules
 from elastic_dp.protocol.run import Phase as Phase
@@ -82,9 +88,11 @@ class Coordinator:
         self._beginning = beginning = Beginning()
         self._generation = generation = Generation(run, beginning)
         self._staff = staff = Staff(run, generation, beginning)
+        self._progress = Progress(run, staff, generation)
         self._admission = admission = Admission(run, staff, generation, beginning)
+        self._keeping = keeping = Keeping(run, staff, generation)
         parts = (run, leadership, staff, generation, beginning, admission)
-        self._gathering = Gathering(*parts)
+        self._gathering = Gathering(*parts, keeping)
         self._survey = Survey(*parts)
 
     # -------------------------------------------------------------------------------- status
@@ -112,7 +120,14 @@ class Coordinator:
 
     @property
     def workers(self) -> dict[WorkerId, str]:
-        return {worker.id: worker.stage.value for worker in self._staff.workers.values()}
+        """Of a copy, which is made in one go: any thread may ask while workers come and go."""
+        return {worker.id: worker.stage.value for worker in list(self._staff.workers.values())}
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of machines: those that the members are on, as far as they have said."""
+        members = list(self._generation.members.values())
+        return sorted({worker.signature.kind for worker in members if worker.signature})
 
     @property
     def deadline(self) -> float | None:
@@ -145,7 +160,7 @@ class Coordinator:
 
         Every generation up to `highest_claimed` is treated as one that may still run: each worker is told to
         leave it, and the next is formed when all have said so or fallen silent. `founded`: a step is known to
-        have been made; then a run of which nobody holds the state is lost, and does not begin anew.
+        have been made; then a run of which nobody holds the state is lost, unless there is a checkpoint.
         """
         self = cls(rules)
         self._survey.begin(workers, highest_claimed, founded, now)
@@ -199,19 +214,22 @@ class Coordinator:
                 worker = workers.get(event.worker)
                 if worker is not None and worker.stage is Stage.STARTING:
                     self._admission.begin(worker, now)
+            case m.WorkerPlaced(worker=worker_id, home=home):
+                if worker_id in workers:
+                    workers[worker_id].home = home
             case m.WorkerReady(can_source=able):
                 worker = workers.get(event.worker)
                 self._admission.became_ready(worker, event.signature, able, now)
             case m.WorkerStopped():
                 worker = workers.get(event.worker)
                 if self._generation.stopped(worker, event, now) and worker is not None:
-                    self._staff.count(worker, now)
+                    self._staff.count(worker, now, blamed="")
             case m.WorkerFinished():
                 self._generation.worker_finished(event)
             case m.WorkerFailed():
                 worker = workers.get(event.worker)
                 if worker is not None and worker.stage not in GONE:
-                    closing.fail(self._staff, event.error, event.traceback, now)
+                    self._failed(worker, event, now)
             case m.WorkerLost():
                 self._staff.lost(event, now)
             case m.WorkerReported():
@@ -224,11 +242,17 @@ class Coordinator:
                 self._resized(event, now)
             case m.StopRequested():
                 self._asked_to_stop(event)
+            case m.CheckpointRequested():
+                self._keeping.ask()
+            case m.CheckpointSealed(step=step):
+                self._keeping.sealed = step
+            case m.CheckpointFound(step=step):
+                self._beginning.found(step)
             case m.GenerationClaimed():
                 self._was_claimed(event)
             case m.GenerationClaimLost():
                 self._stand_down(event)
-            case m.DeadlineReached():
+            case m.DeadlineReached() | m.StacksTaken():
                 pass
 
     def _settle(self, event: Event, now: float) -> None:
@@ -239,11 +263,10 @@ class Coordinator:
 
     def _proceed(self, now: float) -> None:
         """O(1) unless it ends or forms a generation."""
-        run, budget = self._run, self._staff.budget
+        run = self._run
         if run.phase is Phase.OVER:
             return
-        if budget.exhausted:
-            error = f"{budget.incidents} losses without a step in between; last: {run.reason}"
+        if error := self._staff.budgets.exhausted(run.reason):
             closing.fail(self._staff, error, "", now)
             return
         if run.phase is Phase.SURVEYING:
@@ -271,12 +294,16 @@ class Coordinator:
     def _heard(self, event: m.WorkerHeard, now: float) -> None:
         run, worker = self._run, self._staff.workers.get(event.worker)
         if worker is None or worker.stage is Stage.EVICTED:
-            run.emit(m.EvictWorker(event.worker, "not a worker of this run any more"))
+            stuck = worker is not None and worker.stuck  # its stacks may be on their way
+            run.emit(m.EvictWorker(event.worker, "not a worker of this run any more", stuck))
             return
         if worker.stage is Stage.STARTING:
             self._admission.begin(worker, now)
-        worker.renewed_at = now
-        run.emit(m.RenewLease(worker.id, event.beat))
+        if not self._generation.is_past(event):
+            worker.renewed_at = now
+            run.emit(m.RenewLease(worker.id, event.beat))
+            if worker.stage is Stage.SURVEYED:
+                self._generation.renewed(now)
         if worker.stage is Stage.MEMBER:
             if event.generation == self._generation.number:
                 self._note_step(event.step, now)
@@ -285,13 +312,24 @@ class Coordinator:
             worker.stage is Stage.BUILDING and event.phase == "wait"
         ):
             self._note_step(event.step, now)
-            run.emit(m.ReportYourself(worker.id))  # its word was lost
+            run.emit(m.ReportYourself(worker.id, self._staff.asked))  # its word was lost
         elif worker.stage is Stage.BUILDING and event.phase == "start":
             self._begin_again(worker, now)
+        if worker.stage in (Stage.MEMBER, Stage.SURVEYED):
+            self._progress.heard(worker, event, now)
+
+    def _failed(self, worker: Worker, event: m.WorkerFailed, now: float) -> None:
+        errors = self._staff.budgets.errors
+        if event.facts is None and errors.allows(self.generation, worker.number):
+            self._staff.failed(worker, event, now)
+        else:
+            closing.fail_by(self._staff, event, now)
 
     def _note_step(self, step: int, now: float) -> None:
+        before, since = self._generation.step, self._generation.progress_at
         if self._generation.note_step(step, now):
-            self._staff.progressed(now)
+            self._progress.stepped(step - before, now - since)
+            self._staff.progressed(step, now)
 
     def _begin_again(self, worker: Worker, now: float) -> None:
         """It should have begun by now; perhaps it was not told."""
@@ -304,16 +342,21 @@ class Coordinator:
         if not 1 <= event.size <= most:
             self._run.explain(f"size {event.size} refused: not within 1..{most}")
             return
-        self._run.size, self._admission.rejections = event.size, 0
+        least = self._run.min_workers if event.min_workers is None else event.min_workers
+        if event.min_workers is not None and not 1 <= least <= event.size:
+            self._run.explain(f"min_workers {least} refused: not within 1..{event.size}")
+            return
+        self._run.size, self._run.min_workers, self._admission.rejections = event.size, least, 0
         self._staff.resized(now)
 
     def _asked_to_stop(self, event: m.StopRequested) -> None:
-        if self._run.stop is not None:
+        before = self._run.stop
+        if before is not None and (before.keep or not event.keep):
             return
-        self._run.stop = event.reason
+        self._run.stop = event
         self._run.explain(f"stopping: {event.reason}")
         if self._run.in_flight:
-            self._generation.tell_to_stop(event.reason)
+            self._generation.tell_to_stop()
 
     def _was_claimed(self, event: m.GenerationClaimed) -> None:
         if not self._leadership.granted(event.generation):
@@ -342,10 +385,10 @@ class Coordinator:
         """Act on what is due, each alarm only if it still means something."""
         alarms = self._run.alarms
         while now >= alarms.due and self._run.phase is not Phase.OVER:
-            kind, worker_id = alarms.pop()
-            worker = self._staff.workers.get(worker_id)
-            if worker is not None:
-                self._staff.alarm(kind, worker, now)
+            for kind, worker_id in alarms.pop():
+                worker = self._staff.workers.get(worker_id)
+                if worker is not None:
+                    self._staff.alarm(kind, worker, now)
         if self._generation.check_time(now):
             self._staff.count(next(iter(self._generation.members.values())), now)
 

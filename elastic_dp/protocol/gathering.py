@@ -2,18 +2,24 @@
 
 Always: nobody is seated before the generation before can make no further step, nor before the next one's number was
 claimed; fewer than the least number never train, except that void workers wait outside where nobody could give them
-the state. A membership that fails to form twice is not tried a third time. Whoever loses its seat and holds state
+the state. A membership that fails to form twice in a row is not tried again. Whoever loses its seat and holds state
 is kept until the others have made a step.
 """
 
 import math
+from itertools import chain
 
 from elastic_dp.protocol import closing
+from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.admission import Admission
+from elastic_dp.protocol.balance import Balance
 from elastic_dp.protocol.beginning import Beginning
+from elastic_dp.protocol.disagreement import reject
 from elastic_dp.protocol.generation import Generation
+from elastic_dp.protocol.keeping import Keeping, names
 from elastic_dp.protocol.leadership import Leadership
 from elastic_dp.protocol.messages import WorkerId
+from elastic_dp.protocol.resizing import Experience, Outlook, join_at
 from elastic_dp.protocol.roster import Stage, Worker
 from elastic_dp.protocol.run import Phase, Run
 from elastic_dp.protocol.seating import Seating, choose, membership, to_drop
@@ -29,10 +35,16 @@ class Gathering:
         generation: Generation,
         beginning: Beginning,
         admission: Admission,
+        keeping: Keeping,
     ) -> None:
         self.run, self._leadership, self._staff = run, leadership, staff
         self._generation, self._beginning, self._admission = generation, beginning, admission
+        self._balance = Balance(generation, run.rules.slow_s)
+        self._keeping = keeping
         self._failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
+        self._joined_at = -math.inf  # when a generation was last formed for joiners, too
+        self._experience = Experience()
+        self._told_until = -math.inf  # that joiners wait
 
     # ------------------------------------------------------------- while a generation runs
 
@@ -46,24 +58,65 @@ class Gathering:
         if run.stop is not None or len(generation.unfinished) < len(generation.members):
             return
         present, waiting = len(generation.members), len(self._staff.ready)
+        self._experience.steps(generation.step, generation.progress_at)
+        joins_at = self._join_at(run.size - present, now)
+        if now < joins_at:
+            run.alarms.wake(joins_at)
         if present > run.size:
             generation.plan_end(f"the size is {run.size} now")
-        elif waiting and present < run.size:
-            joinable_at = self._staff.ready_since + run.rules.join_window_s
-            if waiting >= run.size - present or now >= joinable_at:
-                generation.plan_end(f"{min(waiting, run.size - present)} workers join")
-            else:
-                run.alarms.wake(joinable_at)
+        elif now >= joins_at:
+            generation.plan_end(f"{min(waiting, run.size - present)} workers join")
         elif generation.draining:
-            staying = present - len(generation.draining)
-            due = any(now >= worker.leave_at for worker in generation.draining.values())
-            if not (due or waiting or staying >= run.size):
-                return
-            names = ", ".join(generation.draining)
-            if staying + waiting >= run.least:
-                generation.plan_end(f"{names} drained")
-            else:
-                run.say(f"{names} should leave, but {run.least} workers are needed")
+            self._part(present, waiting, now)
+        elif joins_at == math.inf:
+            self._balance_speeds(present, waiting, now)
+
+    def _balance_speeds(self, present: int, waiting: int, now: float) -> None:
+        """A better split, or, where none helps, a standby for the slowest."""
+        reason = self._balance.why_change(now)
+        if reason is not None:
+            self._generation.plan_end(reason)
+        elif waiting and (slow := self._balance.too_slow(now)) is not None:
+            why = "the others wait for it, though it runs the least"
+            self.run.explain(f"a standby replaces {slow}: {why}")
+            self._staff.drain(self._staff.workers[slow], None, now, why)
+            self._part(present, waiting, now)
+
+    def _part(self, present: int, waiting: int, now: float) -> None:
+        """Some members' nodes will go: when they are replaced, or their time has come."""
+        run, keeping, draining = self.run, self._keeping, self._generation.draining
+        due, who = keeping.due(now), names(draining.values())
+        if present - len(draining) + waiting < run.least and run.rules.keeps:
+            keeping.foresee(now)
+        if not (due or waiting or present - len(draining) >= run.size):
+            return
+        if present - len(due or draining) + waiting >= run.least:
+            self._generation.plan_end(f"{who} drained")
+        elif due and run.rules.keeps and self._generation.step and keeping.in_time(due, now):
+            self._generation.plan_end(f"{who} must leave, and too few are left", at_once=True)
+        else:
+            run.say(f"{who} should leave, but {run.least} workers are needed")
+
+    def _join_at(self, free: int, now: float) -> float:
+        """From when on those who are ready may join, for `free` seats."""
+        staff, generation = self._staff, self._generation
+        if free <= 0 or not staff.ready:
+            return math.inf
+        outlook = Outlook(
+            present=len(generation.members),
+            free=free,
+            ready=len(staff.ready),
+            ready_since=staff.ready_since,
+            building=bool(staff.building),
+            joined_at=self._joined_at,
+            pause_s=self._experience.pause_s,
+            between_s=self._experience.between_s(now),
+        )
+        at, why = join_at(outlook, self.run.rules)
+        if at > max(now, self._told_until) + self.run.rules.heartbeat_interval_s:
+            self._told_until = at
+            self.run.explain(f"{len(staff.ready)} workers wait for up to {at - now:.2g} s: {why}")
+        return at
 
     def take_back(self, now: float) -> None:
         """Every member has stopped, finished, or is gone."""
@@ -74,6 +127,10 @@ class Gathering:
         if not self._generation.formed:
             self._judge_forming(now)
         self.run.phase = Phase.GATHERING
+        if self._generation.disagreement is not None:
+            reject(self._staff, self._generation, self._beginning, now)
+        else:
+            self._replace_stragglers(now)
 
     def _judge_forming(self, now: float) -> None:
         """Nobody died, and yet it did not form: leave out who could not be reached.
@@ -110,27 +167,56 @@ class Gathering:
         pause_s = self.run.rules.heartbeat_timeout_s * 2.0 ** (worker.failed_joins - 1)
         self.run.alarms.wake(now + pause_s, "rejoin", worker.id)
 
+    def _replace_stragglers(self, now: float) -> None:
+        """Steps are handed on one at a time, since each process runs the body of each; more is a bug of ours."""
+        staff, founded_in = self._staff, self._beginning.founded_in
+        at_hand = (*self._generation.members.values(), *staff.leavers.values())
+        whole = [worker for worker in at_hand if worker.whole]
+        ours = [worker.place.step for worker in whole if worker.founded in (0, founded_in)]
+        top = max(ours, default=0)
+        for worker in whole:
+            if 0 < worker.founded < founded_in:  # given up once, and the run begun anew
+                staff.evict(worker, "its state is that of an earlier beginning", now)
+            elif worker.place.step < top - 1 and worker.stage is Stage.LEAVER:
+                staff.release(worker, worker.leave_reason, now)
+            elif worker.place.step < top - 1:
+                staff.evict(worker, f"at step {worker.place.step}, too far behind {top}", now)
+
     # ------------------------------------------------------------------------ the next one
 
     def seat(self, now: float) -> None:
         run, staff, generation, beginning = self.run, self._staff, self._generation, self._beginning
+        holders = chain(generation.members.values(), staff.leavers.values())
+        if not any(worker.whole for worker in holders):  # looks at the first, as a rule
+            if not beginning.searched:
+                self._search()
+                return
+            if beginning.founded and beginning.sealed is None:
+                closing.lost_everyone(staff, beginning.at_most, now)
+                return
+            if beginning.founded:
+                run.explain(f"all who held the state are lost; back to step {beginning.sealed}")
+                self._admission.begin_again()
         founder = None if beginning.founded else self._admission.find_founder(now)
         if run.stop is not None and not beginning.founded:
-            closing.stop_before_first_step(staff, run.stop, now)
-            return
-        holders = (*generation.members.values(), *staff.leavers.values())
-        if beginning.founded and not any(worker.whole for worker in holders):
-            closing.lost_everyone(staff, now)
+            closing.stop_before_first_step(staff, beginning.sealed, run.stop.reason, now)
             return
         if generation.members and not generation.unfinished:
             closing.finish(staff, [*generation.members.values()], now)
             return
+        going = self._keeping.due(now) if run.rules.keeps else []
         at_hand = len(generation.members) + len(staff.ready) + len(staff.leavers)
+        if going and at_hand - len(going) < run.least:
+            if self._keeping.hold(going, now):
+                return
+            if going[0].stage is Stage.LEAVING:
+                self.seat(now)
+                return
         if at_hand < run.least:
             run.say(f"{at_hand} of at least {run.least} workers are ready")
             return
         if not beginning.founded and founder is None:
-            run.say("waiting for the worker whose initial weights count")
+            run.say("waiting for the worker that gives the state")
             return
         if now < self._earliest_seating():
             run.alarms.wake(self._earliest_seating())
@@ -142,48 +228,34 @@ class Gathering:
             )
             run.alarms.wake(generation.lease_until)
             return
-        if self._replace_stragglers(now):
-            self.seat(now)  # with those who are left
-            return
-        seating = self._choose(founder, now)
         if self._leadership.claimed <= generation.number:
             run.phase = Phase.CLAIMING
             self._leadership.claim(generation.number, now)
         else:
-            self._form(seating, now)
+            self._form(self._choose(founder, now), now)
+
+    def _search(self) -> None:
+        if not self._beginning.searching:
+            self._beginning.searching = True
+            self.run.emit(m.FindCheckpoint(self._beginning.at_most))
+        self.run.say("looking for a checkpoint")
 
     def _earliest_seating(self) -> float:
         """A burst of first workers makes one generation; survivors wait for nobody."""
         staff = self._staff
-        waiting = not self._generation.members and len(staff.ready) < self.run.size
+        survivors = self._generation.members or staff.leavers
+        waiting = not survivors and len(staff.ready) < self.run.size
         window = staff.ready_since + self.run.rules.join_window_s if waiting else -math.inf
         return max(staff.retry_at, window)
-
-    def _replace_stragglers(self, now: float) -> bool:
-        """Steps are handed on one at a time, since each process runs the body of each; more is a bug of ours."""
-        staff, founded_in = self._staff, self._beginning.founded_in
-        at_hand = (*self._generation.members.values(), *staff.leavers.values())
-        whole = [worker for worker in at_hand if worker.whole]
-        ours = [worker.place.step for worker in whole if worker.founded in (0, founded_in)]
-        top, found = max(ours, default=0), False
-        for worker in whole:
-            if 0 < worker.founded < founded_in:  # given up once, and the run begun anew
-                staff.evict(worker, "its state is that of an earlier beginning", now)
-            elif worker.place.step < top - 1 and worker.stage is Stage.LEAVER:
-                staff.release(worker, worker.leave_reason, now)
-            elif worker.place.step < top - 1:
-                staff.evict(worker, f"at step {worker.place.step}, too far behind {top}", now)
-            else:
-                continue
-            found = True
-        return found
 
     def _choose(self, founder: Worker | None, now: float) -> Seating:
         staff, size = self._staff, self.run.size
         stopped = [*self._generation.members.values()]
-        top = max((w.place for w in stopped if w.whole), default=None)
         short = len(stopped) + len(staff.ready) < size
-        recalled = [w for w in staff.leavers.values() if short or top is None or w.place > top]
+        recalled = [*staff.leavers.values()]
+        if recalled and not short:  # only who is ahead of all the others
+            top = max((w.place for w in stopped if w.whole), default=None)
+            recalled = [w for w in recalled if top is None or w.place > top]
         return choose(
             stopped + recalled,
             staff.ready.values(),
@@ -192,6 +264,7 @@ class Gathering:
             virtual_workers=self.run.rules.virtual_workers,
             now=now,
             founder=founder,
+            floor=self.run.rules.min_on_demand,
         )
 
     def _form(self, seating: Seating, now: float) -> None:
@@ -205,23 +278,28 @@ class Gathering:
             rules.virtual_workers,
             rules.forming_timeout_s,
             beginning.founded_in,
+            restore=beginning.sealed is not None,
         )
+        joins = {worker.whole for worker in seating.seated} == {True, False}
+        if joins:
+            self._joined_at = now
+        step, stopped_at = seating.source.place.step, self._generation.first_stop_at
+        self._experience.changes(now, stopped_at, step, joins)
         self._generation.seat(seats, seating.seated, now)
+        beginning.forms()
         for worker in seating.left:
             self._unseat(worker, now)
-        for worker in seating.seated:
-            staff.ready.pop(worker.id, None)
-            staff.leavers.pop(worker.id, None)
-            staff.move(worker, Stage.MEMBER, now)
-            if worker.id != beginning.founder:
-                beginning.able.pop(worker.id, None)  # may be half written from now on
-        staff.ready_since = now if staff.ready else math.inf
+        staff.seat(now)
+        for worker_id in beginning.able.keys() & self._generation.members.keys():
+            if worker_id != beginning.founder:
+                beginning.able.pop(worker_id)  # may be half written from now on
         self._generation.announce(seating.reason)
+        self._keeping.announced(seats.restore)
 
     def _unseat(self, worker: Worker, now: float) -> None:
         """It has no seat now: kept until the others have made a step, if it holds state."""
         staff = self._staff
-        reason = "its node goes away" if worker.draining else "its seat is gone"
+        reason = worker.leave_reason if worker.draining else "its seat is gone"
         if not worker.whole:
             if worker.draining or len(staff.useful) > staff.wanted:
                 staff.release(worker, reason, now)

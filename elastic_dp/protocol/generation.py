@@ -13,7 +13,7 @@ from elastic_dp.protocol.messages import Membership, WorkerId
 from elastic_dp.protocol.roster import Worker
 from elastic_dp.protocol.run import Phase, Run
 
-BEFORE_TRAINING = frozenset({"start", "wait", "form", "receive"})
+BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})
 REMIND_BEATS = 32  # whoever does not answer is told again after at most so many heartbeats
 ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
 
@@ -31,6 +31,7 @@ class Generation:
         self.ghosts: set[WorkerId] = set()  # evicted, not confirmed dead
         self.draining: dict[WorkerId, Worker] = {}  # members whose node goes away
         self.pairs: set[tuple[WorkerId, WorkerId]] = set()  # out of reach of each other
+        self.disagreement: m.Disagreement | None = None  # of what its members hold
 
         self.acknowledged = False  # one of its members said that it is out
         self.lease_until = -math.inf
@@ -38,7 +39,7 @@ class Generation:
         self.lost_while_forming = False
         self._form_by = math.inf
         self._after_step: int | None = None  # planned end; None while ending: abort
-        self._first_stop_at = math.inf
+        self.first_stop_at = math.inf
         self._waiting_said = False
 
         self.step = 0
@@ -49,6 +50,12 @@ class Generation:
     def is_over(self) -> bool:
         """Every member has stopped, finished, or is gone."""
         return self.run.in_flight and not (self.open and self.unfinished)
+
+    @property
+    def must_stop(self) -> bool:
+        """Every member was told to leave it now, or one has left it: nobody inside waits for a step of the others."""
+        told = self.run.phase is Phase.ENDING
+        return told and (self._after_step is None or self.first_stop_at < math.inf)
 
     @property
     def finished(self) -> list[Worker]:
@@ -69,13 +76,16 @@ class Generation:
         self.unentered = set(self.members)
         self.unfinished = {worker.id for worker in seated if worker.finished is None}
         self.draining = {worker.id: worker for worker in seated if worker.draining}
-        self.ghosts, self.pairs = set(), set()
+        self.ghosts, self.pairs, self.disagreement = set(), set(), None
         self.acknowledged = self.formed = self.lost_while_forming = False
         self._waiting_said = False
-        self._after_step, self._first_stop_at = None, math.inf
-        renewed_at = max(worker.renewed_at for worker in seated)
-        self.lease_until = renewed_at + rules.lease_s
-        self.step = max(w.place.step for w in seated) if self._beginning.founded else 0
+        self._after_step, self.first_stop_at = None, math.inf
+        self.lease_until = max([worker.renewed_at for worker in seated]) + rules.lease_s
+        source = self.members[membership.source]
+        self.step = source.place.step if self._beginning.founded else self._beginning.sealed or 0
+        for worker in seated:
+            if not worker.whole:
+                worker.standing.first_step = self.step
         self.progress_at = now
         self._paced_at, self._paced_step, self._pace = now, self.step, 0
         self._form_by = now + rules.forming_timeout_s + rules.gather_timeout_s
@@ -85,9 +95,8 @@ class Generation:
         assert self.membership is not None
         for worker in self.members.values():
             worker.entered, worker.odd_beats, worker.reminded_beats = self.number, 0, 0
-            self.run.emit(m.FormGeneration(worker.id, self.membership))
-            if self.run.stop is not None:
-                self.run.emit(m.StopTraining(worker.id, self.run.stop))
+        self.run.emit(m.FormGeneration(self.membership))
+        self.tell_to_stop()
         self.run.phase = Phase.FORMING
         self.run.say(f"generation {self.number}: {reason}")
 
@@ -109,17 +118,27 @@ class Generation:
             self._paced_at, self._paced_step = now, self.step
         return progressed
 
+    def is_past(self, event: m.WorkerHeard) -> bool:
+        """Whether this worker makes steps in an earlier one: a lease would let it go on beside this one."""
+        return 0 < event.generation < self.number and event.phase != "wait"
+
+    def renewed(self, now: float) -> None:
+        """One that may make its steps was answered."""
+        self.lease_until = max(self.lease_until, now + self.run.rules.lease_s)
+
     def heard(self, worker: Worker, event: m.WorkerHeard, now: float) -> None:
         inside = worker.id in self.open
         if inside:  # who has stopped makes no steps, whatever its lease
-            self.lease_until = max(self.lease_until, now + self.run.rules.lease_s)
+            self.renewed(now)
         in_flight = self.run.in_flight
         if event.generation == self.number and in_flight:
             self.unentered.discard(worker.id)
             if event.phase not in BEFORE_TRAINING:
                 self.unformed.discard(worker.id)
                 self._beginning.founded = True
-            elif event.phase == "receive":
+                if event.virtual_s:
+                    worker.virtual_s, worker.measured_in = event.virtual_s, self.number
+            elif event.phase in ("give", "receive", "restore"):
                 self._form_by = max(self._form_by, now + self.run.rules.forming_timeout_s)
             if inside and self.run.phase is not Phase.ENDING:
                 self._note_lost_report(worker, event.phase)
@@ -145,18 +164,24 @@ class Generation:
         if self.run.phase is Phase.ENDING:
             self._tell_end(worker)
         elif self.run.stop is not None:
-            self.run.emit(m.StopTraining(worker.id, self.run.stop))
+            self._tell_stop(worker, self.run.stop)
 
-    def tell_to_stop(self, reason: str) -> None:
-        """The run shall end: the members agree on the step."""
-        for worker in self.members.values():
-            worker.reminded_beats = 0
-            self.run.emit(m.StopTraining(worker.id, reason))
+    def tell_to_stop(self) -> None:
+        """If the run shall end, the members agree on the step."""
+        if self.run.stop is not None:
+            for worker in self.members.values():
+                worker.reminded_beats = 0
+                self._tell_stop(worker, self.run.stop)
+
+    def _tell_stop(self, worker: Worker, stop: m.StopRequested) -> None:
+        self.run.emit(m.StopTraining(worker.id, stop.reason, stop.keep))
 
     # ---------------------------------------------------------------------------- the end
 
-    def plan_end(self, reason: str) -> None:
-        self._after_step = self.step + self._pace + self.run.rules.steps_ahead
+    def plan_end(self, reason: str, at_once: bool = False) -> None:
+        """`at_once`: time presses, so a step that some are in is given up."""
+        ahead = 0 if at_once else self.run.rules.steps_ahead
+        self._after_step = self.step + self._pace + ahead
         self._end(reason)
 
     def abort(self, reason: str) -> None:
@@ -166,10 +191,11 @@ class Generation:
     def _end(self, reason: str) -> None:
         self.run.phase = Phase.ENDING
         self.run.say(f"generation {self.number} ends: {reason}")
-        for worker_id in self.members:
-            if worker_id in self.open:
-                self.members[worker_id].reminded_beats = 0
-                self._tell_end(self.members[worker_id])
+        for worker in self.members.values():
+            if worker.id in self.open:
+                worker.standing.restart()  # what it was waiting for does not count
+                worker.reminded_beats = 0
+                self._tell_end(worker)
 
     def _tell_end(self, worker: Worker) -> None:
         if self._after_step is None:
@@ -186,7 +212,8 @@ class Generation:
         if event.whole:
             self._beginning.shown(event.founded)
             worker.founded = event.founded
-        self._first_stop_at = min(self._first_stop_at, now)
+        self.disagreement = self.disagreement or event.disagreement
+        self.first_stop_at = min(self.first_stop_at, now)
         self.run.alarms.wake(now + self.run.rules.gather_timeout_s)
         # After a take-over only those who entered the newest generation can speak for it.
         self.acknowledged = self.acknowledged or worker.entered == self.number
@@ -205,6 +232,7 @@ class Generation:
         if worker is None or event.generation != self.number or not self.run.in_flight:
             return
         worker.finished, worker.place, worker.whole = event.digest, event.place, True
+        worker.finished_because = event.reason
         worker.at_head = True
         self._beginning.founded = self.acknowledged = True
         self.open.discard(worker.id)
@@ -213,11 +241,11 @@ class Generation:
 
     def drop(self, worker: Worker, reason: str) -> None:
         """It is gone, or was told to go; what cannot go on without it ends."""
+        if self.members.pop(worker.id, None) is None:
+            return
         self.draining.pop(worker.id, None)
         for group in (self.open, self.unformed, self.unfinished):
             group.discard(worker.id)
-        if self.members.pop(worker.id, None) is None:
-            return
         phase, finished = self.run.phase, worker.finished is not None
         if phase is Phase.FORMING or (phase is Phase.RUNNING and not finished):
             self.lost_while_forming = phase is Phase.FORMING
@@ -247,7 +275,7 @@ class Generation:
                 self.pairs.update((worker, worker) for worker in never)
             self.abort(f"{len(self.unformed)} members did not form in time")
             return True
-        waited = now >= self._first_stop_at + self.run.rules.gather_timeout_s
+        waited = now >= self.first_stop_at + self.run.rules.gather_timeout_s
         if phase is Phase.ENDING and waited:
             if self._after_step is not None:
                 self.abort("the planned end takes too long")

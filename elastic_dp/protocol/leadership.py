@@ -38,8 +38,10 @@ class Leadership:
         return True
 
     def in_doubt(self, event: Event, now: float, waiting: bool) -> bool:
-        """`waiting`: whether anybody should be heard."""
-        return self.fell_quiet(now, waiting) or self._answered_late(event, now)
+        """`waiting`: whether anybody should be heard. What the storage holds tells nothing of who leads, and what follows
+        from it (the run's end, or another generation, which needs a claim in any case) is only for who does."""
+        found = isinstance(event, m.CheckpointFound)
+        return found or self.fell_quiet(now, waiting) or self._answered_late(event, now)
 
     def fell_quiet(self, now: float, waiting: bool) -> bool:
         return waiting and now > self.heard_at + self.quiet_s

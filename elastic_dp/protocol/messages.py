@@ -7,64 +7,17 @@ are used once and never again.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import StrEnum
 
-WorkerId = str  # "w7": the coordinator counts them up and never uses one twice
-
-
-class Place(NamedTuple):
-    """How far a worker's training thread has come; ordered, so the largest is the most advanced.
-
-    `step`: committed steps. `ended`: 1 when the run has ended after that step (limit reached or a stop
-    agreed), else 0. `evaluations`: evaluations completed since that step's commit.
-    """
-
-    step: int
-    ended: int = 0
-    evaluations: int = 0
-
-
-START = Place(0)
-
-
-class Signature(NamedTuple):
-    """What all members of a generation must have in common. Compared for equality, never parsed."""
-
-    layout: str  # digest of every parameter's and buffer's name, shape and dtype, and of the optimizer's groups
-    data: str  # fingerprint of the data set
-    kind: str  # what decides the bits: device, instruction set, threads, library versions
-
-
-class Seat(NamedTuple):
-    """One member of a generation; its index in `Membership.seats` is its rank."""
-
-    worker: WorkerId
-    first: int  # its virtual workers are first..last-1
-    last: int
-    place: Place  # where it stands as the generation forms; meaningless while not `whole`
-    whole: bool  # holds complete state of `place`; False: void, must be given everything
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """Who trains together in one generation, who runs which virtual workers, and whose state is the truth.
-
-    Seats that are not whole receive everything from `source`; whole ones behind it receive what the steps
-    between changed. `source` is always one of the whole seats with the greatest place, except in the very
-    first generation of a run, where nobody is whole and `source` is the worker whose initial weights count.
-    """
-
-    generation: int
-    seats: tuple[Seat, ...]
-    source: WorkerId
-    forming_timeout_s: float
-    founded: int = (
-        0  # the generation whose source gave the initial weights; whoever is whole remembers it
-    )
-
-    def rank(self, worker: WorkerId) -> int:
-        return next(rank for rank, seat in enumerate(self.seats) if seat.worker == worker)
-
+from elastic_dp.protocol.membership import NOWHERE as NOWHERE
+from elastic_dp.protocol.membership import START as START
+from elastic_dp.protocol.membership import Disagreement as Disagreement
+from elastic_dp.protocol.membership import Home as Home
+from elastic_dp.protocol.membership import Membership as Membership
+from elastic_dp.protocol.membership import Place as Place
+from elastic_dp.protocol.membership import Seat as Seat
+from elastic_dp.protocol.membership import Signature as Signature
+from elastic_dp.protocol.membership import WorkerId as WorkerId
 
 # ------------------------------------------------------------------------------------------------ facts
 
@@ -74,6 +27,14 @@ class WorkerStarted:
     """The process is up and asks how to begin; the user's train function has not run yet."""
 
     worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlaced:
+    """The process runs there; said at its start, and again when it is asked to report itself."""
+
+    worker: WorkerId
+    home: Home
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +67,7 @@ class WorkerStopped:
     # state; one that stopped inside an evaluation can serve those behind it, but no joiner.
     at_head: bool = True
     founded: int = 0  # `Membership.founded` of the generation in which it became whole
+    disagreement: Disagreement | None = None  # why nobody may go on from the state it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +77,10 @@ class WorkerHeard:
     worker: WorkerId
     generation: int  # the last generation it entered; 0: none yet
     step: int  # committed steps
-    phase: str  # "start", "wait", "form", "receive", "compute", "collective", "apply", "body", "evaluate", "done"
+    phase: str  # see `progress.ORDER`
     beat: int = 0  # counts this worker's heartbeats; the answer names the one it answers
+    cpu_s: float = 0.0  # processor time that its process has used so far
+    virtual_s: float = 0.0  # it computes for one virtual worker, in this generation; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +92,50 @@ class WorkerFinished:
     place: Place
     digest: str  # SHA-256 of its final weights
     inexact_because: tuple[str, ...] = ()  # operations without a deterministic kernel
+    reason: str = ""  # why the steps ended, the same for all members
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """User code raised, or the worker found that the job cannot go on. Ends the run."""
+    """User code raised, or (with `facts`) the worker found that the job cannot go on. Ends the run, unless there is
+    a budget for errors of user code. Said again and again, until the worker is released."""
 
     worker: WorkerId
     error: str  # one line
     traceback: str
+    facts: tuple[str | int, ...] | None = None  # of an error of ours, to make it anew
+
+
+class Cause(StrEnum):
+    """Why a worker was lost, as far as it decides which budget it counts against."""
+
+    UNKNOWN = "unknown"
+    PREEMPTED = "preempted"  # its node was taken away: nobody's fault
+    OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The process is gone for certain and will never act again (also when it left as asked)."""
+    """The process is gone for certain and will never act again (also when it left as asked). May come once more,
+    when the cause is known."""
 
     worker: WorkerId
     reason: str
+    cause: Cause = Cause.UNKNOWN
+    micro_batch: tuple[int, int] | None = None  # (step, virtual worker) that it ran, where known
+
+
+@dataclass(frozen=True, slots=True)
+class StacksTaken:
+    """What the threads of a stuck worker were doing, taken before it was killed. Nothing follows from it."""
+
+    worker: WorkerId
+    stacks: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
-    """Answer to ReportYourself, for a controller that starts anew and must learn what there is.
+    """Answer to ReportYourself (`asked` is that of the question), for a controller that must learn what there is.
 
     `signature` is None before the worker was ready; `generation` is 0 before it entered one; `stopped` says
     that it is out of `generation` and waits (it will not resume there).
@@ -163,6 +149,7 @@ class WorkerReported:
     signature: Signature | None
     can_source: bool
     founded: int = 0  # `Membership.founded` of the generation in which it became whole
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +162,40 @@ class DrainNoticed:
 
 @dataclass(frozen=True, slots=True)
 class SizeRequested:
-    """An operator asks for another number of workers (within 1..virtual_workers)."""
+    """An operator asks for another number of workers (within 1..virtual_workers), or of those that training needs."""
 
     size: int
+    min_workers: int | None = None  # None: as many as before
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """An operator, a time limit, or the job itself asks the run to end at the next step."""
+    """An operator, a time limit, or the job itself asks the run to end at the next step.
+
+    `keep`: with a checkpoint of its end, also where none are configured.
+    """
 
     reason: str
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRequested:
+    """An operator, or its time, asks for a checkpoint of one of the next steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSealed:
+    """The state after `step` is in the storage, whole."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFound:
+    """Answer to FindCheckpoint: the newest sealed one is of `step`. None: there is none."""
+
+    step: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +219,21 @@ class DeadlineReached:
 
 Event = (
     WorkerStarted
+    | WorkerPlaced
     | WorkerReady
     | WorkerStopped
     | WorkerHeard
     | WorkerFinished
     | WorkerFailed
     | WorkerLost
+    | StacksTaken
     | WorkerReported
     | DrainNoticed
     | SizeRequested
     | StopRequested
+    | CheckpointRequested
+    | CheckpointSealed
+    | CheckpointFound
     | GenerationClaimed
     | GenerationClaimLost
     | DeadlineReached
@@ -249,10 +265,19 @@ class ClaimGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class FormGeneration:
-    """Form the process group of `membership`, hand over state, and train in it."""
+class FindCheckpoint:
+    """Nobody holds the run's state: look for the newest sealed checkpoint, however long the storage takes.
 
-    worker: WorkerId
+    `at_most`: what was made after this step is wrong, and no part of the run's history any more.
+    """
+
+    at_most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FormGeneration:
+    """To every seat: form the process group of `membership`, hand over state, and train in it."""
+
     membership: Membership
 
 
@@ -299,21 +324,46 @@ class EvictWorker:
 
     worker: WorkerId
     reason: str
+    stuck: bool = False  # first ask what its threads are doing
 
 
 @dataclass(frozen=True, slots=True)
 class StopTraining:
-    """Ask for the end of the run: the worker raises its stop flag in the next step's header."""
+    """Ask for the end of the run: the worker raises its stop flag in the next step's header.
+
+    `keep`: its end is to be kept in a checkpoint.
+    """
 
     worker: WorkerId
     reason: str
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TakeCheckpoint:
+    """Have all members make a checkpoint of the next step: the worker says so in that step's header."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class KeepState:
+    """Out of `generation`, and at the head of the loop: make a checkpoint of the state that you hold.
+
+    `writers` hold the same, and share the writing.
+    """
+
+    worker: WorkerId
+    generation: int
+    writers: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportYourself:
-    """Say where you stand (WorkerReported)."""
+    """Say where you stand (WorkerReported). `asked` is a number that grows with each generation that is claimed."""
 
     worker: WorkerId
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,10 +378,12 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True)
 class FailRun:
-    """The run cannot go on."""
+    """The run cannot go on. `worker` and `facts`: of the WorkerFailed that says why, if one does."""
 
     error: str
     traceback: str
+    worker: WorkerId = ""
+    facts: tuple[str | int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +404,7 @@ Command = (
     StartWorker
     | BeginTraining
     | ClaimGeneration
+    | FindCheckpoint
     | FormGeneration
     | EndGeneration
     | AbortGeneration
@@ -359,6 +412,8 @@ Command = (
     | ReleaseWorker
     | EvictWorker
     | StopTraining
+    | TakeCheckpoint
+    | KeepState
     | ReportYourself
     | FinishRun
     | FailRun

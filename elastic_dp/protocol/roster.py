@@ -5,10 +5,18 @@ identities carry the generation it claimed on arrival, which nobody else can own
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elastic_dp.protocol.messages import START, Place, Signature, WorkerId
+from elastic_dp.protocol.messages import (
+    NOWHERE,
+    START,
+    Home,
+    Place,
+    Signature,
+    WorkerHeard,
+    WorkerId,
+)
 
 
 class Stage(StrEnum):
@@ -21,9 +29,45 @@ class Stage(StrEnum):
     EVICTED = "evicted"  # to be killed; not confirmed dead, so possibly alive
     SURVEYED = "surveyed"  # known to exist, has not said yet where it stands
 
+    __hash__ = (
+        str.__hash__
+    )  # an enum's own is a function of Python, and there may be thousands of workers to look up
+
 
 # Counted towards the number of workers wanted, unless their node is about to go.
 USEFUL = frozenset({Stage.STARTING, Stage.BUILDING, Stage.READY, Stage.MEMBER, Stage.SURVEYED})
+
+
+@dataclass(slots=True, eq=False)
+class Standing:
+    """Where a worker's heartbeats say that it is, and how many have said the same since they first did."""
+
+    where: tuple[int, int, str] = (0, 0, "start")  # generation, step, phase
+    beats: int = 0
+    cpu_s: float = 0.0  # used meanwhile
+    first_step: int | None = None  # committed before the first that its process makes
+    _beat: int = -1
+    _cpu_s_before: float = 0.0
+
+    @property
+    def phase(self) -> str:
+        return self.where[2]
+
+    def restart(self) -> None:
+        """What it was doing so far does not count."""
+        self._cpu_s_before += self.cpu_s
+        self.beats, self.cpu_s = 0, 0.0
+
+    def heard(self, event: WorkerHeard) -> None:
+        if event.beat <= self._beat:
+            return  # late, or twice
+        self._beat = event.beat
+        where = (event.generation, event.step, event.phase)
+        if where == self.where:
+            self.beats += 1
+            self.cpu_s = event.cpu_s - self._cpu_s_before
+            return
+        self.where, self.beats, self.cpu_s, self._cpu_s_before = where, 0, 0.0, event.cpu_s
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +78,7 @@ class Worker:
     number: int  # in the order of asking
     stage: Stage
     since: float  # when it came to this stage
+    home: Home = NOWHERE
     renewed_at: float = -math.inf  # last answer to a heartbeat
     signature: Signature | None = None
     can_source: bool = False
@@ -43,12 +88,17 @@ class Worker:
     at_head: bool = True
     founded: int = 0  # the beginning its state descends from
     finished: str | None = None  # digest of its final weights
+    finished_because: str = ""
     draining: bool = False
     leave_at: float = math.inf  # when a notice forces it out, margin included
     leave_reason: str = ""
     failed_joins: int = 0
     reminded_beats: int = 0  # heartbeats since it was told what it has not acted on
     odd_beats: int = 0  # heartbeats that show it done, without its report
+    standing: Standing = field(default_factory=Standing)
+    stuck: bool = False  # evicted for that
+    virtual_s: float = 0.0  # for one virtual worker, as last measured; 0: not known
+    measured_in: int = 0  # in this generation
 
     def __repr__(self) -> str:
         return (

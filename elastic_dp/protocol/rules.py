@@ -23,13 +23,20 @@ class Rules:
     forming_timeout_s: float = 30.0
     gather_timeout_s: float = 10.0
     release_timeout_s: float = 30.0  # one that was asked to leave is evicted after this
-    join_window_s: float = (
-        0.05  # a ready joiner waits this long for others: a burst makes one change
-    )
+    join_window_s: float = 0.05  # a ready joiner waits so long for others: a burst makes one change
+    # A ready joiner waits at most this long for those who build, and for as long after the last join.
+    stabilization_s: float = 0.0
+    min_on_demand: int = 0  # so many on nodes that stay are left when some must go
     drain_margin_s: float = 5.0  # be gone this long before the deadline of a notice
     source_timeout_s: float = 60.0  # nobody's weights count yet and nobody fresh starts: make room
     steps_ahead: int = 2  # a planned end lies this far beyond what the heartbeats foretell
+    slow_s: float = 300.0  # one that all wait for, and that runs the least, is replaced after this
+    hang_timeout_s: float | None = None  # None: see `progress.Progress`
     max_losses_without_progress: int = 20
+    max_losses_of_micro_batch: int = 5  # that died while they ran it
+    max_out_of_memory: int = 5  # likewise without progress
+    max_user_errors: int = 0
+    keeps: bool = False  # whether there is a storage for checkpoints
     max_rejections: int = 3  # workers that do not fit and are replaced; further ones are not
     max_failed_joins: int = 3  # of one worker, before it is replaced
 

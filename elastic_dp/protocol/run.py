@@ -5,6 +5,7 @@
 
 import heapq
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 
 from elastic_dp.protocol import messages as m
@@ -29,44 +30,45 @@ class Alarms:
     """When to look again at what; each is set once, and rings even if it means nothing any more."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, str, WorkerId]] = []
-        self._set: set[tuple[float, str, WorkerId]] = set()
-        self.due = math.inf  # when the next one rings
+        self._times: list[float] = []  # a heap
+        self._at: dict[float, dict[tuple[str, WorkerId], None]] = {}  # each in the order of setting
+        self.due = math.inf  # when the next ones ring
 
     def wake(self, at: float, kind: str = "", worker: WorkerId = "") -> None:
-        alarm = (at, kind, worker)
-        if at < math.inf and alarm not in self._set:
-            self._set.add(alarm)
-            heapq.heappush(self._heap, alarm)
-            self.due = self._heap[0][0]
+        if at == math.inf:
+            return
+        if at not in self._at:
+            self._at[at] = {}
+            heapq.heappush(self._times, at)
+            self.due = self._times[0]
+        self._at[at][kind, worker] = None
 
-    def pop(self) -> tuple[str, WorkerId]:
-        """What the next one was set for."""
-        alarm = heapq.heappop(self._heap)
-        self._set.discard(alarm)
-        self.due = self._heap[0][0] if self._heap else math.inf
-        return alarm[1:]
+    def pop(self) -> Iterable[tuple[str, WorkerId]]:
+        """What the next ones were set for."""
+        at = heapq.heappop(self._times)
+        self.due = self._times[0] if self._times else math.inf
+        return self._at.pop(at)
 
     def clear(self) -> None:
-        self._heap.clear()
-        self._set.clear()
+        self._times.clear()
+        self._at.clear()
         self.due = math.inf
 
 
 class Run:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.size = rules.size
+        self.size, self.min_workers = rules.size, rules.min_workers
         self.phase = Phase.GATHERING
         self.reason = ""
-        self.stop: str | None = None  # why it was asked to end
+        self.stop: m.StopRequested | None = None  # it was asked to end
         self.alarms = Alarms()
         self._out: list[Command] = []
 
     @property
     def least(self) -> int:
         """How many members a generation must have."""
-        return 1 if self.stop is not None else min(self.rules.min_workers, self.size)
+        return 1 if self.stop is not None else min(self.min_workers, self.size)
 
     @property
     def in_flight(self) -> bool:

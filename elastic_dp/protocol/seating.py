@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from elastic_dp.protocol.balance import deal
+from elastic_dp.protocol.leavers import leavers
 from elastic_dp.protocol.messages import Membership, Seat, WorkerId
 from elastic_dp.protocol.roster import Worker
-from elastic_dp.protocol.shares import shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +31,25 @@ def choose(
     virtual_workers: int,
     now: float,
     founder: Worker | None,
+    floor: int = 0,
 ) -> Seating:
     """Seat `stopped` (by old rank) and `joiners` (void), who are at least `least` together.
 
-    `founder`: before anybody holds the run's state, the worker whose initial weights count.
+    `founder`: before anybody holds the run's state, the worker whose initial weights count. `floor`: see `leavers`.
     """
     whole = [worker for worker in stopped if worker.whole]
-    top = max((worker.place for worker in whole), default=None)
+    top = max([worker.place for worker in whole], default=None)
     source = next((worker for worker in whole if worker.place == top), founder)
     assert source is not None, "nobody at hand holds the state"
     # Void workers need a source at the head of the loop; until then those who are whole go on alone.
     copies = source.at_head or not source.whole
-    eligible = [worker for worker in stopped if worker.whole or copies]
+    eligible = stopped if copies else whole
     new = list(joiners) if copies else []
 
     staying = [worker for worker in eligible if not worker.draining]
     going = [worker for worker in eligible if worker.draining]
+    gone = {worker for worker, _ in leavers(staying, len(staying) - size, new, floor, going)}
+    staying = [worker for worker in staying if worker not in gone]
     seated = staying[:size]
     seated += new[: size - len(seated)]
     seated += [worker for worker in going if now < worker.leave_at][: size - len(seated)]
@@ -55,23 +59,31 @@ def choose(
         seated = [*seated[: min(size, virtual_workers - 1)], source]
     assert len(seated) >= least or not copies, (seated, least)
 
-    chosen = {worker.id for worker in seated}
+    chosen = set(seated)
     source = next((worker for worker in seated if worker.whole and worker.place == top), source)
-    order = [worker for worker in stopped if worker.id in chosen]
-    order += [worker for worker in new if worker.id in chosen]
-    left = [worker for worker in stopped if worker.id not in chosen]
+    order = [worker for worker in stopped if worker in chosen]
+    order += [worker for worker in new if worker in chosen]
+    left = [worker for worker in stopped if worker not in chosen]
     return Seating(order, source, left, f"{len(order)} workers, state from {source.id}")
 
 
 def membership(
-    generation: int, seating: Seating, virtual_workers: int, timeout_s: float, founded: int
+    generation: int,
+    seating: Seating,
+    virtual_workers: int,
+    timeout_s: float,
+    founded: int,
+    restore: bool,
 ) -> Membership:
-    ranges = shares(virtual_workers, len(seating.seated))
+    ranges = deal([worker.virtual_s for worker in seating.seated], virtual_workers)
+    new = tuple.__new__  # of thousands, `Seat(...)` takes twice as long
     seats = tuple(
-        Seat(worker.id, first, last, worker.place, worker.whole)
-        for worker, (first, last) in zip(seating.seated, ranges, strict=True)
+        [
+            new(Seat, (worker.id, first, last, worker.place, worker.whole))
+            for worker, (first, last) in zip(seating.seated, ranges, strict=True)
+        ]
     )
-    return Membership(generation, seats, seating.source.id, timeout_s, founded)
+    return Membership(generation, seats, seating.source.id, timeout_s, founded, restore)
 
 
 def to_drop(

@@ -6,12 +6,13 @@ a ghost of its generation until then. Losses that nobody asked for are counted (
 """
 
 import math
-from collections.abc import Iterable
+from dataclasses import replace
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.beginning import Beginning
-from elastic_dp.protocol.budget import Budget
+from elastic_dp.protocol.budget import Budget, Budgets
 from elastic_dp.protocol.generation import Generation
+from elastic_dp.protocol.leavers import leavers
 from elastic_dp.protocol.liveness import Liveness
 from elastic_dp.protocol.messages import WorkerId
 from elastic_dp.protocol.roster import USEFUL, Identities, Stage, Worker
@@ -19,21 +20,30 @@ from elastic_dp.protocol.run import Run
 
 LOOSE = frozenset({Stage.STARTING, Stage.BUILDING, Stage.READY})  # holds nothing that anybody needs
 GONE = frozenset({Stage.LEAVING, Stage.EVICTED})
+NOBODY: tuple[WorkerId, int] = ("", -1)  # who, in which generation; "": any, since a member stopped
+RELEASED_A_STEP = 2000  # of those who are not needed any more: no event says goodbye to all
 
 
 class Staff:
     def __init__(self, run: Run, generation: Generation, beginning: Beginning) -> None:
         self.run, self._generation, self._beginning = run, generation, beginning
         self.liveness = Liveness(run.rules.heartbeat_timeout_s)
-        self.budget = Budget(run.rules.max_losses_without_progress)
-        self.workers: dict[WorkerId, Worker] = {}
+        self.budgets = Budgets(run.rules)
+        self.user_error: m.WorkerFailed | None = None  # the last that was retried
+        self.workers: dict[WorkerId, Worker] = {}  # the oldest first
         self.identities = Identities()
         self.useful: set[WorkerId] = set()  # count towards size + standby
         self.ready: dict[WorkerId, Worker] = {}  # void, may be seated now
         self.ready_since = math.inf
         self.leavers: dict[WorkerId, Worker] = {}  # without a seat, kept for their state
+        self.building: set[WorkerId] = set()  # may be ready soon
         self.unreported: set[WorkerId] = set()  # of a take-over
+        self.notices = 0  # that said something new
+        self.asked = 0  # its number: an answer to an earlier one says what was
         self.unfilled = 0  # places given up, since whoever comes does not fit
+        self._unexplained: dict[WorkerId, tuple[Worker, m.WorkerLost]] = {}  # lost since a step
+        self._blamed: tuple[WorkerId, int] = NOBODY  # for the last incident
+        self._retry_before = -math.inf  # that incident
         self.retry_at = -math.inf  # neither start nor seat anybody before
 
     @property
@@ -62,15 +72,31 @@ class Staff:
         self.useful.add(worker_id)
         self.unreported.add(worker_id)
         self.liveness.heard(worker_id, now)
-        self.run.emit(m.ReportYourself(worker_id))
+        self.run.emit(m.ReportYourself(worker_id, self.asked))
 
     def queue(self, worker: Worker, now: float) -> None:
-        self.ready[worker.id] = worker
-        if self.ready_since == math.inf:
+        if not self.ready:
             self.ready_since = now
+        self.ready[worker.id] = worker
+
+    def seat(self, now: float) -> None:
+        """All members of the present generation at once, since there may be thousands."""
+        members = self._generation.members
+        self.ready = {w.id: w for w in self.ready.values() if w.id not in members}
+        self.leavers = {w.id: w for w in self.leavers.values() if w.id not in members}
+        self.ready_since = now if self.ready else math.inf
+        member = Stage.MEMBER  # to look it up takes longer than the rest
+        for worker in members.values():
+            worker.stage, worker.since = member, now
+        self.useful.update(members)
+        self.useful.difference_update(self._generation.draining)
 
     def move(self, worker: Worker, stage: Stage, now: float) -> None:
         worker.stage, worker.since = stage, now
+        if stage is Stage.BUILDING:
+            self.building.add(worker.id)
+        else:
+            self.building.discard(worker.id)
         if stage in USEFUL and not worker.draining:
             self.useful.add(worker.id)
         else:
@@ -81,6 +107,7 @@ class Staff:
     def lost(self, event: m.WorkerLost, now: float) -> None:
         worker = self.workers.pop(event.worker, None)
         if worker is None:
+            self._learn_why(event, now)
             return
         self._generation.ghosts.discard(worker.id)
         if worker.stage is Stage.EVICTED:
@@ -88,19 +115,53 @@ class Staff:
         expected = worker.draining or worker.stage in (Stage.LEAVING, Stage.LEAVER)
         self._remove(worker, f"{worker.id} is lost: {event.reason}")
         if not expected:
-            self.count(worker, now)
+            self._count_loss(worker, event, now)
 
-    def evict(self, worker: Worker, reason: str, now: float) -> None:
+    def _learn_why(self, event: m.WorkerLost, now: float) -> None:
+        """It is known to be lost, and was counted as if nobody knew why."""
+        if event.worker in self._unexplained and event.cause is not m.Cause.UNKNOWN:
+            worker, said = self._unexplained.pop(event.worker)
+            if said.micro_batch is not None:
+                self.budgets.did_not_die_in(*said.micro_batch)
+            self._count_loss(worker, replace(event, micro_batch=said.micro_batch), now)
+
+    def _count_loss(self, worker: Worker, event: m.WorkerLost, now: float) -> None:
+        if event.cause is m.Cause.UNKNOWN:
+            self._unexplained[worker.id] = worker, event
+        elif self._blamed in ((worker.id, worker.entered), ("", worker.entered)):
+            self.budgets.losses.take_back()
+            self._blamed, self.retry_at = NOBODY, self._retry_before
+        if event.cause is m.Cause.PREEMPTED:
+            return
+        if event.micro_batch is not None:
+            self.budgets.died_in(*event.micro_batch)
+        short = event.cause is m.Cause.OUT_OF_MEMORY
+        self.count(worker, now, self.budgets.memory if short else None, worker.id)
+
+    def failed(self, worker: Worker, event: m.WorkerFailed, now: float) -> None:
+        """Its user's code raised, and another may try again."""
+        self.user_error = event
+        self.evict(worker, f"user code raised {event.error}", now, self.budgets.errors)
+
+    def evict(
+        self,
+        worker: Worker,
+        reason: str,
+        now: float,
+        budget: Budget | None = None,
+        stuck: bool = False,
+    ) -> None:
         member = worker.stage in (Stage.MEMBER, Stage.SURVEYED)
         unexpected = worker.id in self.useful
-        self.run.emit(m.EvictWorker(worker.id, reason))
+        worker.stuck = stuck
+        self.run.emit(m.EvictWorker(worker.id, reason, stuck))
         self.run.explain(f"{worker.id} evicted: {reason}")
         self._remove(worker, f"{worker.id} evicted: {reason}")
         if member:
             self._generation.ghosts.add(worker.id)
         self.move(worker, Stage.EVICTED, now)
         if unexpected:
-            self.count(worker, now)
+            self.count(worker, now, budget)
 
     def release(self, worker: Worker, reason: str, now: float) -> None:
         self.run.emit(m.ReleaseWorker(worker.id, reason))
@@ -111,32 +172,56 @@ class Staff:
     def _remove(self, worker: Worker, reason: str) -> None:
         """It plays no part any more."""
         self.liveness.forget(worker.id)
-        for pool in (self.ready, self.leavers):
-            pool.pop(worker.id, None)
-        for group in (self.useful, self.unreported):
-            group.discard(worker.id)
+        self.ready.pop(worker.id, None)
+        self.leavers.pop(worker.id, None)
+        self.useful.discard(worker.id)
+        self.building.discard(worker.id)
+        self.unreported.discard(worker.id)
         self._beginning.forget(worker.id)
         self._generation.drop(worker, reason)
 
-    def count(self, worker: Worker, now: float) -> None:
-        if self.budget.counts(self._generation.number, worker.number, self.identities.given):
-            self.retry_at = now + self.budget.pause_s
+    def count(
+        self,
+        worker: Worker,
+        now: float,
+        budget: Budget | None = None,
+        blamed: WorkerId | None = None,
+    ) -> None:
+        """`blamed`: who may turn out to be innocent; "": any who was lost, as a stop does not say."""
+        budget = budget or self.budgets.losses
+        if budget.counts(self._generation.number, worker.number, self.identities.given):
+            if budget is self.budgets.losses:
+                self._retry_before = self.retry_at
+                self._blamed = NOBODY if blamed is None else (blamed, worker.entered)
+            self.retry_at = max(self.retry_at, now + budget.pause_s)
 
-    def progressed(self, now: float) -> None:
-        """A new step was made: losses are forgiven, and the state of the leavers is covered by it."""
-        self.budget.progressed()
-        for leaver in [*self.leavers.values()] if self.run.in_flight else ():
+    def progressed(self, step: int, now: float) -> None:
+        """A step was made: losses are forgiven, and the state of the leavers is covered by it."""
+        if self.budgets.progressed(step):
+            self.retry_at = -math.inf
+            self._unexplained.clear()
+            self._blamed = NOBODY
+        covered = [*self.leavers.values()] if self.run.in_flight else []
+        for leaver in covered[:RELEASED_A_STEP]:
             self.release(leaver, leaver.leave_reason, now)
 
-    def drain(self, worker: Worker, deadline: float | None, now: float) -> None:
-        """Its node will go; whoever holds state stays until it is covered, or the time has come."""
+    def drain(
+        self,
+        worker: Worker,
+        deadline: float | None,
+        now: float,
+        why: str = "its node goes away",
+    ) -> None:
+        """It will go; whoever holds state stays until it is covered, or the time has come."""
         if worker.stage in GONE:
             return
-        worker.draining = True
+        known = worker.draining, worker.leave_at
+        worker.draining, worker.leave_reason = True, why
         if deadline is not None:
             worker.leave_at = deadline - self.run.rules.drain_margin_s
+        self.notices += known != (worker.draining, worker.leave_at)
         if worker.stage in LOOSE:
-            self.release(worker, "its node goes away", now)
+            self.release(worker, why, now)
             return
         self.useful.discard(worker.id)  # so a replacement is asked for at once
         if worker.stage is Stage.MEMBER:
@@ -144,19 +229,20 @@ class Staff:
         self.run.alarms.wake(worker.leave_at, "leave", worker.id)
 
     def resized(self, now: float) -> None:
-        """Who is not needed any more goes, the youngest first, unless it holds something."""
+        """Who is not needed any more goes, unless it holds something."""
         self.unfilled = 0
         surplus = len(self.useful) - self.wanted
-        youngest: Iterable[Worker] = (
-            sorted(self.workers.values(), key=lambda w: -w.number) if surplus > 0 else ()
-        )
-        for worker in youngest:
-            if surplus <= 0:
-                break
-            needed = worker.stage not in LOOSE or worker.id == self._beginning.founder
-            if worker.id in self.useful and not needed:
-                self.release(worker, f"the size is {self.run.size} now", now)
-                surplus -= 1
+        if surplus <= 0:
+            return
+        useful = [worker for worker in self.workers.values() if worker.id in self.useful]
+        founder = self._beginning.founder
+        loose = [w for w in useful if w.stage in LOOSE and w.id != founder]
+        if not loose:
+            return
+        held = [w for w in useful if w.stage not in LOOSE or w.id == founder]
+        going = [worker for worker in self.workers.values() if worker.draining]
+        for worker, why in leavers(loose, surplus, held, self.run.rules.min_on_demand, going):
+            self.release(worker, f"the size is {self.run.size} now; {why}", now)
 
     # -------------------------------------------------------------------------------- alarms
 
@@ -166,10 +252,15 @@ class Staff:
             case "leave", Stage.LEAVING:
                 if now >= worker.since + self.run.rules.release_timeout_s:
                     self.evict(worker, "did not leave", now)
-            case "leave", Stage.LEAVER:
+            case "leave", Stage.LEAVER if self._is_held_by_others(worker):
                 self.release(worker, worker.leave_reason, now)
             case "rejoin", Stage.READY if worker.id not in self.ready:
                 self.queue(worker, now)
+
+    def _is_held_by_others(self, leaver: Worker) -> bool:
+        """Its state, or a later one."""
+        others = (*self._generation.members.values(), *self.leavers.values())
+        return any(w.whole and w.place >= leaver.place for w in others if w is not leaver)
 
     def excused_until(self, worker_id: WorkerId) -> float:
         """Nobody is evicted for silence while the group makes steps, since it could not without each of them."""

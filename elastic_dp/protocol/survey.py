@@ -36,6 +36,7 @@ class Survey:
         self, workers: Iterable[WorkerId], highest_claimed: int, founded: bool, now: float
     ) -> None:
         self._generation.number = highest_claimed
+        self._staff.asked = highest_claimed + 1
         self._beginning.founded = founded
         self.run.phase = Phase.SURVEYING
         # Whoever led before may have renewed until now.
@@ -54,7 +55,7 @@ class Survey:
             return
         if worker.stage is Stage.BUILDING and event.signature is not None and event.generation == 0:
             self._admission.became_ready(worker, event.signature, event.can_source, now)
-        if worker.stage is not Stage.SURVEYED:
+        if worker.stage is not Stage.SURVEYED or event.asked != staff.asked:
             return
         staff.unreported.discard(worker.id)
         worker.signature, worker.can_source = event.signature, event.can_source

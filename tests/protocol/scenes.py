@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ class Scene:
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []
         self.beats = 0
+        self.sealed: int | None = None  # the newest checkpoint
+        self.older: int | None = None  # the one that is found where that is too new
         self.coordinator = Coordinator(self.rules)
         if begin:
             self.note(self.coordinator.start(0.0))
@@ -47,16 +50,26 @@ class Scene:
         scene.note(commands)
         return scene
 
+    def answer(self, event: m.Event) -> m.Event:
+        """A report, unless it says otherwise, answers the newest question."""
+        if isinstance(event, m.WorkerReported) and event.asked == 0:
+            asked = [c.asked for c in self.all if isinstance(c, m.ReportYourself)]
+            return dataclasses.replace(event, asked=asked[-1] if asked else 0)
+        return event
+
     def note(self, commands: list[m.Command]) -> None:
         self.said = commands
         self.all += commands
         for command in commands:
             if isinstance(command, m.ClaimGeneration) and self.claims:
                 self.tell(m.GenerationClaimed(command.generation), keep=True)
+            if isinstance(command, m.FindCheckpoint):
+                late = command.at_most is not None and (self.sealed or 0) > command.at_most
+                self.tell(m.CheckpointFound(self.older if late else self.sealed), keep=True)
 
     def tell(self, event: m.Event, keep: bool = False) -> list[m.Command]:
         before = self.said if keep else []
-        self.note(self.coordinator.handle(event, self.now))
+        self.note(self.coordinator.handle(self.answer(event), self.now))
         self.said = before + self.said
         return self.said
 
@@ -83,26 +96,32 @@ class Scene:
         self.said = said
 
     def hear(
-        self, *workers: str, phase: str = "compute", step: int = 0, generation: int = -1
+        self,
+        *workers: str,
+        phase: str = "compute",
+        step: int = 0,
+        generation: int = -1,
+        virtual_s: float = 0.0,
     ) -> list[m.Command]:
         said: list[m.Command] = []
         for worker in workers:
             self.beats += 1
             at = self.coordinator.generation if generation < 0 else generation
-            said += self.tell(m.WorkerHeard(worker, at, step, phase, self.beats))
+            heard = m.WorkerHeard(worker, at, step, phase, self.beats, virtual_s=virtual_s)
+            said += self.tell(heard)
         self.said = said
         return said
 
-    def ready(self, *workers: str, can_source: bool | None = None, **differing: str) -> None:
+    def ready(self, *workers: str, can_source: bool | None = None, **differing: Any) -> None:
         for worker in workers:
             self.tell(m.WorkerStarted(worker))
             source = m.BeginTraining(worker, True) in self.said
             can = source if can_source is None else can_source
             self.tell(m.WorkerReady(worker, SIGNATURE._replace(**differing), can))
 
-    def running(self, *workers: str, step: int = 0) -> None:
+    def running(self, *workers: str, step: int = 0, **differing: Any) -> None:
         """Bring these to the running first generation."""
-        self.ready(*workers)
+        self.ready(*workers, **differing)
         self.wait(0.1)
         self.hear(*workers, step=step)
         assert self.coordinator.phase == "running", (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import zlib
 
 import pytest
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Place
+from elastic_dp.protocol.roster import Stage
 from tests.protocol.scenes import SIGNATURE, Scene, facts
 
 
@@ -68,6 +70,22 @@ def test_a_fresh_worker_founds_when_all_were_told_no() -> None:
     assert scene.coordinator.membership.source == "w3"
 
 
+def test_another_founder_when_the_first_dies_as_it_gives() -> None:
+    """Nobody is past forming yet, so nothing is lost that another could not give."""
+    scene = Scene(size=2)
+    scene.ready("w1", "w2", can_source=True)
+    scene.wait(0.1)
+    scene.hear("w1", phase="give")
+    scene.hear("w2", phase="receive")
+    assert scene.coordinator.phase == "forming"
+    scene.lost("w1")
+    scene.stopped("w2", whole=False)
+    assert not scene.ever(m.FailRun)
+    scene.ready("w3", can_source=True)
+    scene.wait(0.1, "w2")
+    assert set(scene.members) == {"w2", "w3"} and scene.coordinator.membership.source == "w3"
+
+
 def test_room_is_made_for_a_founder_that_does_not_come() -> None:
     scene = Scene(size=2, min_workers=2, source_timeout_s=20.0)
     scene.tell(m.WorkerStarted("w1"))
@@ -101,6 +119,21 @@ def test_layouts_that_differ_fail_the_run(running: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("weight (4,)\nbias (3,)", "'bias (3,)', not 'bias (2,)'"),
+        ("weight (4,)", "'nothing', not 'bias (2,)'"),
+        ("weight (4,)\nbias (2,)\nscale (1,)", "'scale (1,)', not 'nothing'"),
+    ],
+)
+def test_what_is_the_first_to_differ_in_a_layout_is_named(lines: str, words: str) -> None:
+    scene = Scene(size=2)
+    scene.ready("w1", lines=zlib.compress(b"weight (4,)\nbias (2,)"))
+    scene.ready("w2", layout="other", lines=zlib.compress(lines.encode()))
+    assert scene.ever(m.FailRun)[0].error.endswith(words)
+
+
+@pytest.mark.parametrize(
     ("field", "exact", "fits"),
     [("kind", True, False), ("kind", False, True), ("data", True, False)],
 )
@@ -128,7 +161,7 @@ def test_misfits_are_replaced_a_bounded_number_of_times() -> None:
 def test_a_generation_is_claimed_before_it_is_announced() -> None:
     scene = Scene(size=1, claims=False)
     scene.ready("w1")
-    assert scene.of(m.ClaimGeneration) == [m.ClaimGeneration(1)]
+    assert scene.ever(m.ClaimGeneration) == [m.ClaimGeneration(1)]
     assert not scene.ever(m.FormGeneration)
     scene.tell(m.GenerationClaimed(2))  # not what was asked
     assert not scene.ever(m.FormGeneration)
@@ -314,8 +347,7 @@ def test_a_member_that_was_answered_long_ago_still_has_its_lease() -> None:
 
 
 def test_a_coordinator_that_slept_confirms_by_a_claim_and_judges_nobody() -> None:
-    scene = Scene(size=2, claims=False)
-    scene.claims = True
+    scene = Scene(size=2)
     scene.running("w1", "w2")
     scene.claims = False
     scene.now += 60.0
@@ -428,6 +460,35 @@ def test_the_unreachable_join_later_and_whole_ones_get_a_second_try() -> None:
         both.stopped("w1", step=3, unreachable=("w2",))
         both.stopped("w2", step=3)
         assert both.members == expected
+
+
+def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None:
+    """The other one fails, and is followed, by facts that were held until it was clear who leads."""
+    scene = Scene(size=3, min_workers=1)
+    scene.running("w1", "w2")
+    scene.ready("w3")
+    for worker in ("w1", "w2"):
+        scene.stopped(worker, step=3)
+    all_three = scene.members
+    scene.stopped("w3", whole=False, unreachable=("w1",))
+    for worker in ("w1", "w2"):
+        scene.stopped(worker, step=3)
+    assert all_three == ["w1", "w2", "w3"] and scene.members == ["w1", "w2"]
+    scene.wait(5.5, "w1", "w2", "w3", phase="form", step=3)  # w3 may join again
+    scene.claims = False
+    scene.wait(3.0)
+    for worker in ("w1", "w2"):
+        scene.stopped(worker, step=3)
+    assert not scene.said and scene.coordinator.phase == "forming"
+    scene.tell(m.GenerationClaimed(4))
+    assert scene.of(m.AbortGeneration) and scene.members == all_three
+    scene.claims = True
+    for evicted in ([], ["w3"]):
+        assert scene.members == all_three
+        for worker in ("w1", "w2"):
+            scene.stopped(worker, step=3)
+        scene.stopped("w3", whole=False)
+        assert [c.worker for c in scene.ever(m.EvictWorker)] == evicted
 
 
 def test_who_never_enters_is_asked_again() -> None:
@@ -593,6 +654,25 @@ def test_sizes_out_of_bounds_are_refused(size: int) -> None:
     assert "refused" in scene.of(m.Explain)[0].text
 
 
+@pytest.mark.parametrize("least", [0, 3])
+def test_nobody_may_need_more_workers_than_there_are_to_be(least: int) -> None:
+    scene = Scene(size=4)
+    scene.tell(m.SizeRequested(2, least))
+    assert scene.coordinator.size == 4
+    assert scene.of(m.Explain)[0].text == f"min_workers {least} refused: not within 1..2"
+
+
+def test_how_many_are_needed_may_change_and_stays_changed() -> None:
+    scene = Scene(size=3)
+    scene.tell(m.SizeRequested(3, 2))
+    scene.tell(m.SizeRequested(4))
+    scene.ready("w1")
+    scene.wait(1.0, "w1", phase="wait")
+    assert scene.coordinator.reason == "1 of at least 2 workers are ready"
+    scene.tell(m.SizeRequested(4, 1))
+    assert scene.members == ["w1"]
+
+
 def test_scaling_down_and_up() -> None:
     scene = trio()
     scene.tell(m.SizeRequested(2))
@@ -649,6 +729,24 @@ def test_fifty_lost_at_once_are_one_incident() -> None:
     assert not scene.ever(m.FailRun)
 
 
+def test_workers_may_be_listed_while_one_comes() -> None:
+    scene = trio()
+    workers = scene.coordinator._staff.workers
+
+    class First:
+        stage = Stage.MEMBER
+
+        @property
+        def id(self) -> str:
+            workers["w99"] = workers[
+                "w2"
+            ]  # as the controller's thread may, after the first is listed
+            return "w1"
+
+    workers["w1"] = First()  # type: ignore[assignment]
+    assert {"w1", "w2", "w3"} <= set(scene.coordinator.workers)
+
+
 # --------------------------------------------------------------------------- the end
 
 
@@ -696,7 +794,96 @@ def test_user_errors_fail_the_run_once() -> None:
     scene = trio()
     scene.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
     scene.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))
-    assert scene.ever(m.FailRun) == [m.FailRun("KeyError: 'x'", "tb")]
+    assert scene.ever(m.FailRun) == [m.FailRun("KeyError: 'x'", "tb", "w1")]
+
+
+def test_a_user_error_is_tried_again_by_another_where_the_job_says_so() -> None:
+    scene = trio(max_user_errors=1)
+    scene.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
+    scene.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))  # of the same step
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1", "w2"]
+    assert not scene.ever(m.FailRun)
+    scene.stopped("w3")
+    scene.lost("w1")
+    scene.lost("w2")
+    scene.wait(1.0, "w3", phase="wait")
+    assert scene.members == ["w3"]
+    scene.hear("w3", step=1)
+    scene.tell(m.WorkerFailed("w3", "KeyError: 'y'", "tb"))  # after a step
+    scene.lost("w3")
+    assert scene.ever(m.FailRun)[0] == m.FailRun("KeyError: 'y'", "tb", "w3"), "nobody is left"
+
+
+def test_user_errors_have_a_budget_of_their_own() -> None:
+    scene = Scene(size=2, max_user_errors=2, max_losses_without_progress=1)
+    scene.running("w1", "w2")
+    for number in (2, 3, 4):
+        assert not scene.ever(m.FailRun)
+        scene.tell(m.WorkerFailed(f"w{number}", f"KeyError: {number}", "tb"))
+        if number < 4:
+            scene.stopped("w1")
+            scene.lost(f"w{number}")
+            scene.wait(2.0, "w1", phase="wait")
+            scene.ready(f"w{number + 1}")
+            scene.wait(0.1)
+            scene.hear(*scene.members)
+    assert scene.ever(m.FailRun) == [m.FailRun("KeyError: 4", "tb", "w4")]
+
+
+def test_an_error_of_ours_is_never_tried_again() -> None:
+    scene = trio(max_user_errors=5)
+    scene.tell(m.WorkerFailed("w1", "LossError: it is NaN", "tb", ("it is NaN",)))
+    assert scene.ever(m.FailRun)[0].facts == ("it is NaN",)
+
+
+def die_one_by_one(scene: Scene, times: int, *how: object, step: int = 0) -> int:
+    """A worker after the other beside w1, which survives; returns how many died before the run failed."""
+    scene.running("w1", "w2", step=step)
+    for died in range(1, times + 1):
+        scene.tell(m.WorkerLost(f"w{died + 1}", "killed", *how))
+        if scene.ever(m.FailRun):
+            return died
+        scene.stopped("w1", step=step)
+        scene.wait(40.0, "w1", phase="wait", step=step)
+        scene.ready(f"w{died + 2}")
+        scene.wait(0.1)
+        scene.hear(*scene.members, step=step)
+    return times
+
+
+def test_a_preemption_is_nobody_s_fault() -> None:
+    scene = Scene(size=2, max_losses_without_progress=1)
+    assert die_one_by_one(scene, 5, m.Cause.PREEMPTED) == 5
+    assert not scene.ever(m.FailRun)
+
+
+def test_out_of_memory_has_a_budget_and_words_of_its_own() -> None:
+    scene = Scene(size=2, max_out_of_memory=2)
+    assert die_one_by_one(scene, 9, m.Cause.OUT_OF_MEMORY) == 3
+    assert "out of memory 3 times" in scene.ever(m.FailRun)[0].error
+
+
+def test_a_micro_batch_that_ends_whoever_runs_it_is_named() -> None:
+    scene = Scene(size=2, max_losses_of_micro_batch=3)
+    assert die_one_by_one(scene, 9, m.Cause.UNKNOWN, (8, 5), step=7) == 4
+    assert (
+        "4 workers died while they ran virtual worker 5 of step 8" in scene.ever(m.FailRun)[0].error
+    )
+
+
+def test_a_micro_batch_that_was_passed_once_is_not_blamed() -> None:
+    scene = Scene(size=2, max_losses_of_micro_batch=1)
+    assert die_one_by_one(scene, 4, m.Cause.UNKNOWN, (7, 5), step=7) == 4
+
+
+def test_there_is_a_pause_after_running_out_of_memory() -> None:
+    scene = Scene(size=2, max_out_of_memory=2)
+    scene.running("w1", "w2")
+    scene.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
+    assert not scene.of(m.StartWorker)
+    scene.stopped("w1")
+    scene.wait(1.0, "w1", phase="wait")
+    assert [c.worker for c in scene.ever(m.StartWorker)][-1] == "w3"
 
 
 def test_a_stop_is_told_and_told_again() -> None:
@@ -748,6 +935,40 @@ def test_a_take_over_ends_what_runs_and_goes_on_above_it() -> None:
     assert scene.coordinator.membership.source == "w2"
 
 
+def test_a_take_over_renews_no_lease_of_an_earlier_generation() -> None:
+    """It was frozen for long, and thaws: alone, it would go on in it."""
+    scene = Scene.recovered(["w1", "w2"], 7, size=2)
+    assert m.RenewLease("w2", 1) in scene.hear("w2", generation=7)
+    scene.hear("w1", generation=2)
+    assert not scene.of(m.RenewLease)
+    scene.hear("w1", phase="wait", generation=2)
+    assert scene.of(m.RenewLease)
+
+
+def test_a_lease_that_a_take_over_renewed_is_waited_for() -> None:
+    """It hung before it could say where it stands, and may go on."""
+    scene = Scene.recovered(["w1", "w2"], 1, size=1, lease_s=30.0)
+    scene.tell(report("w2", 0, 0, whole=False, can_source=True))
+    scene.stopped("w2", whole=False)
+    scene.wait(10.0, "w1", "w2", phase="form")
+    scene.wait(25.0, "w2", phase="wait")
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
+    assert scene.members == [], "the lease of w1 runs for 30 s from its last answer"
+    scene.wait(6.0, "w2", phase="wait")
+    assert scene.members == ["w2"]
+
+
+def test_an_answer_to_an_earlier_question_says_what_was() -> None:
+    """It was building then; by now it may be the only one that holds the state."""
+    scene = Scene.recovered(["w1"], 4, size=1)
+    scene.tell(report("w1", 0, 0, whole=False, signature=None, asked=3))
+    assert m.AbortGeneration("w1", 4) in scene.tell(report("w1", 4, 12))
+    scene.stopped("w1", step=12, generation=4)
+    scene.wait(0.1, "w1", phase="wait")
+    assert scene.coordinator.membership.source == "w1"
+    assert scene.coordinator.membership.seats[0].whole
+
+
 @pytest.mark.parametrize("founded", [False, True])
 def test_nobody_whole_after_a_take_over(founded: bool) -> None:
     """Unless a step is known to have been made, the run may begin anew."""
@@ -755,7 +976,7 @@ def test_nobody_whole_after_a_take_over(founded: bool) -> None:
     scene.coordinator, commands = scene.coordinator.recover(scene.rules, [], 3, 0.0, founded)
     scene.note(commands)
     assert bool(scene.ever(m.FailRun)) is founded
-    assert bool(scene.ever(m.StartWorker)) is not founded
+    assert scene.ever(m.StartWorker)
 
 
 def test_identities_after_a_take_over_are_new() -> None:
@@ -820,7 +1041,11 @@ def test_after_a_take_over_who_was_building_is_asked_until_it_is_ready() -> None
     scene.tell(report("w2", 0, 0, whole=False, signature=None))
     assert scene.members == ["w1"]
     scene.hear("w1", step=6)
-    assert m.ReportYourself("w2") in scene.hear("w2", phase="wait", generation=0)
+    assert "w2" in [
+        c.worker
+        for c in scene.hear("w2", phase="wait", generation=0)
+        if isinstance(c, m.ReportYourself)
+    ]
     scene.tell(report("w2", 0, 0, whole=False))
     scene.wait(0.1)
     assert scene.ever(m.EndGeneration), "it joins"
@@ -895,3 +1120,191 @@ def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
         for key in (*pace, "workers"):
             before.pop(key), after.pop(key)
     assert after == before
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def bereft(**rules: object) -> Scene:
+    """Three trained up to step 9, two more were about to join; then the three are lost."""
+    scene = Scene(size=3, **rules)
+    scene.running("w1", "w2", "w3")
+    scene.sealed = 5
+    scene.hear("w1", "w2", "w3", step=9)
+    for worker in ("w1", "w2", "w3"):
+        scene.lost(worker)
+    return scene
+
+
+def test_who_loses_everyone_goes_back_to_the_newest_checkpoint() -> None:
+    scene = bereft(min_workers=1)
+    assert not scene.ever(m.FailRun)
+    scene.ready("w4", "w5")
+    scene.wait(0.1)
+    membership = scene.coordinator.membership
+    assert scene.members == ["w4", "w5"]
+    assert membership.restore and membership.source == "w4"
+    assert membership.founded == membership.generation == 2
+    assert not any(seat.whole for seat in membership.seats)
+    scene.hear("w4", "w5", step=5)
+    scene.lost("w4")
+    scene.stopped("w5", 5, founded=2)
+    scene.wait(0.1, "w5", phase="wait")
+    assert not scene.coordinator.membership.restore
+    assert scene.coordinator.membership.source == "w5"
+
+
+def test_without_a_checkpoint_the_run_is_lost() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.lost("w1")
+    scene.lost("w2")
+    assert "there is no checkpoint" in scene.ever(m.FailRun)[0].error
+
+
+def test_who_reads_the_checkpoint_may_die_and_another_does_it() -> None:
+    """Half written or not: a checkpoint writes everything."""
+    scene = bereft(min_workers=1)
+    scene.ready("w4")
+    scene.ready("w5", can_source=False)
+    scene.wait(0.1)
+    scene.hear("w4", "w5", phase="receive")
+    scene.lost("w4")
+    scene.stopped("w5", whole=False)
+    scene.wait(0.1, "w5", phase="wait")
+    membership = scene.coordinator.membership
+    assert (membership.source, membership.restore) == ("w5", True)
+
+
+def test_a_run_that_left_a_checkpoint_begins_with_it() -> None:
+    scene = Scene(size=2, begin=False)
+    scene.sealed = 7
+    scene.note(scene.coordinator.start(0.0))
+    scene.tell(m.WorkerStarted("w1"))
+    scene.ready("w2", can_source=False)
+    scene.wait(0.1, "w1", "w2", phase="start")
+    assert scene.members == ["w2"]  # nobody's initial weights count, so nobody is waited for
+    assert scene.coordinator.membership.restore
+
+
+def test_other_machines_may_go_on_from_a_checkpoint() -> None:
+    scene = bereft(min_workers=1)
+    scene.ready("w4", kind="another")
+    scene.wait(0.1)
+    assert scene.members == ["w4"]
+    scene.ready("w5")  # now it is this one that is of another kind
+    assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w5"]
+
+
+def test_places_given_up_are_filled_again_after_going_back() -> None:
+    """Then others may fit."""
+    scene = Scene(size=2, max_rejections=0)
+    scene.ready("w1")
+    scene.ready("w2", kind="another")
+    scene.wait(0.1)
+    scene.hear("w1")
+    scene.sealed = 5
+    assert len(scene.ever(m.StartWorker)) == 2
+    scene.lost("w1")
+    assert len(scene.ever(m.StartWorker)) == 4
+
+
+def test_a_controller_that_slept_over_the_search_asks_whether_it_leads() -> None:
+    scene = Scene(size=1, begin=False, claims=False)
+    scene.coordinator.start(0.0)
+    scene.now = 60.0
+    assert scene.tell(m.CheckpointFound(None)) == [m.ClaimGeneration(1)]
+
+
+def test_who_decided_what_fits_is_lost_before_the_run_has_begun() -> None:
+    """Then those for whom there was no place may fit."""
+    scene = Scene(size=2, max_rejections=0)
+    scene.ready("w1")
+    scene.ready("w2", kind="another")
+    scene.wait(0.1)
+    assert len(scene.ever(m.StartWorker)) == 2
+    scene.lost("w1")
+    scene.wait(1.0)
+    assert len(scene.ever(m.StartWorker)) == 4
+
+
+def test_leavers_alone_wait_for_no_joiner() -> None:
+    """Nobody may come any more: the run is being stopped."""
+    scene = trio()
+    scene.tell(m.SizeRequested(1))
+    for worker in scene.members:
+        scene.stopped(worker, step=4)
+    assert scene.members == ["w1"]
+    scene.tell(m.StopRequested("enough"))
+    scene.lost("w1")
+    assert scene.members == ["w2"]
+
+
+def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> None:
+    """A step that kills everyone, again and again, though a few steps lie between it and the checkpoint."""
+    scene = Scene(size=1, max_losses_without_progress=4)
+    scene.running("w1")
+    scene.sealed = 5
+    scene.hear("w1", step=9)
+    for number in range(1, 6):
+        assert not scene.ever(m.FailRun)
+        scene.lost(f"w{number}")
+        scene.wait(60.0)
+        scene.ready(f"w{number + 1}")
+        scene.wait(0.1)
+        for step in range(5, 10):
+            scene.hear(f"w{number + 1}", step=step)
+    assert scene.ever(m.FailRun)
+
+
+def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
+    scene = bereft(min_workers=1, lease_s=50.0)
+    assert scene.coordinator.phase == "gathering"
+    held = Scene(size=1, lease_s=50.0)
+    held.running("w1")
+    held.sealed = 5
+    held.wait(6.0)  # silent, evicted, perhaps alive
+    assert [c.worker for c in held.ever(m.EvictWorker)] == ["w1"]
+    held.ready("w2")
+    held.wait(5.0, "w2", phase="wait")
+    assert held.members == ["w1"]
+    held.wait(50.0, "w2", phase="wait")
+    assert held.members == ["w2"] and held.coordinator.membership.restore
+
+
+def test_a_run_that_is_stopped_while_nobody_holds_its_state_ends_at_its_checkpoint() -> None:
+    scene = bereft()
+    scene.tell(m.StopRequested("enough"))
+    assert scene.ever(m.FinishRun) == [m.FinishRun(Place(5), "", "enough")]
+
+
+def test_a_loss_that_costs_no_pause_ends_none() -> None:
+    scene = Scene(size=3, max_out_of_memory=5)
+    scene.running("w1", "w2", "w3")
+    scene.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
+    scene.lost("w3")
+    assert not scene.of(m.StartWorker)
+
+
+def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None:
+    scene = Scene(size=3, max_losses_of_micro_batch=1)
+    scene.running("w1", "w2", "w3")
+    scene.tell(m.WorkerLost("w2", "killed", micro_batch=(8, 5)))
+    scene.hear("w1", "w3", step=7)
+    scene.tell(m.WorkerLost("w3", "killed", micro_batch=(8, 5)))
+    assert "of step 8" in scene.ever(m.FailRun)[0].error
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_joiner_with_other_software_is_refused_and_what_differs_is_named(exact: bool) -> None:
+    scene = Scene(size=2, exact=exact, max_rejections=1)
+    scene.running("w1", software=(("Python", "3.11"), ("torch", "2.13")))
+    scene.ready("w2", software=(("Python", "3.12"), ("torch", "2.13")))
+    assert m.ReleaseWorker("w2", "does not fit this run: Python '3.12', not '3.11'") in scene.all
+    scene.ready("w3", software=(("Python", "3.11"), ("NCCL", "2.27"), ("torch", "2.12")))
+    assert [c.worker for c in scene.ever(m.ReleaseWorker)] == ["w2", "w3"]
+    assert (
+        "torch '2.12', not '2.13', NCCL '2.27', not None" in scene.ever(m.ReleaseWorker)[1].reason
+    )
+    assert scene.members == ["w1"], "the group did not pause for them"
+    assert not scene.ever(m.EndGeneration)

@@ -1,6 +1,7 @@
 import pytest
 
-from elastic_dp.protocol.shares import shares, subtrees
+from elastic_dp.distributed.tree import cover
+from elastic_dp.protocol.shares import shares
 
 
 @pytest.mark.parametrize("virtual_workers", range(1, 33))
@@ -23,7 +24,7 @@ def test_ranges_are_whole_subtrees_where_they_can_be(
     virtual_workers: int, world_size: int, pieces: int
 ) -> None:
     ranges = shares(virtual_workers, world_size)
-    assert sum(subtrees(first, last) for first, last in ranges) == pieces
+    assert sum(len(cover(first, last, virtual_workers)) for first, last in ranges) == pieces
 
 
 @pytest.mark.parametrize("world_size", [0, 9])

@@ -6,13 +6,17 @@ and checks what it does with each event.
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Command, Event, Membership
+from elastic_dp.protocol.resizing import MOST
 from tests.protocol.scenes import facts
+from tests.simulation.workers import COLLECTIVES, MEASURED
 
 if TYPE_CHECKING:
     from tests.simulation.workers import Group, SimWorker
@@ -36,6 +40,8 @@ class Checkers:
         self.memberships: dict[int, Membership] = {}
         self.first_commit: dict[int, float] = {}  # generation -> when
         self.newest_committing = 0
+        self.left_at: dict[int, dict[str, float]] = {}  # generation -> worker -> when
+        self.late: set[str] = set()  # made a step of a generation that others had left
         self.claims: dict[int, Any] = {}
         self.started: set[str] = set()
         self.finish: m.FinishRun | None = None
@@ -73,7 +79,7 @@ class Checkers:
 
     def intact(self, worker: SimWorker) -> None:
         """Whoever is whole holds a whole state, also when a hand-over to it failed."""
-        if worker.whole:
+        if worker.whole and not worker.flipped:
             truth = self.beginnings.get(worker.founded, {}).get(worker.step, worker.state)
             must(worker.state == truth, f"{worker.id} holds {worker.state}, not {truth}")
 
@@ -95,6 +101,7 @@ class Checkers:
             self.first_told.setdefault((worker.id, generation, after_step), self.world.now)
 
     def left(self, worker: SimWorker) -> None:
+        self.left_at.setdefault(worker.generation, {})[worker.id] = self.world.now
         for (name, generation, after), at in self.first_told.items():
             if (
                 name == worker.id
@@ -116,10 +123,10 @@ class Checkers:
             if other.alive and other.whole and other.id not in self.given_up(worker)
         ]
         must(
-            not holders or worker.id in self.dismissed,
+            not holders or worker.id in self.given_up(worker),
             f"{worker.id} founds the run anew while {holders} hold its state",
         )
-        if worker.id in self.dismissed:
+        if worker.id in self.given_up(worker):
             return f"init {worker.id}"  # given up; its lease keeps it from any step
         if self.beginning:
             self.marks["founded anew"] += 1
@@ -127,6 +134,34 @@ class Checkers:
         self.beginning = worker.group.membership.founded
         self.beginnings[self.beginning] = {0: f"init {worker.id}"}
         return f"init {worker.id}"
+
+    def agreed(self, worker: SimWorker, group: Group) -> None:
+        """All members hold the same; if all of it comes from one that is wrong, nobody can know: it is the run's from
+        now on, and what anybody else holds is not."""
+        if worker.flipped:
+            self.marks["flip unseen"] += 1
+            self.beginnings[self.beginning] = {worker.step: worker.state}
+            members = group.alive()
+            for other in self.world.workers.values():
+                other.flipped = other.whole and other not in members
+
+    def restored(self, worker: SimWorker) -> str:
+        """Nobody holds the run's state, and it goes on from the newest checkpoint."""
+        assert worker.group is not None
+        given_up = self.given_up(worker)
+        holders = [
+            w.id
+            for w in self.world.workers.values()
+            if w.alive and w.whole and w.id not in given_up and w.group is not worker.group
+        ]
+        state = self.world.seals[worker.step]
+        if worker.id in given_up:
+            return state  # given up; its lease keeps it from any step
+        must(not holders, f"{worker.id} goes back to {worker.step} while {holders} hold the state")
+        self.marks["restored"] += 1
+        self.beginning = worker.group.membership.founded
+        self.beginnings[self.beginning] = {worker.step: state}
+        return state
 
     def committed(self, worker: SimWorker, group: Group) -> None:
         generation = group.membership.generation
@@ -140,22 +175,40 @@ class Checkers:
         for controller in self.world.controllers:
             controller.failed_sets.clear()
         if generation < self.newest_committing:
-            self.marks["late commit"] += 1
-            last = max(
-                key
-                for key in group.completed_at
-                if isinstance(key, tuple) and key[0] == worker.step
-            )
-            later = min(at for g, at in self.first_commit.items() if g > generation)
-            must(
-                group.completed_at[last] <= later,
-                f"generation {generation} makes step {worker.step} beside a later generation",
-            )
+            self.late_commit(worker, group)
         if generation not in self.first_commit:
             self.first_commit[generation] = self.world.now
         self.newest_committing = max(self.newest_committing, generation)
 
+    def late_commit(self, worker: SimWorker, group: Group) -> None:
+        """A later generation makes steps already. Allowed is the one step that this one had in flight when its others left
+        it, to a worker that was given up, from what those others had sent before; nobody else ever has it from there."""
+        self.marks["late commit"] += 1
+        generation, step = group.membership.generation, worker.step
+        what = f"{worker.id} makes step {step} of {generation} beside a later generation"
+        gone = self.ever_given_up(generation)
+        must(worker.id in gone, f"{what}, and was not given up")
+        must(worker.id not in self.late, f"{what}, and did so before")
+        self.late.add(worker.id)
+        later, begun_at = min((g, at) for g, at in self.first_commit.items() if g > generation)
+        top = max(seat.place.step for seat in self.seats(later) if seat.whole)
+        must(step <= top + 1, f"{what}, which goes on from {top}")
+        left_at = self.left_at.get(generation, {})
+        must(min(left_at.values(), default=begun_at) < begun_at, f"{what}, and nobody had left it")
+        for index in range(COLLECTIVES):
+            for other, at in group.entered_at[step, index].items():
+                must(at <= left_at.get(other, at), f"{what}, with {other}, which had left")
+                must(at <= begun_at or other in gone, f"{what}, with {other}, not given up")
+
+    def ever_given_up(self, generation: int) -> set[str]:
+        """By whoever announced this generation, or led after that."""
+        announcer = self.claims[generation]
+        leaders = [c for c in self.world.controllers if c.number >= announcer.number]
+        return set().union(*(controller.dismissed for controller in leaders))
+
     def holds(self, worker: SimWorker) -> None:
+        if worker.flipped:
+            return
         if (
             worker.founded != self.beginning
         ):  # all who held the later one are gone: an older one counts
@@ -184,6 +237,7 @@ class Checkers:
     def handed_over(self, worker: SimWorker, source: SimWorker) -> None:
         self.marks["hand-over"] += 1
         must(source.whole, f"void {source.id} is the source of {worker.id}")
+        must(source.id not in self.late, f"{worker.id} takes what {source.id} made alone")
         must(source.place >= worker.place or not worker.whole, f"{worker.id} would go back")
         if worker.whole:
             must(
@@ -204,34 +258,40 @@ class Checkers:
                 self.started.add(worker)
             case m.ClaimGeneration(generation=generation):
                 must(self.claims.get(generation) is not by, f"{generation} claimed twice by one")
-            case m.FormGeneration(worker=worker, membership=membership):
-                self.formation(worker, membership, by)
+            case m.FindCheckpoint(at_most=at_most):
+                must(at_most == by.at_most, f"looks up to {at_most}, and was told {by.at_most}")
+            case m.FormGeneration(membership=membership):
+                wrong = by.at_most is not None and any(seat.whole for seat in membership.seats)
+                must(not wrong, f"{membership} goes on from weights that differ")
+                by.at_most = None
+                self.formation(membership, by)
             case m.EvictWorker(worker=worker, reason=reason):
                 self.eviction(worker, reason, by)
-            case m.ReleaseWorker(worker=worker):
+            case m.ReleaseWorker(worker=worker, reason=reason):
+                if "weights differed" not in reason:  # what it would take along is wrong
+                    self.released(worker, by)
                 by.dismissed.add(worker)
+            case m.Explain(text=text) if "dealt by speed" in text:
+                self.dealt_anew(by)
+            case m.Explain(text=text) if text.startswith("a standby replaces "):
+                self.replaced(text.split()[3].rstrip(":"), by)
             case m.FinishRun():
                 self.finished(command, by)
             case m.FailRun():
                 self.run_failed(command, by)
 
-    def formation(self, worker: str, membership: Membership, by: SimController) -> None:
-        generation = membership.generation
+    def formation(self, membership: Membership, by: SimController) -> None:
+        generation, seats = membership.generation, membership.seats
         must(self.claims.get(generation) is by, f"{generation} announced without its claim")
-        must(
-            worker not in by.buried,
-            f"{worker} is known to be lost, and gets a seat in {generation}",
-        )
-        must(worker not in by.dismissed, f"{worker} was dismissed, and gets a seat in {generation}")
-        if generation in self.memberships:
-            must(self.memberships[generation] == membership, f"two memberships of {generation}")
-            return
+        members = frozenset(seat.worker for seat in seats)
+        lost, dismissed = members & by.buried, members & by.dismissed
+        must(not lost, f"{lost} are known to be lost, and get a seat in {generation}")
+        must(not dismissed, f"{dismissed} were dismissed, and get a seat in {generation}")
+        must(generation not in self.memberships, f"{generation} is announced twice")
         self.memberships[generation] = membership
-        seats = membership.seats
         dealt = [v for seat in seats for v in range(seat.first, seat.last)]
         must(dealt == list(range(self.world.rules.virtual_workers)), f"dealt {dealt}")
-        sizes = {seat.last - seat.first for seat in seats}
-        must(max(sizes) - min(sizes) <= 1, f"unbalanced: {sizes}")
+        self.dealt_by_speed(seats, by)
         whole = [seat for seat in seats if seat.whole]
         if whole:
             top = max(seat.place for seat in whole)
@@ -251,14 +311,14 @@ class Checkers:
                 and w.alive
                 and w.whole
                 and w.place > top
-                and w.phase == "wait"
+                and w.phase in ("wait", "keep")
                 and w.id in by.spoken
                 and w.id not in by.dismissed
             ]
             must(not ahead, f"{ahead} are ahead of {top} and have no seat")
         at_head = self.world.workers[membership.source].at_head
         if not by.stopping and at_head:
-            least = min(by.coordinator.rules.min_workers, by.size)
+            least = min(by.least, by.size)
             must(len(seats) >= least, f"{len(seats)} members, at least {least} wanted")
         must(len(seats) <= max(by.size + 1, 1), f"{len(seats)} members, size {by.size}")
         ranks = [seat.worker for seat in seats]
@@ -267,13 +327,89 @@ class Checkers:
                 s.worker for s in self.seats(by.generations[-1]) if s.worker in ranks and s.whole
             ]
             must([w for w in ranks if w in old] == old, f"ranks changed order: {old} -> {ranks}")
+        if by.generations:
+            self.floor_is_kept(ranks, by)
         by.generations.append(generation)
-        members = frozenset(ranks)
         if by.failed_sets[-2:] == [members, members] and len(members) > 1:
             must(False, f"{sorted(members)} failed to form twice and is tried again")
 
+    def floor_is_kept(self, ranks: list[str], by: SimController) -> None:
+        """Of the on-demand workers none loses its seat below the floor while one of the others keeps its own."""
+        workers = by.coordinator._staff.workers
+        before = [workers.get(seat.worker) for seat in self.seats(by.generations[-1])]
+        kept = [w for w in before if w is not None and w.id in ranks and w.whole]
+        left = [w for w in before if w is not None and w.id not in ranks]
+        beyond = len(ranks) > by.size
+        if beyond or any(w.draining for w in kept) or any(not w.at_head for w in kept):
+            return  # one that holds the newest state has a seat that is not its own
+        firm = [w for w in (workers[name] for name in ranks) if w.home.firm]
+        loser = any(w.home.firm and w.stage == "leaver" and not w.draining for w in left)
+        if loser and len(firm) < by.coordinator.rules.min_on_demand:
+            self.marks["below the floor"] += 1
+            must(all(w.home.firm for w in kept), f"{left} lose their seats, {kept} keep theirs")
+
+    def dealt_by_speed(self, seats: tuple[m.Seat, ...], by: SimController) -> None:
+        """Who is known to be slower runs at most one more, and all as many where nobody is known to be."""
+        sizes = [seat.last - seat.first for seat in seats]
+        must(min(sizes) >= 1, f"nothing to do: {sizes}")
+        known = [by.coordinator._staff.workers[seat.worker].virtual_s for seat in seats]
+        if not any(known):
+            must(max(sizes) - min(sizes) <= 1, f"unbalanced: {sizes}")
+            return
+        fast_first = sorted((s, n) for s, n in zip(known, sizes, strict=True) if s)
+        for (fast, more), (slow, fewer) in itertools.pairwise(fast_first):
+            must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
+
+    def dealt_anew(self, by: SimController) -> None:
+        """A running generation ends for another split: not soon after the last time, and on what was measured in it."""
+        if by is not self.world.controllers[-1]:
+            return  # its members may be in a later generation by now
+        self.marks["dealt anew"] += 1
+        must(self.world.now >= by.dealt_at + 60.0, "dealt anew again and again")
+        by.dealt_at = self.world.now
+        generation = by.coordinator.generation
+        for seat in self.seats(generation):
+            worker = self.world.workers[seat.worker]
+            told = worker.generation == generation and worker.steps_here >= MEASURED
+            must(told, f"{worker.id} is not measured in {generation}")
+
+    def replaced(self, name: str, by: SimController) -> None:
+        """Only one that runs the least and is still the slowest by far, and has been for long; another takes its seat."""
+        self.marks["too slow"] += 1
+        slow_s, now = self.world.rules.slow_s, self.world.now
+        must(now >= by.measured_at[name] + slow_s, f"{name} is not known for long enough")
+        must(now >= by.replaced_at + 2 * slow_s, "one slow worker after the other is replaced")
+        by.replaced_at = now
+        seats = {seat.worker: seat for seat in self.seats(by.coordinator.generation)}
+        must(seats[name].last - seats[name].first == 1, f"{name} can be given less")
+        must("ready" in by.coordinator.workers.values(), f"nobody is there to replace {name}")
+
+    def released(self, name: str, by: SimController) -> None:
+        """Whoever must go takes nothing along: others hold its state, or the storage does."""
+        worker = self.world.workers.get(name)
+        over = self.finish is not None or self.failure is not None
+        if worker is None or not worker.whole or over or by is not self.world.controllers[-1]:
+            return
+        if name not in by.drained or not self.world.rules.keeps:
+            return
+        self.marks["drained"] += 1
+        believed = by.coordinator.workers  # of a silent death nobody can know yet
+        others = [w for w in self.world.workers.values() if w.whole and w is not worker]
+        others = [w for w in others if w.id in believed and w.id not in by.dismissed]
+        held = any(w.place >= worker.place for w in others)
+        must(
+            held or worker.step <= max(self.world.seals, default=0),
+            f"{name} is released, and takes step {worker.step} along",
+        )
+
+    def kept(self, worker: SimWorker) -> None:
+        must(worker.whole and worker.at_head, f"{worker.id} has nothing to keep")
+        self.marks["kept"] += 1
+
     def eviction(self, worker: str, reason: str, by: SimController) -> None:
         by.dismissed.add(worker)
+        if reason.startswith("stuck"):
+            self.stuck(self.world.workers[worker])
         if not reason.startswith("silent"):
             return
         now, timeout = self.world.now, self.world.rules.heartbeat_timeout_s
@@ -291,6 +427,22 @@ class Checkers:
             stepped = spoken or now - by.stepped_at.get(generation, -1e9) >= timeout - 1e-6
             must(stepped, f"{worker} evicted though its generation makes steps")
 
+    def stuck(self, worker: SimWorker) -> None:
+        """Only who hangs, or hears nobody; and not before the time."""
+        self.marks["stuck"] += 1
+        stood_s = self.world.now - worker.where_since
+        limit_s = self.world.rules.hang_timeout_s
+        must(stood_s >= (limit_s or 0.0) - 1e-6, f"{worker.id} evicted, went on {stood_s} s ago")
+        thawed = self.world.now - worker.thawed_at < 1.5  # its word may be on its way
+        must(
+            worker.hung or worker.was_cut or thawed or not worker.alive,
+            f"{worker.id} evicted as stuck in {worker.phase}, and waited for others",
+        )
+
+    def goes_back(self, generation: int) -> bool:
+        membership = self.memberships.get(generation)
+        return membership is not None and membership.restore
+
     def seats(self, generation: int) -> tuple[m.Seat, ...]:
         membership = self.memberships.get(generation)
         return membership.seats if membership else ()
@@ -300,22 +452,33 @@ class Checkers:
             must(by is not self.finished_by, "finished twice")
             return
         self.finish, self.finished_by = command, by
-        if command.place.step == 0 and command.digest == "":
+        if command.digest == "":
+            must(command.place.step in (0, *self.world.seals), f"{command.place} is not kept")
             holders = [w.id for w in self.world.workers.values() if w.alive and w.whole]
-            holders = [w for w in holders if w not in self.dismissed]
+            holders = [w for w in holders if w not in self.dismissed | by.dismissed]
             must(not holders, f"finished at step 0, but {holders} hold a state")
             return
         must(command.place.ended == 1, f"finished at {command.place}")
         must(command.digest == self.states.get(command.place.step), "finished with other weights")
         must(not command.digests_differ, "weights differ")
-        last = max(self.states)
-        must(command.place.step == last, f"finished at {command.place}, but step {last} was made")
+        further = [  # who made a step that nobody living holds made it in vain
+            w.id
+            for w in self.world.workers.values()
+            if w.alive and w.whole and w.founded == self.beginning and w.place > command.place
+        ]
+        further = [w for w in further if w not in self.dismissed | by.dismissed]
+        must(not further, f"finished at {command.place}, but {further} are further")
 
     def run_failed(self, command: m.FailRun, by: SimController) -> None:
         if self.failure is not None or self.finish is not None:  # the first record counts
             return
         self.failure = command
-        if "is lost" in command.error:
+        if "weights" in command.error:
+            self.marks["weights differ, failed"] += 1
+            must(by.at_most is not None, f"{command} though none differ")
+            must(not by.restorable or "is time" in command.error, f"there is {by.restorable}")
+        if "is lost" in command.error or command.worker:  # its error took everyone
+            must(not by.restorable, f"given up, with a checkpoint of {by.restorable}")
             holders = [
                 w.id
                 for w in self.world.workers.values()
@@ -340,6 +503,7 @@ class Watched:
 
     def __init__(self, coordinator: Any, rng: Any) -> None:
         self.coordinator, self.rng = coordinator, rng
+        self.joined_at = -1e9  # when it last formed a generation for joiners, too
 
     def handle(self, event: Event, now: float) -> list[Command]:
         coordinator = self.coordinator
@@ -362,17 +526,54 @@ class Watched:
             self.changes_nothing(m.DeadlineReached(), now, "early")
         over = coordinator.phase == "over"
         bystander = self.bystander(event)
-        size = len(coordinator.workers)
+        size = len(coordinator._staff.workers)
+        phase, seats = coordinator.phase, coordinator.membership and coordinator.membership.seats
         answers: list[Command] = coordinator.handle(event, now)
+        if phase == "running" and coordinator.phase == "ending" and sure:
+            self.join_is_due(len(seats), now)
+        for command in answers:
+            if isinstance(command, m.FormGeneration):
+                self.note_join(command.membership, now)
+        if coordinator.phase == "running" and sure:
+            self.no_wait_is_endless(now)
         if bystander and not any(isinstance(c, m.EvictWorker) for c in answers):
             aborts = [c for c in answers if isinstance(c, m.AbortGeneration)]
             must(not aborts, f"the loss of bystander {event} broke {coordinator.generation}")
         if over:
             must(all(isinstance(c, m.EvictWorker) for c in answers), f"after the end: {answers}")
         told = [c for c in answers if not isinstance(c, m.Explain | m.StartWorker)]
-        size = max(size, len(coordinator.workers))
-        must(len(told) <= 3 * size + 6 or not sure, f"{len(told)} commands for {event}")
+        size = max(size, len(coordinator._staff.workers))
+        if len(told) > 3 * size + 6 and sure:
+            raise Violation(f"{len(told)} commands for {event}")
         return out + answers
+
+    def note_join(self, membership: Membership, now: float) -> None:
+        if {seat.whole for seat in membership.seats} == {True, False}:
+            self.joined_at = now
+
+    def join_is_due(self, present: int, now: float) -> None:
+        """A burst makes one change, or two: who comes soon after a join waits for others, but not for long."""
+        joining = re.search(r"(\d+) workers join$", self.coordinator.reason)
+        patience_s = self.coordinator.rules.stabilization_s
+        if joining is None or not patience_s or present + int(joining[1]) >= self.coordinator.size:
+            return
+        waited = now >= self.coordinator._staff.ready_since + patience_s - 1e-6
+        must(waited or now >= self.joined_at + patience_s - 1e-6, "joins follow each other at once")
+        building = "building" in self.coordinator.workers.values()
+        must(waited or not building, "a worker joins while another is about to be ready")
+
+    def no_wait_is_endless(self, now: float) -> None:
+        """Who is ready joins, however dear that is, unless the run is about to end."""
+        coordinator, rules = self.coordinator, self.coordinator.rules
+        generation, staff = coordinator._generation, coordinator._staff
+        ends = coordinator._run.stop is not None or len(generation.unfinished) < len(
+            generation.members
+        )
+        if ends or not staff.ready or len(generation.members) >= coordinator.size:
+            return
+        dear_s = MOST * coordinator._gathering._experience.pause_s
+        until = staff.ready_since + rules.join_window_s + max(rules.stabilization_s, dear_s)
+        must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free seats")
 
     def stale(self, event: Event) -> bool:
         match event:

@@ -7,16 +7,16 @@ coordinator and the workers in the same state are followed once.
 
 from __future__ import annotations
 
-import copy
 import pickle
 from dataclasses import dataclass, field
+
+import pytest
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator import Coordinator
 from elastic_dp.protocol.messages import Place, Signature
 from elastic_dp.protocol.rules import Rules
 
-DEPTH, FLOOR = 9, 12_000
 SIGNATURE = Signature("layout", "data", "kind")
 RULES = Rules(
     min_workers=1,
@@ -54,10 +54,17 @@ class Scene:
     dismissed: set[str] = field(default_factory=set)
     announced: int = 0
     over: bool = False
+    checkpoints: bool = False  # after every step
+    sealed: int | None = None  # the newest
 
     def handle(self, event: m.Event) -> None:
-        for command in self.coordinator.handle(event, self.now):
+        self.obey_all(self.coordinator.handle(event, self.now))
+
+    def obey_all(self, commands: list[m.Command]) -> None:
+        for command in commands:
             self.obey(command)
+        if any(isinstance(command, m.FindCheckpoint) for command in commands):
+            self.handle(m.CheckpointFound(self.sealed))
 
     def obey(self, command: m.Command) -> None:
         assert not self.over or isinstance(command, m.EvictWorker | m.ReleaseWorker | m.Explain)
@@ -68,9 +75,10 @@ class Scene:
             case m.ClaimGeneration(generation=generation):
                 assert generation not in self.claims and generation not in self.granted
                 self.claims.append(generation)
-            case m.FormGeneration(worker=worker, membership=membership):
-                self.judge(worker, membership)
-                self.puppets[worker].told = command
+            case m.FormGeneration(membership=membership):
+                for seat in membership.seats:
+                    self.judge(seat.worker, membership)
+                    self.puppets[seat.worker].told = command
             case (
                 m.BeginTraining(worker=worker)
                 | m.AbortGeneration(worker=worker)
@@ -80,7 +88,10 @@ class Scene:
                     self.puppets[worker].told = command
             case m.ReleaseWorker(worker=worker) | m.EvictWorker(worker=worker):
                 self.dismissed.add(worker)
-            case m.FinishRun() | m.FailRun() | m.StandDown():
+            case m.FailRun(error=error):
+                assert "is lost" not in error or self.sealed is None
+                self.over = True
+            case m.FinishRun() | m.StandDown():
                 self.over = True
 
     def judge(self, worker: str, membership: m.Membership) -> None:
@@ -100,6 +111,7 @@ class Scene:
             assert source.whole and source.place == max(seat.place for seat in whole)
         else:
             assert not any(p.whole for w, p in self.puppets.items() if w not in self.dismissed)
+            assert membership.restore is (self.sealed is not None)
 
     def moves(self) -> list[tuple[str, str]]:
         """What can happen next."""
@@ -149,11 +161,13 @@ class Scene:
                 puppet.stage, puppet.told = "inside", None
                 puppet.generation, puppet.whole = told.membership.generation, True
                 places = [seat.place.step for seat in told.membership.seats if seat.whole]
-                puppet.step = max(places, default=0)
+                puppet.step = max(places, default=self.sealed or 0)
                 self.handle(m.WorkerHeard(name, puppet.generation, puppet.step, "compute"))
             case "step":
                 mates = [p.step for p in self.puppets.values() if p.generation == puppet.generation]
                 puppet.step = min(puppet.step, min(mates)) + 1
+                if self.checkpoints:
+                    self.sealed = max(self.sealed or 0, puppet.step)
                 self.handle(m.WorkerHeard(name, puppet.generation, puppet.step, "compute"))
             case "fail" | "stop":
                 generation = puppet.generation
@@ -187,21 +201,21 @@ class Scene:
         return pickle.dumps((told, workers, facts, self.claims, sorted(self.dismissed)))
 
 
-def explore(depth: int, coordinator_class: type[Coordinator] = Coordinator) -> tuple[int, int]:
+def explore(depth: int, checkpoints: bool) -> tuple[int, int]:
     """(states, transitions) to `depth` facts after all three workers have started."""
-    first = Scene(coordinator_class(RULES))
-    for command in first.coordinator.start(0.0):
-        first.obey(command)
+    first = Scene(Coordinator(RULES), checkpoints=checkpoints)
+    first.obey_all(first.coordinator.start(0.0))
     for name in list(first.puppets):
         first.play("start", name)
     seen, transitions, frontier = {first.key()}, 0, [first]
     for _ in range(depth):
         following = []
         for scene in frontier:
+            kept = pickle.dumps(scene, pickle.HIGHEST_PROTOCOL)  # copied ten times as fast
             for move in scene.moves():
                 if move[0] == "die" and len(scene.buried) >= 2:
                     continue
-                child = copy.deepcopy(scene, {id(RULES): RULES, id(SIGNATURE): SIGNATURE})
+                child: Scene = pickle.loads(kept)
                 child.play(*move)
                 transitions += 1
                 key = child.key()
@@ -212,6 +226,15 @@ def explore(depth: int, coordinator_class: type[Coordinator] = Coordinator) -> t
     return len(seen), transitions
 
 
-def test_every_short_history_keeps_the_promises() -> None:
-    states, transitions = explore(DEPTH)
-    assert states > FLOOR, (states, transitions)
+@pytest.mark.parametrize(
+    ("checkpoints", "depth", "floor"),
+    [
+        (False, 8, 5_000),
+        (True, 7, 3_000),
+        pytest.param(False, 9, 12_000, marks=pytest.mark.slow),
+        pytest.param(True, 8, 7_000, marks=pytest.mark.slow),
+    ],
+)
+def test_every_short_history_keeps_the_promises(checkpoints: bool, depth: int, floor: int) -> None:
+    states, transitions = explore(depth, checkpoints)
+    assert states > floor, (states, transitions)

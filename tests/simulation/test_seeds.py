@@ -1,4 +1,4 @@
-"""Four thousand runs of the simulator, each another cluster with other weather."""
+"""Two and a half thousand runs of the simulator, each another cluster with other weather."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulation.world import World
 
-SEEDS, CHUNKS = 4000, 40
+SEEDS, CHUNKS = 2500, 25
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -19,6 +19,11 @@ def test_every_promise_holds_in_any_weather(chunk: int) -> None:
             pytest.fail(f"{error}\nreplay: python -m tests.simulation --seed {seed}")
     for seen in ("commit", "hand-over"):  # the weather is not so bad that nothing happens
         assert marks[seen] > SEEDS // CHUNKS / 4, marks
+
+
+def test_a_generation_that_fails_and_is_followed_within_one_event_has_failed() -> None:
+    """Facts were held while it was in doubt who leads; the checker overlooked the failure among them."""
+    World(1156118).run()
 
 
 def test_a_seed_replays_to_the_same_trace() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.protocol import messages as m
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 COLLECTIVES = 2  # per step
+MEASURED = 2  # steps in a generation, before it tells how fast it is
 GARBAGE = "half written"
 
 
@@ -39,18 +41,23 @@ class Group:
         self.members = [seat.worker for seat in membership.seats]
         self.seats = {seat.worker: seat for seat in membership.seats}
         self.entered: dict[Any, dict[SimWorker, int]] = {}  # with the token it had then
-        self.completed_at: dict[Any, float] = {}
+        self.entered_at: dict[Any, dict[str, float]] = {}
         self.stop: dict[int, bool] = {}
+        self.weights: dict[Any, dict[str, str]] = {}  # as each entered
         self.formed: set[str] = set()
+        self.sealed = 0  # the checkpoint that all of them read, once one has begun
 
     def enter(self, worker: SimWorker, key: Any) -> None:
         inside = self.entered.setdefault(key, {})
         inside[worker] = worker.token
+        self.entered_at.setdefault(key, {})[worker.id] = self.world.now
+        self.weights.setdefault(key, {})[worker.id] = worker.state
         if len(inside) == len(self.members):
-            self.completed_at[key] = self.world.now
             for member, token in inside.items():
                 if key == "form":
                     member.later(0.0, member.all_entered, token)
+                elif key == "share":
+                    member.later(self.world.transfer_time(), member.restored, token)
                 else:
                     delay = self.world.rng.choice((0.01, 0.05, 0.4))
                     member.later(delay, member.collective_done, token, key)
@@ -71,7 +78,10 @@ class Group:
 class SimWorker:
     def __init__(self, world: World, worker_id: str) -> None:
         self.world, self.id = world, worker_id
-        self.alive, self.frozen = True, False
+        self.alive, self.frozen, self.hung = True, False, False
+        self.was_cut = False
+        self.where: tuple[int, int, str] = (0, 0, "")
+        self.where_since = world.now
         self.deferred: list[tuple[Any, tuple[Any, ...]]] = []
         self.up_cut = self.down_cut = False
         self.phase = "start"
@@ -80,6 +90,7 @@ class SimWorker:
         self.generation, self.inside, self.ended = 0, False, 0
         self.busy = False  # in apply or body: aborts wait
         self.attempting = 0
+        self.steps_here = 0  # in its generation
         self.planned: dict[int, int] = {}
         self.said_out, self.thawed_at = 0, -math.inf
         self.asked = 0
@@ -87,15 +98,19 @@ class SimWorker:
         self.group: Group | None = None
         self.step, self.ended_run, self.evaluated, self.known_evaluations = 0, 0, 0, 0
         self.state, self.whole, self.founded = GARBAGE, False, 0
+        self.agreed = 0  # after this step all members had the same weights
+        self.flipped = False  # its weights are wrong, and nobody knows
+        self.disagreement: m.Disagreement | None = None
         self.body_begun = 0  # the step whose body was begun last
         self.at_head = True
-        self.finished = False
-        self.stop_flag = False
+        self.finished = self.raised = False
+        self.stop_flag = self.keep_wanted = False
         self.released: str | None = None
         self.beat = 0
         self.beats: dict[int, float] = {}
         self.lease_until = world.now + world.rules.lease_s
         self.node_deadline = math.inf
+        self.home = world.place()
 
     @property
     def place(self) -> Place:
@@ -107,13 +122,17 @@ class SimWorker:
     def run_unless_gone(self, function: Any, args: tuple[Any, ...]) -> None:
         if not self.alive:
             return
-        if self.frozen:
+        if self.frozen or (self.hung and not self.is_the_pulses(function, args)):
             self.deferred.append((function, args))
         else:
             function(*args)
 
+    def is_the_pulses(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """What goes on while the worker's own threads do not."""
+        return function == self.heartbeat or (bool(args) and isinstance(args[0], m.RenewLease))
+
     def thaw(self) -> None:
-        self.frozen, self.thawed_at = False, self.world.now
+        self.frozen, self.hung, self.thawed_at = False, False, self.world.now
         pending, self.deferred = self.deferred, []
         for function, args in pending:
             self.run_unless_gone(function, args)
@@ -124,15 +143,33 @@ class SimWorker:
     # ------------------------------------------------------------------------- life
 
     def start(self) -> None:
+        self.tell_home()
         self.send(m.WorkerStarted(self.id))
         self.heartbeat()
 
+    def tell_home(self) -> None:
+        if self.home != m.NOWHERE:
+            self.send(m.WorkerPlaced(self.id, self.home))
+
     def heartbeat(self) -> None:
         self.beat += 1
+        told = self.step - (self.phase == "apply")  # the step counts when it is applied
+        where = (self.generation, told, self.phase)
+        if where != self.where:
+            self.where, self.where_since = where, self.world.now
         self.beats[self.beat] = self.world.now
         self.beats.pop(self.beat - 60, None)
-        self.send(m.WorkerHeard(self.id, self.generation, self.step, self.phase, self.beat))
+        self.send(
+            m.WorkerHeard(
+                self.id, self.generation, told, self.phase, self.beat, virtual_s=self.virtual_s
+            )
+        )
         self.later(self.world.rules.heartbeat_interval_s, self.heartbeat)
+
+    @property
+    def virtual_s(self) -> float:
+        known = self.world.weather.uneven and self.steps_here >= MEASURED
+        return self.world.virtual_time(self.id) if known else 0.0
 
     def receive(self, command: m.Command) -> None:
         match command:
@@ -154,15 +191,40 @@ class SimWorker:
                 self.end(generation, after_step)
             case m.StopTraining():
                 self.stop_flag = True
-            case m.ReportYourself():
-                self.report()
+            case m.TakeCheckpoint():
+                self.keep_wanted = True
+            case m.KeepState(generation=generation):
+                if not self.inside and generation >= self.generation:
+                    self.world.check.kept(self)
+                    delay = self.world.rng.choice((0.1, 1.0))
+                    self.later(delay, self.world.seal, self.step, self.state, self.founded)
+                    self.phase = "keep"
+                    self.later(0.1, self.look)
+            case m.ReportYourself(asked=asked):
+                self.tell_home()
+                self.report(asked)
             case m.ReleaseWorker(reason=reason):
                 self.released = reason
                 self.abort(self.generation)
                 if not self.begun or not self.ready:
                     self.world.kill(self, "left")
 
+    @property
+    def runs_user_code(self) -> bool:
+        return self.begun and not self.raised and self.phase in ("start", "compute", "body")
+
+    def raises(self) -> None:
+        """The user's code. It says so, again and again, and does nothing else until it is released."""
+        self.raised, self.token = True, self.token + 1
+        self.say_failed()
+
+    def say_failed(self) -> None:
+        self.send(m.WorkerFailed(self.id, "KeyError: 'x'", "traceback"))
+        self.later(5.0, self.say_failed)
+
     def built(self) -> None:
+        if self.raised:
+            return
         self.ready = True
         self.send(m.WorkerReady(self.id, self.signature, self.can_source))
         self.wait()
@@ -175,7 +237,7 @@ class SimWorker:
     def can_source(self) -> bool:
         return self.is_source or not self.asked_source
 
-    def report(self) -> None:
+    def report(self, asked: int) -> None:
         signature = self.signature if self.ready else None
         out = self.ready and not self.inside
         self.send(
@@ -188,6 +250,7 @@ class SimWorker:
                 signature,
                 self.can_source,
                 self.founded,
+                asked,
             )
         )
 
@@ -220,6 +283,8 @@ class SimWorker:
 
     def over(self, generation: int) -> None:
         self.ended = max(self.ended, generation)
+        if self.raised:
+            return
         if self.inside and self.generation <= self.ended and not self.busy:
             self.token += 1
             self.later(
@@ -227,7 +292,10 @@ class SimWorker:
             )
 
     def look(self) -> None:
-        if self.ready and not self.inside:
+        if self.raised:
+            if self.released is not None:
+                self.world.kill(self, "left")
+        elif self.ready and not self.inside:
             self.wait()
 
     # --------------------------------------------------------------- training thread
@@ -245,7 +313,7 @@ class SimWorker:
         if membership is not None and membership.generation > self.ended:
             self.generation, self.inside = membership.generation, True
             self.token += 1
-            self.attempting = 0
+            self.attempting = self.steps_here = 0
             self.phase = "form"
             self.group = self.world.group_of(membership)
             self.later(membership.forming_timeout_s, self.forming_timeout, self.token)
@@ -278,6 +346,7 @@ class SimWorker:
                 unreachable,
                 self.at_head,
                 self.founded,
+                self.disagreement,
             )
         )
 
@@ -285,7 +354,9 @@ class SimWorker:
         self.leave(self.token, reason, unreachable)
 
     def connection_reset(self, token: int) -> None:
-        if token == self.token and self.phase in ("collective", "evaluate", "form"):
+        restores = self.group is not None and self.group.membership.restore
+        sharing = restores and self.phase == "receive"
+        if token == self.token and (sharing or self.phase in ("collective", "evaluate", "form")):
             self.failed("connection reset")
 
     # forming and hand-over
@@ -319,15 +390,53 @@ class SimWorker:
         assert group is not None
         group.formed.add(self.id)
         source = self.world.workers[group.membership.source]
-        if source is self:
+        if group.membership.restore and not self.whole:
+            self.phase = "restore"
+            group.sealed = group.sealed or max(self.world.seals)
+            self.later(self.world.transfer_time(), self.share, self.token)
+        elif source is self:
             if not self.whole:
                 self.whole, self.state = True, self.world.check.founded(self)
                 self.founded = group.membership.founded
-            self.resume()
+            self.give()
         elif not self.whole or self.place < group.seats[source.id].place:
             self.phase = "receive"
             self.later(self.world.transfer_time(), self.received, self.token)
         else:
+            self.resume()
+
+    def share(self, token: int) -> None:
+        """Its share is read; the rest comes from the others when they have theirs."""
+        if token == self.token:
+            assert self.group is not None
+            self.phase = "receive"
+            self.group.enter(self, "share")
+
+    def restored(self, token: int) -> None:
+        if token != self.token:
+            return
+        assert self.group is not None
+        if self.world.rng.random() < self.world.weather.torn:
+            self.failed("sharing failed")
+            return
+        self.step = self.body_begun = self.group.sealed
+        self.evaluated = self.known_evaluations = evaluations(self.step)
+        self.agreed = self.step
+        self.state = self.world.check.restored(self)
+        self.whole, self.founded = True, self.group.membership.founded
+        self.resume()
+
+    def give(self) -> None:
+        """Not past forming before it has given all, whatever those who receive say by then."""
+        assert self.group is not None
+        if all(seat.whole and seat.place == self.place for seat in self.group.seats.values()):
+            self.resume()
+        else:
+            self.phase = "give"
+            self.later(self.world.transfer_time(), self.given, self.token)
+
+    def given(self, token: int) -> None:
+        if token == self.token:
             self.resume()
 
     def received(self, token: int) -> None:
@@ -336,7 +445,9 @@ class SimWorker:
         assert self.group is not None
         source = self.world.workers[self.group.membership.source]
         serving = source.alive and source.inside and source.generation == self.generation
-        if serving and (source.frozen or source.id not in self.group.formed):
+        if serving and (
+            source.frozen or source.hung or source.id not in self.group.formed or not source.whole
+        ):
             self.later(0.3, self.received, token)
         elif not serving:
             if not self.whole:
@@ -353,6 +464,7 @@ class SimWorker:
                 self.at_head, self.evaluated = False, 0
             self.step, self.state, self.ended_run = source.step, source.state, source.ended_run
             self.known_evaluations = source.evaluated
+            self.agreed, self.flipped = source.agreed, source.flipped
             self.whole, self.founded = True, self.group.membership.founded
             self.world.check.holds(self)
             self.resume()
@@ -379,9 +491,22 @@ class SimWorker:
         elif self.world.now > self.lease_until:
             self.failed("lease ran out")
         else:
+            self.phase = "keep" if self.world.snapshot(self) else "data"
             self.attempting = self.step + 1
+            self.later(self.world.rng.choice((0.0, 0.0, 0.3)), self.compute, self.token)
+
+    def compute(self, token: int) -> None:
+        if token == self.token:
             self.phase = "compute"
-            self.later(self.world.compute_time(), self.enter, self.token, 0)
+            self.later(self.compute_time(), self.enter, token, 0)
+
+    def compute_time(self) -> float:
+        usual = self.world.compute_time()
+        if not self.world.weather.uneven:
+            return usual
+        assert self.group is not None
+        seat = self.group.seats[self.id]
+        return usual * self.world.virtual_time(self.id) * (seat.last - seat.first)
 
     def enter(self, token: int, index: int) -> None:
         if token != self.token:
@@ -402,6 +527,8 @@ class SimWorker:
         elif key[0] == "evaluate":
             self.evaluated += 1
             self.evaluate(token)
+        elif key[1] == 0 and self.differs(self.group.weights[key]):
+            self.failed("weights differ")
         elif key[1] + 1 < COLLECTIVES:
             self.enter(token, key[1] + 1)
         elif self.world.now > self.lease_until:
@@ -409,9 +536,23 @@ class SimWorker:
         else:
             self.commit()
 
+    def differs(self, weights: dict[str, str]) -> bool:
+        """What the header tells of all members' weights."""
+        assert self.group is not None
+        counted = Counter(weights.values())
+        if len(counted) == 1:
+            self.agreed = self.step
+            self.world.check.agreed(self, self.group)
+            return False
+        usual, times = counted.most_common(1)[0]
+        odd = [w for w, state in weights.items() if state != usual or times <= len(weights) / 2]
+        self.disagreement = m.Disagreement(self.agreed, tuple(odd))
+        return True
+
     def commit(self) -> None:
         assert self.group is not None
         self.step += 1
+        self.steps_here += 1
         self.state = chain(self.state, self.step)
         self.evaluated = self.known_evaluations = 0
         last = self.step >= self.world.steps or self.group.stop.get(self.step, False)
@@ -431,7 +572,8 @@ class SimWorker:
 
     def body_ran(self) -> None:
         self.busy = False
-        self.evaluate(self.token)
+        if not self.raised:
+            self.evaluate(self.token)
 
     def evaluate(self, token: int) -> None:
         if token != self.token:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator import FROM_WORKERS, Coordinator
 from elastic_dp.protocol.messages import Membership, Signature
 from elastic_dp.protocol.rules import Rules
-from tests.simulation.checkers import Checkers, Violation, Watched, must
+from tests.simulation.checkers import Checkers, Violation, Watched
 from tests.simulation.workers import Group, SimWorker
 
 
@@ -35,6 +35,7 @@ class Weather:
     compute_s: float
     body_s: float
     torn: float  # fraction of hand-overs that fail half-way
+    seal_steps: int  # a checkpoint after every so many steps; 0: none
     kill: float
     silent_kill: float
     kill_source: float
@@ -49,18 +50,23 @@ class Weather:
     scale: float
     stop: float
     misfit: float
+    user_error: float
     bad_pair: float
     crash_controller: float
     freeze_controller: float
+    hang: float = 0.0
+    flip: float = 0.0
+    uneven: float = 0.0  # not 0: workers differ in speed, and it changes
+    drain_all: float = 0.0
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Weather:
         faults = {
             field.name: rng.choice((0.0, 0.0, 1.0, 3.0))
             for field in fields(cls)
-            if field.name in FAULTS
+            if field.name in FAULTS and field.default is MISSING
         }
-        faults["kill_all"] *= 0.02
+        faults["kill_all"] *= rng.choice((0.02, 0.2))
         faults["stop"] *= 0.05
         faults["misfit"] = rng.choice((0.0, 0.0, 0.0, 0.3))
         return cls(
@@ -73,9 +79,18 @@ class Weather:
             compute_s=rng.choice((0.1, 0.5, 2.0)),
             body_s=rng.choice((0.0, 0.0, 0.3, 8.0)),
             torn=rng.choice((0.0, 0.0, 0.2)),
+            seal_steps=rng.choice((0, 0, 1, 5)),
             **{k: v for k, v in faults.items() if k != "misfit"},
             misfit=faults["misfit"],
         )
+
+    def with_more(self, seed: int) -> Weather:
+        """Faults of later days, from a generator of their own: most seeds' weather is as it was."""
+        rng = random.Random(~seed)
+        hang, flip = (rng.choice((0.0, 0.0, 0.0, 1.0)) for _ in range(2))
+        uneven = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 1.0))
+        drain_all = rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.3))
+        return replace(self, hang=hang, flip=flip, uneven=uneven, drain_all=drain_all)
 
 
 FAULTS = (
@@ -92,11 +107,24 @@ FAULTS = (
     "drain",
     "scale",
     "stop",
+    "user_error",
     "bad_pair",
     "crash_controller",
     "freeze_controller",
+    "hang",
+    "flip",
+    "drain_all",
 )
+HANDING_OVER = ("give", "restore", "receive")
+ENDLESS = (
+    "give",
+    "receive",
+    "compute",
+    "collective",
+    "apply",
+)  # phases in which a hang has to be found
 LIVENESS_S = 900.0
+SPEEDS_S = 40.0  # for so long a worker is as fast
 
 
 class SimController:
@@ -115,10 +143,15 @@ class SimController:
         self.dismissed: set[str] = set()
         self.drained: set[str] = set()
         self.failed_sets: list[frozenset[str]] = []  # since the last step of anybody
+        self.at_most: int | None = None  # it was told that nothing after this step counts
         self.spoken: set[str] = set()  # said that they stopped, in the newest generation
         self.generations: list[int] = []
+        self.restorable: int | None = None  # what it was told last
         self.stopping = False
-        self.size = world.size
+        self.dealt_at = -1e9  # when it last ended a generation for a better split
+        self.replaced_at = -1e9  # when it last asked one to leave that was too slow
+        self.measured_at: dict[str, float] = {}  # worker -> when it first told how fast it is
+        self.size, self.least = world.size, min(world.least, world.size)
         self.alarm = 0
         self.coordinator: Any = None
         self.watched: Any = None
@@ -127,11 +160,11 @@ class SimController:
         world, now = self.world, self.world.now
         if recovering:
             known = [w.id for w in world.workers.values() if w.alive]
-            rules = world.rules_of(size=world.size)
+            rules = world.rules_of(size=world.size, min_workers=world.least)
             highest = max(world.check.claims, default=0)
             self.coordinator, commands = world.make.recover(rules, known, highest, now)
         else:
-            self.coordinator = world.make(world.rules_of(size=world.size))
+            self.coordinator = world.make(world.rules_of(size=world.size, min_workers=world.least))
             commands = self.coordinator.start(now)
         self.watched = Watched(self.coordinator, world.rng)
         self.execute(commands)
@@ -146,14 +179,18 @@ class SimController:
 
     def process(self, event: m.Event) -> None:
         self.note(event)
-        self.world.trace(f"c{self.number} <- {event}")
+        if self.world.talk is not None:  # the longest part of many an event
+            self.world.trace(f"c{self.number} <- {event}")
         before, phase = self.coordinator.generation, self.coordinator.phase
         commands = self.watched.handle(event, self.world.now)
-        if phase == "forming" and self.coordinator.phase not in ("forming", "running", "over"):
+        followed = before != self.coordinator.generation  # within one event, if facts were held
+        if phase == "forming" and (
+            followed or self.coordinator.phase not in ("forming", "running", "over")
+        ):
             self.failed_sets.append(frozenset(s.worker for s in self.world.check.seats(before)))
         if self.coordinator._generation.formed and phase == "forming":
             self.failed_sets.clear()
-        if before != self.coordinator.generation:
+        if followed:
             self.spoken.clear()
         self.execute(commands)
 
@@ -161,8 +198,12 @@ class SimController:
         match event:
             case m.WorkerHeard(worker=worker, generation=generation, step=step):
                 self.heard[worker] = self.world.now
+                if event.virtual_s:
+                    self.measured_at.setdefault(worker, self.world.now)
                 seats = self.world.check.seats(generation)
                 begun = max((seat.place.step for seat in seats), default=0)
+                if self.world.check.goes_back(generation):
+                    begun = max(self.world.seals)
                 if generation not in self.steps:
                     ours = generation in self.generations
                     self.steps[generation] = begun if ours else max(begun, step)
@@ -180,18 +221,26 @@ class SimController:
                 self.drained.add(worker)
             case m.StopRequested():
                 self.stopping = True
-            case m.SizeRequested(size=size):
-                self.size = size
-            case m.WorkerStopped(worker=worker, generation=generation):
+            case m.CheckpointFound(step=step):
+                self.restorable = step
+            case m.SizeRequested(size=size, min_workers=least):
+                if self.world.may_be_scaled(size, least):
+                    self.size, self.least = size, self.least if least is None else least
+            case m.WorkerStopped(worker=worker, generation=generation, disagreement=said):
                 if generation >= self.coordinator.generation:
                     self.spoken.add(worker)
+                    known = worker in self.coordinator._generation.open
+                    if said is not None and known and self.at_most is None:
+                        self.at_most = said.agreed
         if isinstance(event, FROM_WORKERS):
             self.heard[event.worker] = self.world.now
 
     def execute(self, commands: list[m.Command]) -> None:
         for command in commands:
-            self.world.trace(f"c{self.number} -> {command}")
-            must(self.alive, f"a controller that stood down says {command}")
+            if self.world.talk is not None:
+                self.world.trace(f"c{self.number} -> {command}")
+            if not self.alive:
+                raise Violation(f"a controller that stood down says {command}")
             self.world.check.command(command, self)
             self.world.execute(command, self)
         deadline = self.coordinator.deadline
@@ -223,8 +272,10 @@ class World:
         climate: dict[str, float] | None = None,
     ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
+        # Where workers run, and whether joiners wait for others: in every second world.
+        self.land = random.Random(f"land of {seed}") if seed % 2 else None
         self.make, self.worker_class, self.talk = make, worker_class, talk
-        self.weather = replace(Weather.drawn(self.rng), **(climate or {}))
+        self.weather = replace(Weather.drawn(self.rng).with_more(seed), **(climate or {}))
         virtual = self.rng.choice((1, 2, 4, 5, 8))
         size = self.rng.randint(1, min(virtual, 5))
         self.rules = Rules(
@@ -242,15 +293,25 @@ class World:
             drain_margin_s=3.0,
             source_timeout_s=10.0,
             steps_ahead=self.rng.choice((0, 1, 2)),
+            hang_timeout_s=30.0,
+            slow_s=8.0,
             max_losses_without_progress=1000,
+            max_losses_of_micro_batch=1000,
+            max_out_of_memory=1000,
+            max_user_errors=1000,
+            stabilization_s=self.land.choice((0.0, 2.0, 5.0)) if self.land else 0.0,
+            min_on_demand=self.land.choice((0, 0, 1, 2)) if self.land else 0,
+            keeps=self.weather.seal_steps > 0,
         )
-        self.size, self.steps = size, self.weather.steps
+        self.size, self.least, self.steps = size, self.rules.min_workers, self.weather.steps
         self.now, self.counter = 0.0, 0
         self.queue: list[tuple[float, int, Any, tuple[Any, ...]]] = []
         self.workers: dict[str, SimWorker] = {}
         self.pending: list[str] = []
         self.cancelled: set[str] = set()
         self.groups: dict[int, Group] = {}
+        self.seals: dict[int, str] = {}  # step -> the state after it
+        self.rejected = -1  # what those made who began in this generation or before is wrong
         self.bad_pairs: set[frozenset[str]] = set()
         self.calm = False
         self.stop_asked = False
@@ -285,6 +346,13 @@ class World:
     def at(self, delay: float, function: Any, *args: Any) -> None:
         self.counter += 1
         heapq.heappush(self.queue, (self.now + delay, self.counter, function, args))
+
+    def place(self) -> m.Home:
+        """Of a new worker: nodes have room for several, and some are of the spot market."""
+        if self.land is None:
+            return m.NOWHERE
+        number = self.land.randrange(4)
+        return m.Home(f"n{number}", spot=number % 2 == 1)
 
     def trace(self, line: str) -> None:
         if self.talk is not None:
@@ -326,8 +394,8 @@ class World:
         """To whoever has the controller's name now."""
         self.controllers[-1].deliver(event)
 
-    def to_worker(self, command: Any) -> None:
-        worker = self.workers.get(command.worker)
+    def to_worker(self, worker_id: str, command: m.Command) -> None:
+        worker = self.workers.get(worker_id)
         if worker is not None and not worker.down_cut:
             for _ in range(self.copies()):
                 self.at(self.delay(), worker.run_unless_gone, worker.receive, (command,))
@@ -344,20 +412,33 @@ class World:
                 self.at(0.01, self.post, m.WorkerLost(worker, "was never placed"))
             case m.ClaimGeneration(generation=generation):
                 self.at(self.rng.choice((0.01, 0.01, 2.0)), self.claim, generation, by)
+            case m.FindCheckpoint(at_most=at_most):
+                delay = self.rng.choice((0.01, 0.01, 2.0))
+                self.at(delay, self.find_checkpoint, by, at_most)
             case m.StandDown():
                 by.alive = False
                 if self.controllers[-1] is by:  # somebody has to lead
                     self.at(self.rng.uniform(1.0, 5.0), self.replace_controller, by)
             case m.FinishRun() | m.FailRun() | m.Explain():
                 pass
+            case m.FormGeneration(membership=membership):
+                for seat in membership.seats:
+                    self.to_worker(seat.worker, command)
             case _:
-                self.to_worker(command)
+                self.to_worker(command.worker, command)
 
     def claim(self, generation: int, by: SimController) -> None:
         owner = self.check.claims.setdefault(generation, by)
         mine = owner is by
         answer = m.GenerationClaimed(generation) if mine else m.GenerationClaimLost(generation)
         self.at(self.rng.choice((0.01, 0.5)), by.deliver, answer)
+
+    def find_checkpoint(self, by: SimController, at_most: int | None) -> None:
+        if at_most is not None:
+            self.seals = {step: state for step, state in self.seals.items() if step <= at_most}
+            self.rejected = by.coordinator.generation
+        found = m.CheckpointFound(max(self.seals, default=None))
+        self.at(self.rng.choice((0.0, 0.5)), by.deliver, found)
 
     # ------------------------------------------------------------------ the cluster
 
@@ -378,7 +459,12 @@ class World:
             worker.group.reset_by(worker)
         if notice_s is None:
             notice_s = self.rng.choice((0.01, 0.01, 0.5))
-        self.at(notice_s, self.post, m.WorkerLost(worker.id, reason))
+        at = (worker.step + 1, 0) if worker.phase == "compute" else None
+        cause = self.rng.choice(list(m.Cause))
+        if self.rng.random() < 0.3:  # the connection tells it first, and why comes later
+            self.at(notice_s, self.post, m.WorkerLost(worker.id, reason, micro_batch=at))
+            notice_s += self.rng.choice((0.01, 1.0, 5.0))
+        self.at(notice_s, self.post, m.WorkerLost(worker.id, reason, cause, at))
         self.at(notice_s + 0.1, self.place_pending)
 
     def evict(self, worker_id: str) -> None:
@@ -391,6 +477,24 @@ class World:
         unreachable = worker.down_cut or (worker.frozen and self.rng.random() < 0.7)
         if not unreachable:
             self.at(self.rng.uniform(0.0, 0.3), self.kill, worker, "evicted")
+
+    def snapshot(self, worker: SimWorker) -> bool:
+        """At the head of the loop, if one is due. Sealed while training goes on, if this worker lives so long."""
+        every = self.weather.seal_steps
+        due = bool(every and worker.step and (worker.keep_wanted or worker.step % every == 0))
+        if due:
+            worker.keep_wanted = False
+            delay = self.rng.choice((0.1, 2.0, 10.0))
+            worker.later(delay, self.seal, worker.step, worker.state, worker.founded)
+        return due
+
+    def seal(self, step: int, state: str, founded: int) -> None:
+        """Create-only, by whoever has the controller's name."""
+        if self.controllers[-1].alive and founded > self.rejected:
+            if step not in self.seals:
+                self.trace(f"== sealed {step}")
+                self.seals[step] = state
+            self.at(0.01, self.post, m.CheckpointSealed(step))
 
     def group_of(self, membership: Membership) -> Group:
         group = self.groups.get(membership.generation)
@@ -423,6 +527,11 @@ class World:
     def compute_time(self) -> float:
         return self.rng.uniform(0.5, 1.5) * self.weather.compute_s
 
+    def virtual_time(self, worker: str) -> float:
+        """Relative: of one virtual worker on this one, now."""
+        rng = random.Random(f"speed of {worker} in {self.seed} at {self.now // SPEEDS_S}")
+        return rng.choice((1.0, 1.0, 1.5, 2.0, 4.0)) / self.rules.virtual_workers
+
     def body_time(self) -> float:
         return self.rng.uniform(0.0, 1.0) * self.weather.body_s
 
@@ -453,6 +562,8 @@ class World:
             name = self.rng.choices(FAULTS, weights)[0]
             alive = [worker for worker in self.workers.values() if worker.alive]
             self.trace(f"== fault {name}")
+            if self.counter % 4 == 0:
+                self.post(m.CheckpointRequested())
             getattr(self, f"fault_{name}")(alive)
             self.at(self.rng.expovariate(1 / self.weather.pause_s), self.fault)
 
@@ -469,7 +580,7 @@ class World:
 
     def fault_kill_source(self, alive: list[SimWorker]) -> None:
         """In the middle of a hand-over."""
-        for worker in self.one([w for w in alive if w.phase == "receive"]):
+        for worker in self.one([w for w in alive if w.phase in HANDING_OVER]):
             assert worker.group is not None
             self.kill(self.workers[worker.group.membership.source], "killed as the source")
 
@@ -486,15 +597,31 @@ class World:
             worker.frozen = True
             self.at(self.rng.choice((1.0, 4.0, 12.0, 40.0)), self.thaw, worker)
 
+    def fault_hang(self, alive: list[SimWorker]) -> None:
+        """Its heartbeats go on. For ever, where it can be told from what users may take as long as they like for."""
+        for worker in self.one([w for w in alive if not w.frozen and not w.hung]):
+            worker.hung = True
+            endless = worker.phase in ENDLESS and self.rng.random() < 0.7
+            self.trace(f"== {worker.id} hangs in {worker.phase}")
+            if not endless:
+                self.at(self.rng.choice((1.0, 10.0, 40.0)), self.thaw, worker)
+
+    def fault_flip(self, alive: list[SimWorker]) -> None:
+        """Before the next header, in which it shows, unless the group ends before."""
+        able = [w for w in alive if w.phase == "compute" and w.whole and w.group is not None]
+        for worker in self.one([w for w in able if w.group and len(w.group.members) > 1]):
+            self.trace(f"== a bit of {worker.id} flips")
+            worker.state, worker.flipped = f"flipped {worker.state}", True
+
     def thaw(self, worker: SimWorker) -> None:
-        if worker.frozen:
+        if worker.frozen or worker.hung:
             self.trace(f"== {worker.id} thaws")
             worker.thaw()
 
     def fault_cut(self, alive: list[SimWorker]) -> None:
         for worker in self.one(alive):
             up, down = self.rng.choice(((True, False), (False, True), (True, True)))
-            worker.up_cut, worker.down_cut = up, down
+            worker.up_cut, worker.down_cut, worker.was_cut = up, down, True
             self.trace(f"== {worker.id} cut up={up} down={down}")
             self.at(self.rng.choice((1.0, 5.0, 20.0)), self.heal, worker)
 
@@ -502,7 +629,7 @@ class World:
         """Out of sight just as it forms: it may train, and nobody knows."""
         forming = [w for w in alive if w.phase == "form" and not w.whole]
         for worker in self.one(forming):
-            worker.up_cut = worker.down_cut = True
+            worker.up_cut = worker.down_cut = worker.was_cut = True
             self.trace(f"== {worker.id} cut as it forms")
             self.at(self.rng.choice((20.0, 40.0)), self.heal, worker)
 
@@ -518,7 +645,7 @@ class World:
 
     def fault_false_failure(self, alive: list[SimWorker]) -> None:
         for worker in self.one([w for w in alive if w.phase in ("collective", "evaluate")]):
-            if not worker.frozen:
+            if not worker.frozen and not worker.hung:
                 worker.failed("a collective failed for no reason")
 
     def fault_drain(self, alive: list[SimWorker]) -> None:
@@ -529,23 +656,33 @@ class World:
             self.at(0.1, self.post, m.DrainNoticed(worker.id, told))
             self.at(notice_s, self.kill, worker, "its node went away")
 
+    def fault_drain_all(self, alive: list[SimWorker]) -> None:
+        for worker in alive:
+            self.fault_drain([worker])
+
     def fault_scale(self, alive: list[SimWorker]) -> None:
         size = self.rng.randint(1, self.rules.virtual_workers)
         if size < self.rules.min_workers or self.rng.random() < 0.05:
             size = self.rng.choice((self.rules.virtual_workers + 1, size))
-        if 1 <= size <= self.rules.virtual_workers:
-            self.size = size
+        least = None
+        if self.land and not self.weather.misfit:
+            least = self.land.choice((None, self.land.randint(0, self.weather.slots)))
+        if self.may_be_scaled(size, least):
+            self.size, self.least = size, self.least if least is None else least
         controller = self.controllers[-1]
-        if controller.alive and not controller.frozen and 1 <= size <= self.rules.virtual_workers:
-            controller.deliver(m.SizeRequested(size))
-        elif size > self.rules.virtual_workers and controller.alive and not controller.frozen:
-            was = controller.size
-            controller.deliver(m.SizeRequested(size))
-            controller.size = was
+        if controller.alive and not controller.frozen:
+            controller.deliver(m.SizeRequested(size, least))
+
+    def may_be_scaled(self, size: int, least: int | None) -> bool:
+        return 1 <= size <= self.rules.virtual_workers and (least is None or 1 <= least <= size)
 
     def fault_stop(self, alive: list[SimWorker]) -> None:
         self.stop_asked = True
         self.post(m.StopRequested("asked"))
+
+    def fault_user_error(self, alive: list[SimWorker]) -> None:
+        for worker in self.one([w for w in alive if w.runs_user_code and not w.frozen]):
+            worker.raises()
 
     def fault_bad_pair(self, alive: list[SimWorker]) -> None:
         if len(alive) >= 2:
@@ -573,7 +710,7 @@ class World:
         self.bad_pairs.clear()
         for worker in self.workers.values():
             self.heal(worker)
-            if worker.alive:
+            if worker.alive and not (worker.hung and worker.phase in ENDLESS):
                 self.thaw(worker)
         for controller in self.controllers:
             if controller.frozen:

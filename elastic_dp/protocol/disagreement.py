@@ -1,0 +1,33 @@
+"""Members hold different weights: whoever is odd goes, and so do all who trained with it.
+
+Its gradients have moved the others since they were last seen to agree, so nobody's state counts; and a process never goes
+back. So all who hold a state are replaced, and the run goes on from the newest checkpoint of then or before. Without one it
+fails, as if all were lost: to begin anew is the user's decision. So it does where it happens again and again
+before they agree once more, since then the job does it.
+"""
+
+from elastic_dp.protocol import closing
+from elastic_dp.protocol.beginning import Beginning
+from elastic_dp.protocol.generation import Generation
+from elastic_dp.protocol.staff import Staff
+
+MAX_IN_A_ROW = 3  # without a step between them after which all agreed
+
+
+def reject(staff: Staff, generation: Generation, beginning: Beginning, now: float) -> None:
+    """As every member has stopped."""
+    said = generation.disagreement
+    assert said is not None
+    times = beginning.reject(said.agreed)
+    names = ", ".join(said.odd)
+    what = f"the weights of {names} differ; all workers agreed after step {said.agreed}"
+    staff.run.explain(what)
+    if times > MAX_IN_A_ROW:
+        error = f"{what}; this is time {times}: does something in the job differ between workers?"
+        closing.fail(staff, error, "", now)
+        return
+    for worker in [*generation.members.values(), *staff.leavers.values()]:
+        if worker.whole and worker.id in said.odd:
+            staff.evict(worker, "its weights differ from the others'", now)
+        elif worker.whole:
+            staff.release(worker, f"trained with {names}, whose weights differed", now)

@@ -1,0 +1,126 @@
+"""Checkpoints that are asked for, and the last one of a fleet that falls: nobody who must go takes the state along.
+
+Where those whose nodes go away would leave fewer than the least number behind, the run cannot go on without them:
+
+    at the notice          a checkpoint of one of the next steps is asked for, so there is one if the rest is too late
+    when their time comes  the generation ends, and those who stopped furthest keep that state
+    when it is sealed      they are released; who stays waits for others, who take the checkpoint if nobody stays
+
+Always: the run goes back only to what is sealed, so who alone holds a later state is not released before that; and
+nobody waits for the seal beyond the time of the notice. Those who share the writing are told anew when one of them is
+lost, and again after a while: a word or a write may be lost.
+"""
+
+import math
+from collections.abc import Iterable
+from itertools import islice
+
+from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.generation import Generation
+from elastic_dp.protocol.messages import START, WorkerId
+from elastic_dp.protocol.roster import Worker
+from elastic_dp.protocol.run import Run
+from elastic_dp.protocol.staff import Staff
+
+NOTICES_S = 1.0  # those of one second are answered by one checkpoint
+ASKED = 2  # members; one would do, and may be about to go
+NAMED = 5
+
+
+def names(workers: Iterable[Worker]) -> str:
+    """Of the first, since there may be thousands."""
+    first = [worker.id for worker in islice(workers, NAMED + 1)]
+    return ", ".join(first[:NAMED]) + (" …" if first[NAMED:] else "")
+
+
+class Keeping:
+    def __init__(self, run: Run, staff: Staff, generation: Generation) -> None:
+        self.run, self._staff, self._generation = run, staff, generation
+        self.sealed = 0  # the newest step that is, and that the present members made
+        self._wanted = False  # as soon as somebody trains
+        self._foreseen: set[WorkerId] = set()
+        self._foresee_at = -math.inf
+        self._due: list[Worker] = []  # of this state of things, and until then
+        self._due_of: tuple[object, ...] = ()
+        self._due_until = -math.inf
+        self._held_of: tuple[object, ...] = ()  # likewise those who wait for the seal
+        self._held_until = -math.inf
+        self._asked: tuple[int, tuple[WorkerId, ...]] = (0, ())  # to keep this step
+        self._again_at = math.inf
+
+    def ask(self) -> None:
+        """For a checkpoint of one of the next steps. One member would do; any may be about to go."""
+        self._wanted = not self.run.in_flight
+        if self.run.in_flight:
+            for worker_id in self._generation.members:
+                self.run.emit(m.TakeCheckpoint(worker_id))
+
+    def announced(self, restores: bool) -> None:
+        """A generation is; `restores`: from the newest checkpoint that is whole, whichever that is."""
+        if restores:
+            self.sealed = 0
+        if self._wanted:
+            self.ask()
+
+    def foresee(self, now: float) -> None:
+        """Those who drain are needed, and will be missed; once for each notice, or for all of one second."""
+        if now < self._foresee_at:
+            return
+        self._foresee_at = now + NOTICES_S
+        if not self._foreseen.issuperset(self._generation.draining):
+            self._foreseen.update(self._generation.draining)
+            members = self._generation.members.values()
+            for worker in sorted(members, key=lambda worker: worker.draining)[:ASKED]:
+                self.run.emit(m.TakeCheckpoint(worker.id))
+
+    def due(self, now: float) -> list[Worker]:
+        """Whose time to leave has come: members, and while nobody trains those who alone may hold the state."""
+        state = self._state_of_things()
+        if state != self._due_of or now >= self._due_until:
+            draining = [*self._generation.draining.values()]
+            if not self.run.in_flight:
+                draining += self._staff.leavers.values()
+            self._due = [worker for worker in draining if now >= worker.leave_at]
+            self._due_until = min(
+                [w.leave_at for w in draining if now < w.leave_at], default=math.inf
+            )
+            self._due_of = state
+        return self._due
+
+    def _state_of_things(self) -> tuple[object, ...]:
+        """Equal as long as nobody came, went, or had another notice, which is cheaper to see than to look at all."""
+        generation, staff = self._generation, self._staff
+        counts = len(generation.members), len(generation.draining), len(staff.leavers)
+        return generation.number, self.run.in_flight, staff.notices, counts
+
+    def in_time(self, going: list[Worker], now: float) -> bool:
+        """Whether one of them has time for a last checkpoint; if it is still there later, it was not taken away."""
+        return now < self._gone_at(going)
+
+    def _gone_at(self, going: list[Worker]) -> float:
+        return max([worker.leave_at for worker in going]) + self.run.rules.drain_margin_s
+
+    def hold(self, going: list[Worker], now: float) -> bool:
+        """All have stopped, and too few will be left. Whether to wait for the seal of what they hold."""
+        state = (*self._state_of_things(), self.sealed, len(going))
+        if state == self._held_of and now < self._held_until:
+            return True
+        holders = (*self._generation.members.values(), *self._staff.leavers.values())
+        top = max([worker.place for worker in holders if worker.whole], default=START)
+        writers = tuple([w.id for w in holders if w.whole and w.place == top and w.at_head])
+        if top.ended or not top.step or not writers or not self.in_time(going, now):
+            return False  # there is nothing yet, or it can only be kept some way on
+        if self.sealed >= top.step:
+            for worker in going:
+                reason = f"its node goes away, and step {self.sealed} is sealed"
+                self._staff.release(worker, reason, now)
+            return False
+        if (top.step, writers) != self._asked or now >= self._again_at:
+            self._asked = top.step, writers
+            self._again_at = now + self.run.rules.drain_margin_s / 3
+            for worker_id in writers:
+                self.run.emit(m.KeepState(worker_id, self._generation.number, writers))
+        self._held_of, self._held_until = state, min(self._again_at, self._gone_at(going))
+        self.run.alarms.wake(self._held_until)
+        self.run.say(f"{names(going)} must leave; the state after step {top.step} is sealed before")
+        return True

@@ -1,0 +1,117 @@
+"""Who lives and does not go on: its heartbeats come, and say the same again and again.
+
+Always: time is counted in a worker's own heartbeats, so nobody grows older by a message that is late, by being
+frozen, or by a controller that slept; a group that makes steps is never looked at; what users and stores may take as
+long as they like for (the loop's body, an evaluation, a checkpoint, data) is said, and is no hang.
+
+Of a step, all wait for the least advanced member; that one is the suspect, and those who wait for it in a collective are
+not. Where no phase tells one from the others, they are all told to leave, and who cannot is the suspect then.
+"""
+
+import math
+from collections import deque
+from statistics import median
+
+from elastic_dp.protocol.generation import Generation
+from elastic_dp.protocol.messages import WorkerHeard
+from elastic_dp.protocol.roster import Stage, Worker
+from elastic_dp.protocol.run import Run
+from elastic_dp.protocol.staff import Staff
+
+LEAST_S = 300.0  # the limit, where the job names none; or so many steps, if that is longer:
+STEPS = 20
+LONGER = 6  # times the limit: for a process that computes, or is in its first step and may compile
+BUSY = 0.1  # of one processor
+PACES = 21  # the last steps' durations, of which the median is taken
+
+# The phases of a worker, in the order in which it goes through them between two commits.
+ORDER = {
+    **{"start": 0, "wait": 0, "form": 0, "restore": 1, "give": 2, "receive": 2},
+    **{"body": 3, "evaluate": 4, "keep": 5, "data": 6, "compute": 6, "collective": 7, "apply": 8},
+    "done": 9,
+}
+HANDING_OVER = frozenset({"give", "receive"})
+UNTIMED = {
+    "start": "runs the user's code before the loop",
+    "body": "is in the loop's body",
+    "evaluate": "evaluates",
+    "keep": "copies the state for a checkpoint",
+    "data": "waits for data",
+    "restore": "reads the checkpoint",
+}
+
+
+class Progress:
+    def __init__(self, run: Run, staff: Staff, generation: Generation) -> None:
+        self.run, self._staff, self._generation = run, staff, generation
+        self._paces: deque[float] = deque(maxlen=PACES)
+        self.limit_s = run.rules.hang_timeout_s or LEAST_S
+        self._look_at = -math.inf
+
+    def stepped(self, steps: int, took_s: float) -> None:
+        if self.run.rules.hang_timeout_s is None and took_s < math.inf:
+            self._paces.append(took_s / steps)
+            self.limit_s = max(LEAST_S, STEPS * median(self._paces))
+
+    def heard(self, worker: Worker, event: WorkerHeard, now: float) -> None:
+        """O(1) while there is progress."""
+        worker.standing.heard(event)
+        if self._stands_s(worker) < self.limit_s:
+            return
+        inside = worker.id in self._generation.open
+        if worker.stage is Stage.SURVEYED or (inside and self._generation.must_stop):
+            self._judge(worker, now, "does not answer")
+        elif inside and self.run.in_flight and now >= self._look_at:
+            self._look_at = now + self.limit_s / 8
+            self._look(now)
+
+    # ------------------------------------------------------------------------------ private
+
+    def _stands_s(self, worker: Worker) -> float:
+        return worker.standing.beats * self.run.rules.heartbeat_interval_s
+
+    def _is_stuck(self, worker: Worker) -> bool:
+        stands_s, standing = self._stands_s(worker), worker.standing
+        busy = standing.cpu_s >= BUSY * stands_s
+        is_first = standing.where[1] == standing.first_step
+        return stands_s >= self.limit_s * (LONGER if busy or is_first else 1)
+
+    def _look(self, now: float) -> None:
+        """All wait for the least advanced of those inside."""
+        generation = self._generation
+        inside = [worker for worker in generation.members.values() if worker.id in generation.open]
+        if any(worker.standing.where[0] != generation.number for worker in inside):
+            return  # it forms, which has a deadline of its own
+        least = min(map(_order, inside))
+        last = [worker for worker in inside if _order(worker) == least]
+        untimed = [worker for worker in last if worker.standing.phase in UNTIMED]
+        stuck = [worker for worker in last if self._is_stuck(worker)]
+        alike = len(last) == len(inside) and least[2] == ORDER["collective"]
+        if untimed:
+            self._look_at = now + self.limit_s
+            self.run.explain(f"no step for {self._stands_s(untimed[0]):.0f} s: {_says(untimed[0])}")
+        elif stuck and (alike or stuck[0].standing.phase in HANDING_OVER):
+            generation.abort(f"nothing moves in {stuck[0].standing.phase!r}")
+            self._staff.count(stuck[0], now)
+        else:
+            for worker in stuck:
+                self._judge(worker, now, "does not go on")
+
+    def _judge(self, worker: Worker, now: float, what: str) -> None:
+        if worker.standing.phase in UNTIMED or not self._is_stuck(worker):
+            return
+        _, step, phase = worker.standing.where
+        reason = f"stuck: {what} for {self._stands_s(worker):.0f} s, in {phase!r} after step {step}"
+        self._staff.evict(worker, reason, now, stuck=True)
+
+
+def _order(worker: Worker) -> tuple[bool, int, int]:
+    """In the hand-over the step does not count: who is void has none."""
+    _, step, phase = worker.standing.where
+    order = ORDER.get(phase, 0)
+    trains = order > ORDER["receive"]
+    return trains, step if trains else 0, order
+
+
+def _says(worker: Worker) -> str:
+    return f"{worker.id} {UNTIMED[worker.standing.phase]}"

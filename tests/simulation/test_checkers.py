@@ -1,0 +1,133 @@
+"""The checkers themselves: what is allowed to a worker that was given up, and what is not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from elastic_dp.protocol.messages import Membership, Place, Seat
+from tests.simulation.checkers import Violation
+from tests.simulation.workers import COLLECTIVES, Group, SimWorker
+from tests.simulation.world import World
+
+
+class Beside:
+    """w1 froze in generation 1, step 1; w2 and w3 left it, and have made that step in generation 2."""
+
+    def __init__(self, given_up: str = "w1", left: str = "w2 w3") -> None:
+        self.world = world = World(0)
+        world.new_controller(recovering=False)
+        self.workers = {name: SimWorker(world, name) for name in ("w1", "w2", "w3")}
+        world.workers |= self.workers
+        seats = [Seat(name, v, v + 1, Place(0), True) for v, name in enumerate(self.workers)]
+        one = Membership(1, tuple(seats), "w2", 4.0)
+        two = Membership(2, tuple(seats[1:]), "w2", 4.0)
+        world.check.memberships |= {1: one, 2: two}
+        world.check.claims |= dict.fromkeys((1, 2), world.controllers[0])
+        self.groups = {1: Group(world, one), 2: Group(world, two)}
+        for worker in self.workers.values():
+            worker.generation, worker.inside, worker.state = 1, True, "init"
+            worker.group = self.groups[1]
+        for name in ("w2", "w3"):
+            self.enter(name, 1)
+        world.now = 2.0
+        for name in left.split():
+            world.check.left(self.workers[name])
+        world.controllers[0].dismissed.update(given_up.split())
+        world.now = 3.0
+        self.commit("w2", 2)
+        world.now = 4.0
+
+    def enter(self, name: str, step: int) -> None:
+        for index in range(COLLECTIVES):
+            self.groups[1].enter(self.workers[name], (step, index))
+
+    def commit(self, name: str, generation: int) -> None:
+        worker = self.workers[name]
+        worker.step, worker.generation = worker.step + 1, generation
+        worker.state = f"after {worker.step}"
+        self.world.check.committed(worker, self.groups[generation])
+
+
+@contextmanager
+def objects(words: str) -> Iterator[None]:
+    with pytest.raises(Violation, match=words):
+        yield
+
+
+def test_one_that_was_given_up_may_complete_what_the_others_left() -> None:
+    beside = Beside()
+    beside.enter("w1", 1)
+    beside.commit("w1", 1)
+    assert beside.world.check.marks["late commit"] == 1
+
+
+def test_once() -> None:
+    beside = Beside()
+    for step in (1, 2):
+        for name in beside.workers:
+            beside.enter(name, step)
+    beside.groups[1].entered_at[1, 0]["w2"] = 1.0
+    beside.groups[1].entered_at[1, 1].update(w2=1.0, w3=1.0)
+    beside.groups[1].entered_at[1, 0]["w3"] = 1.0
+    beside.commit("w1", 1)
+    with objects("did so before"):
+        beside.commit("w1", 1)
+
+
+def test_with_other_weights_it_may_not() -> None:
+    beside = Beside()
+    beside.enter("w1", 1)
+    worker = beside.workers["w1"]
+    worker.step, worker.state = 1, "another"
+    with objects("holds another after step 1"):
+        beside.world.check.committed(worker, beside.groups[1])
+
+
+def test_nor_one_that_was_not_given_up() -> None:
+    beside = Beside(given_up="")
+    beside.enter("w1", 1)
+    with objects("was not given up"):
+        beside.commit("w1", 1)
+
+
+def test_nor_where_nobody_had_left() -> None:
+    """Nothing but the lease keeps it from going on for ever then."""
+    beside = Beside(given_up="w1 w2 w3", left="")
+    beside.enter("w1", 1)
+    with objects("nobody had left it"):
+        beside.commit("w1", 1)
+
+
+def test_nor_with_one_that_had_left() -> None:
+    beside = Beside()
+    beside.enter("w1", 1)
+    beside.enter("w3", 1)
+    with objects("with w3, which had left"):
+        beside.commit("w1", 1)
+
+
+def test_nor_with_one_that_is_there_and_was_not_given_up() -> None:
+    beside = Beside(left="w2")
+    beside.enter("w1", 1)
+    beside.enter("w3", 1)
+    with objects("with w3, not given up"):
+        beside.commit("w1", 1)
+
+
+def test_nor_a_step_beyond_the_one_in_flight() -> None:
+    beside = Beside()
+    beside.enter("w1", 1)
+    beside.workers["w1"].step = 1
+    beside.world.check.states[2] = "after 2"
+    with objects("which goes on from 0"):
+        beside.commit("w1", 1)
+
+
+def test_nobody_takes_it_over() -> None:
+    beside = Beside()
+    beside.enter("w1", 1)
+    beside.commit("w1", 1)
+    beside.workers["w1"].whole = True
+    with objects("takes what w1 made alone"):
+        beside.world.check.handed_over(beside.workers["w3"], beside.workers["w1"])
