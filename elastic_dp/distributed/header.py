@@ -19,10 +19,9 @@ class Header:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._capacity = _FIRST_CAPACITY
         self._payload = b""
-        self._rows = torch.empty(0)
         self._operation: Operation | None = None
+        self._make_room(_FIRST_CAPACITY)
 
     def launch(self, payload: bytes) -> None:
         self._payload = payload
@@ -36,23 +35,28 @@ class Header:
         while True:
             assert self._operation is not None
             self._group.wait(self._operation)
-            rows = self._rows.cpu().numpy()
-            lengths = [int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little") for row in rows]
-            if max(lengths) <= self._capacity:
-                return [
-                    row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
-                    for row, length in zip(rows, lengths, strict=True)
-                ]
-            while self._capacity < max(lengths):
-                self._capacity *= 2
+            rows = self._rows.cpu().numpy().tobytes()
+            heads = range(0, len(rows), len(self._row))
+            lengths = [int.from_bytes(rows[h : h + _LENGTH_BYTES], "little") for h in heads]
+            capacity = len(self._row) - _LENGTH_BYTES
+            if max(lengths) <= capacity:
+                starts = [head + _LENGTH_BYTES for head in heads]
+                return [rows[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+            while capacity < max(lengths):
+                capacity *= 2
+            self._make_room(capacity)
             self._gather()
 
+    def _make_room(self, capacity: int) -> None:
+        """For as long as the group lives: each gathering is waited for before the next one begins."""
+        self._row = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
+        self._bytes = self._row.numpy().data
+        self._rows = torch.empty(
+            self._group.world_size * len(self._row), dtype=torch.uint8, device=self._group.home
+        )
+
     def _gather(self) -> None:
-        row = bytearray(_LENGTH_BYTES + self._capacity)
-        row[:_LENGTH_BYTES] = len(self._payload).to_bytes(_LENGTH_BYTES, "little")
-        fitting = self._payload[: self._capacity]
-        row[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
-        mine = torch.frombuffer(row, dtype=torch.uint8).to(self._group.home)
-        rows = torch.empty(self._group.world_size * len(row), dtype=torch.uint8, device=mine.device)
-        self._operation = self._group.all_gather(rows, mine)
-        self._rows = rows.view(self._group.world_size, len(row))
+        fitting = self._payload[: len(self._row) - _LENGTH_BYTES]
+        self._bytes[:_LENGTH_BYTES] = len(self._payload).to_bytes(_LENGTH_BYTES, "little")
+        self._bytes[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
+        self._operation = self._group.all_gather(self._rows, self._row.to(self._group.home))

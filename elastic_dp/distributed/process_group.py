@@ -299,9 +299,8 @@ def _keep_client(host: str, port: int, client: Any) -> None:
         _clients[host, port] = client
 
 
-_gloo_device: Any = (
-    None  # one listening socket and one event loop for all generations of this process
-)
+# One listening socket and one event loop for all generations of this process.
+_gloo_device: Any = None
 _gloo_device_lock = threading.Lock()
 
 
