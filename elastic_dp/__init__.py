@@ -1,15 +1,25 @@
-"""Elastic, fault-tolerant data-parallel PyTorch training on Ray. The public names; nothing else is stable."""
+"""Elastic, fault-tolerant data-parallel PyTorch training on Ray. The public names; nothing else is stable.
 
-from elastic_dp.cluster.record import Result
-from elastic_dp.cluster.trainer import ElasticTrainer, Run
-from elastic_dp.spec import (
-    CheckpointConfig,
-    DataConfig,
-    FailureConfig,
-    MapStyleData,
-    ScalingConfig,
-)
-from elastic_dp.train.context import Step, TrainContext
+A name is imported when it is first used: torch and ray take seconds, and `elastic-dp data` needs neither.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_dp.checkpoint.exporting import load_state
+    from elastic_dp.cluster.record import Result
+    from elastic_dp.cluster.run import Run
+    from elastic_dp.cluster.starting import attach
+    from elastic_dp.cluster.trainer import ElasticTrainer
+    from elastic_dp.spec import (
+        CheckpointConfig,
+        DataConfig,
+        FailureConfig,
+        MapStyleData,
+        ScalingConfig,
+    )
+    from elastic_dp.train.context import Step, TrainContext
 
 __all__ = [
     "CheckpointConfig",
@@ -22,4 +32,28 @@ __all__ = [
     "ScalingConfig",
     "Step",
     "TrainContext",
+    "attach",
+    "load_state",
 ]
+
+_HOMES = {
+    "ElasticTrainer": "elastic_dp.cluster.trainer",
+    "Result": "elastic_dp.cluster.record",
+    "Run": "elastic_dp.cluster.run",
+    "Step": "elastic_dp.train.context",
+    "TrainContext": "elastic_dp.train.context",
+    "attach": "elastic_dp.cluster.starting",
+    "load_state": "elastic_dp.checkpoint.exporting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.spec")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

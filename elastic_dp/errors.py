@@ -3,13 +3,19 @@
     ElasticError
     ├── SpecError          the user edits the job: a field is wrong; raised before anything starts
     │   ├── DataError      the data set cannot be used as asked (no shards, too few rows, a missing column)
-    │   └── RunMismatch    the run at this path was started with another job; says what differs
+    │   │   └── BadShard   some of it cannot be decoded; says which shard and row group
+    │   ├── RunMismatch    the run at this path was started with another job; says what differs
+    │   └── CheckpointError    no such checkpoint, or one that this version cannot read
     ├── TrainError         the user's training code must change
     │   ├── UserCodeError  an exception in it; carries the worker's own traceback
     │   ├── LoopError      ctx.steps was not called, or was left early, or the body wrote what it must not
     │   ├── LossError      the loss is not a scalar tensor, or is not finite
-    │   └── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, layouts differ)
+    │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, layouts differ)
+    │   └── StateError     a value of the state cannot be stored; says its key
     ├── ClusterError       the operator acts: capacity, lost controller, exhausted budget
+    │   └── LeaseLost      another cluster has taken the run over; this one must stop
+    ├── StorageError       the operator acts: the store refuses or is away; carries its own words, no secret
+    │   └── CheckpointDamaged  bytes are not the ones that were sealed; says which part; the one before it is used
     └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms by itself
 
 All of them pickle: `args` holds the facts, in the order the constructor takes them.
@@ -31,11 +37,32 @@ class DataError(SpecError):
     """The data set cannot be used as asked. Example: a folder without a single Parquet file."""
 
 
+class BadShard(DataError):
+    """A row group cannot be decoded. Example: a shard that was cut off while it was written.
+
+    `shard` is its name relative to the URL, `row_group` its number in it, `reason` what the decoder said.
+    """
+
+    def __init__(self, shard: str, row_group: int, reason: str) -> None:
+        super().__init__(shard, row_group, reason)
+        self.shard, self.row_group, self.reason = shard, row_group, reason
+
+    def __str__(self) -> str:
+        return (
+            f"row group {self.row_group} of {self.shard} cannot be decoded: {self.reason}; mend or remove "
+            'the shard, or set DataConfig.on_bad_shard="skip"'
+        )
+
+
 class RunMismatch(SpecError):
     """The run at (storage_path, name) was started by a different job.
 
     Example: the same name, but 16 virtual workers instead of 8. Use a new name, or the old value.
     """
+
+
+class CheckpointError(SpecError):
+    """A checkpoint cannot be used as asked. Example: `step=700` where only 500 and 1000 are sealed."""
 
 
 class TrainError(ElasticError):
@@ -68,8 +95,44 @@ class ModelError(TrainError):
     """The model cannot be trained this way. Example: it holds a SyncBatchNorm."""
 
 
+class StateError(TrainError):
+    """A value of the training state cannot be stored. Example: a lambda in the `state_dict` of `state["ema"]`.
+
+    `path` is its key, `reason` what it is and what to do about it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"the state cannot be stored: {self.path} is {self.reason}"
+
+
 class ClusterError(ElasticError):
     """The cluster cannot do what the run needs. Example: workers die again and again before one step."""
+
+
+class LeaseLost(ClusterError):
+    """Another cluster holds the run now. Example: this one was frozen for longer than its lease."""
+
+
+class StorageError(ElasticError):
+    """The store refuses, or was away for longer than it may be. Example: "403 AccessDenied" for a bucket."""
+
+
+class CheckpointDamaged(StorageError):
+    """Bytes of a sealed checkpoint are missing or not the ones that were sealed. Example: a truncated part.
+
+    `step` is the checkpoint's, `reason` names the object and what is wrong with it.
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(step, reason)
+        self.step, self.reason = step, reason
+
+    def __str__(self) -> str:
+        return f"the checkpoint of step {self.step} is damaged: {self.reason}"
 
 
 class GroupError(ElasticError):

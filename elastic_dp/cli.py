@@ -1,0 +1,233 @@
+"""The command line, `elastic-dp`. A verb calls one public function and prints what it returns.
+
+With --json, standard output is JSON and nothing else. An ElasticError is one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    print(
+        f"elastic-dp needs {(missing.name or '').split('.')[0]}: pip install 'elastic_dp[cli]'",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
+
+from elastic_dp.checkpoint.commands import checkpoints
+from elastic_dp.cluster import commands as run_commands
+from elastic_dp.data.convert import SHARD_BYTES, Converted
+from elastic_dp.data.convert import convert as convert_data
+from elastic_dp.data.findings import size
+from elastic_dp.data.inspection import Inspection, Spread
+from elastic_dp.data.inspection import inspect as inspect_data
+from elastic_dp.errors import ElasticError
+from elastic_dp.storage import redact_url
+
+
+class _Verbs(typer.core.TyperGroup):
+    """Errors that a user can mend are told in one line, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ElasticError as error:
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console.print(" ".join(str(error).split()), style="red", markup=False)
+            raise typer.Exit(2) from None
+
+
+_SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_locals": False}
+app = typer.Typer(
+    cls=_Verbs, help="Elastic data-parallel training.", add_completion=False, **_SETTINGS
+)
+data = typer.Typer(help="Look at data sets, and make good ones.", **_SETTINGS)
+app.add_typer(data, name="data")
+app.add_typer(checkpoints, name="checkpoints")
+run_commands.add_to(app)
+
+
+@app.callback()
+def _root() -> None:
+    """Elastic data-parallel training."""
+
+
+class FormatName(StrEnum):
+    parquet = "parquet"
+    arrow = "arrow"
+
+
+class CompressionName(StrEnum):
+    none = "none"
+    snappy = "snappy"
+    lz4 = "lz4"
+    zstd = "zstd"
+
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+_Columns = Annotated[
+    str | None, typer.Option(metavar="A,B,…", help="Only these columns, by name. Default: all.")
+]
+
+
+@data.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="Parquet, Arrow, JSON Lines, CSV or .txt files (a folder, a file, a glob), a folder by "
+            "datasets.save_to_disk, or images in a folder per class; a path or any fsspec URL.",
+        ),
+    ],
+    destination: Annotated[
+        str,
+        typer.Argument(metavar="DST", help="An empty or absent folder, a path or any fsspec URL."),
+    ],
+    rows_per_group: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of a row group. Default: 2 MiB of the widest column."),
+    ] = None,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="Size of a shard.")] = SHARD_BYTES,
+    columns: _Columns = None,
+    format: Annotated[
+        FormatName | None, typer.Option(help="Default: parquet; arrow with --pack.")
+    ] = None,
+    compression: Annotated[
+        CompressionName | None,
+        typer.Option(help="Default: none for lists, images and Arrow, else snappy."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="'bytes', a tokenizer.json, or a Hugging Face name. Goes with --pack."),
+    ] = None,
+    pack: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a row; the last ones, too few for a row, are dropped."),
+    ] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(help="The token after each document. Default: the tokenizer's usual one."),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Write SRC as shards that train well. Nothing is at DST before all of it is."""
+    with _progress(quiet=as_json) as progress:
+        task = progress.add_task("reading", total=None)
+        converted = convert_data(
+            source,
+            destination,
+            rows_per_group=rows_per_group,
+            shard_bytes=shard_bytes,
+            columns=_names(columns),
+            format=format.value if format else None,
+            compression=compression.value if compression else None,
+            tokenizer=tokenizer,
+            end_of_text=end_of_text,
+            pack=pack,
+            on_progress=lambda now: progress.update(task, description=_said(now)),
+        )
+    if as_json:
+        print(json.dumps(asdict(converted)))
+        return
+    _out().print(
+        f"{_said(converted)}, {converted.rows_per_group} rows in a row group → {redact_url(destination)}"
+    )
+    if converted.dropped_tokens:
+        _out().print(f"{converted.dropped_tokens} last tokens were too few for a row")
+
+
+@data.command()
+def inspect(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A folder, a file or a glob; any fsspec URL.")
+    ],
+    columns: _Columns = None,
+    virtual_workers: Annotated[
+        int | None, typer.Option(min=1, help="Also say what a job with these would do.")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a virtual worker in a step.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Say what is at URL, what of it will read badly, why, and the command that mends it."""
+    found = inspect_data(
+        url,
+        columns=_names(columns),
+        virtual_workers=virtual_workers,
+        micro_batch_size=micro_batch_size,
+    )
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        _print_inspection(found)
+
+
+def main() -> None:
+    app()
+
+
+def _print_inspection(found: Inspection) -> None:
+    out = _out()
+    rows = "rows not counted" if found.rows is None else f"{found.rows:,} rows"
+    out.print(f"{found.url}: {found.shards:,} {found.format} shards, {size(found.nbytes)}, {rows}")
+    if found.group_rows:
+        out.print(f"{found.row_groups:,} row groups of {_range(found.group_rows, str)} rows")
+        table = Table("column", "type", "in the file", "in memory", "compression", box=None)
+        for column in found.columns:
+            sizes = _range(column.stored, size), _range(column.decoded, size)
+            table.add_row(column.name, column.type, *sizes, ", ".join(column.compression))
+        out.print(table)
+    if plan := found.plan:
+        out.print(
+            f"{plan.steps_per_epoch:,} steps per epoch of {plan.global_batch:,} rows, {plan.dropped_rows:,} rows "
+            f"left over; {plan.streams} streams, whose open row groups take {size(plan.virtual_worker_bytes)} for each virtual worker, "
+            f"{size(plan.all_bytes)} if one worker runs all"
+        )
+    for finding in found.findings:
+        out.print(
+            f"{finding.kind}: {finding.says}",
+            style="red" if finding.kind == "refused" else "yellow",
+        )
+        out.print(f"    {finding.mend}")
+    if not found.findings:
+        out.print("nothing found that would read badly", style="green")
+
+
+def _out() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)
+
+
+def _progress(*, quiet: bool) -> Progress:
+    shown = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = Console(stderr=True)
+    return Progress(
+        *shown, console=console, transient=True, disable=quiet or not console.is_terminal
+    )
+
+
+def _names(columns: str | None) -> list[str] | None:
+    return None if columns is None else [name.strip() for name in columns.split(",")]
+
+
+def _said(now: Converted) -> str:
+    return f"{now.rows:,} rows, {now.row_groups:,} row groups, {now.shards:,} shards, {size(now.nbytes)}"
+
+
+def _range(spread: Spread, say: Any) -> str:
+    low, median, high = (say(value) for value in (spread.min, spread.median, spread.max))
+    return low if low == high else f"{low} … {median} … {high}"
+
+
+if __name__ == "__main__":
+    main()

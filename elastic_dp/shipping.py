@@ -1,0 +1,153 @@
+"""Values for other processes, with the source of the user's own modules, which the other's disk need not hold.
+
+A value is pickled by cloudpickle: what is of `__main__` by value, all else by the name of its module. The modules that
+this process has imported and that are no installed package's travel beside it. Where it is unpickled, they are found
+before what lies on the disk: as ordinary modules, imported there when they are first asked for. So dataclasses, type
+hints, pickles and `inspect.getsource` work as they do here; and a worker that starts after a file was edited runs the
+code that the run was started with.
+
+It is an ordinary pickle: `pickle.loads` is all that it takes. What the sender has put into a module since it was
+imported is not in its source, and not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import linecache
+import pickle
+import sys
+import sysconfig
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_NOT_THEIRS = {"elastic_dp", "__main__", "__mp_main__"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    file: str
+    source: bytes | None  # None: a package without a file
+    path: list[str] | None  # of a package: where else its modules are looked for
+
+
+def shipped(value: Any) -> bytes:
+    """Raises what pickling raises."""
+    pickled = cloudpickle.dumps(value)
+    return pickle.dumps(_Parcel(zlib.compress(pickle.dumps(_own_modules())), pickled))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a module's file is of a package that workers have as well."""
+    return "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
+
+
+class _Parcel:
+    def __init__(self, modules: bytes, pickled: bytes) -> None:
+        self._parts = modules, pickled
+
+    def __reduce__(self) -> Any:
+        return _open, self._parts
+
+
+def _open(modules: bytes, pickled: bytes) -> Any:
+    _finder.add(pickle.loads(zlib.decompress(modules)))
+    return pickle.loads(pickled)
+
+
+def _own_modules() -> dict[str, _Module]:
+    """Those that came to this process count before what its disk has. What has a compiled part is no source alone, and
+    left to the other's disk, all of it."""
+    found = dict(_finder.modules)
+    modules = list(sys.modules.items())
+    not_theirs = _NOT_THEIRS | {_root(name) for name, module in modules if _is_compiled(module)}
+    for name, module in modules:
+        if name not in found and _root(name) not in not_theirs:
+            own = _own(module)
+            if own is not None:
+                found[name] = own
+    for name in list(found):  # one imported by its path may be of a package that is none
+        while (name := name.rpartition(".")[0]) and name not in found:
+            if "__path__" not in vars(sys.modules.get(name) or object):
+                found[name] = _Module("", None, [])
+    return found
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _is_compiled(module: ModuleType | None) -> bool:
+    loader = vars(module).get("__loader__") if isinstance(module, ModuleType) else None
+    return isinstance(loader, importlib.machinery.ExtensionFileLoader)
+
+
+def _own(module: ModuleType | None) -> _Module | None:
+    """None: not the user's, or without a source."""
+    if not isinstance(module, ModuleType):
+        return None
+    held = vars(module)  # asking some modules for an attribute makes one
+    file, path = held.get("__file__"), held.get("__path__")
+    paths = None if path is None else list(map(str, path))
+    if file is None and paths and not any(map(is_installed, paths)):
+        return _Module("", None, paths)
+    if not isinstance(file, str) or not file.endswith(".py") or is_installed(file):
+        return None
+    with contextlib.suppress(OSError), open(file, "rb") as source:
+        return _Module(file, source.read(), paths)
+    return None
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what was shipped to this process."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, _Module] = {}
+
+    def add(self, modules: dict[str, _Module]) -> None:
+        self.modules |= {name: m for name, m in modules.items() if name not in sys.modules}
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        module = self.modules.get(fullname)
+        if module is None:
+            return None
+        if module.source is None:
+            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = module.path
+            return spec
+        loader = _Loader(fullname, module.file, module.source)
+        return importlib.util.spec_from_file_location(
+            fullname, module.file, loader=loader, submodule_search_locations=module.path
+        )
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """As if the file were there; what lies beside it is read where it is."""
+
+    def __init__(self, fullname: str, path: str, source: bytes) -> None:
+        super().__init__(fullname, path)
+        self._source = source
+
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Never a compiled file, which may be of another source. Tracebacks show this source, too."""
+        lines = importlib.util.decode_source(self._source).splitlines(keepends=True)
+        linecache.cache[self.path] = len(self._source), None, lines, self.path
+        return self.source_to_code(self._source, self.path)
+
+
+_finder = _Finder()

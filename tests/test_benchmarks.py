@@ -1,0 +1,41 @@
+"""A benchmark that misses a target says which, and ends with 1."""
+
+import json
+
+import pytest
+
+from benchmarks import join, protocol_scale, recovery, report, step_overhead
+
+# What its results become, and the target that is missed then.
+SPOILT = {
+    recovery: (
+        lambda found: found["3 workers"]["pause"].update(median_ms=56.0),
+        "3 workers: a median pause of 55 ms",
+    ),
+    join: (
+        lambda found: found["with a standby"].update(exact=False),
+        "with a standby: the weights of the undisturbed run",
+    ),
+    step_overhead: (
+        lambda found: found[2].update(interval=[1.04, 1.06]),
+        "0.9M exact, 1 virtual workers each: 1.03 of DDP's time",
+    ),
+    protocol_scale: (
+        lambda found: found[0]["changes"]["drain"].update(max_ms=11.0),
+        "10 workers, drain: 10 ms for an event",
+    ),
+}
+
+
+@pytest.mark.parametrize("benchmark", SPOILT, ids=lambda module: module.__name__)
+def test_a_target_that_is_missed_is_named(benchmark, capsys):
+    """In the results that are kept, which may miss others."""
+    spoil, target = SPOILT[benchmark]
+    name = benchmark.__name__.rpartition(".")[2]
+    results = json.loads((report.RESULTS / f"{name}.json").read_text())["results"]
+    before = benchmark.targets(results)
+    assert target in before
+    spoil(results)
+    assert report.exit_code(benchmark.targets(results)) == 1
+    assert f"missed: {target}\n" in capsys.readouterr().out
+    assert report.exit_code(dict.fromkeys(before, True)) == 0

@@ -1,0 +1,62 @@
+"""What the tests and the package import is named in pyproject.toml, so that `make install` brings it."""
+
+import ast
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OURS = {"elastic_dp", "tests", "jobs", "benchmarks"}
+# For the type checker alone, and torch brings it.
+TYPES = {"typing_extensions"}
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def names_in(requirements):
+    """Of distributions, with the extras of our own that they ask for."""
+    for requirement in requirements:
+        name = (
+            requirement.split("[")[0].split(">")[0].split("=")[0].strip().lower().replace("_", "-")
+        )
+        if name == PROJECT["name"].replace("_", "-"):
+            for extra in requirement.split("[")[1].rstrip("]").split(","):
+                yield from names_in(PROJECT["optional-dependencies"][extra.strip()])
+        else:
+            yield name
+
+
+def test_the_dev_extra_has_what_the_tests_import():
+    extras = PROJECT["optional-dependencies"]
+    named = {
+        *names_in(PROJECT["dependencies"]),
+        *names_in(extras["dev"]),
+        *names_in(extras["jobs"]),
+    }
+    owners = packages_distributions()
+    missing = {}
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("elastic_dp/**/*.py")]:
+        for module in imported(path):
+            top = module.partition(".")[0]
+            if top in OURS | TYPES or top in sys.stdlib_module_names:
+                continue
+            distributions = {d.lower().replace("_", "-") for d in owners.get(top, [top])}
+            if not distributions & named:
+                missing[top] = str(path.relative_to(ROOT))
+    assert not missing
+
+
+def test_torch_is_named_exactly_where_it_is_installed():
+    """A looser name pulls several GB of CUDA."""
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
+    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line]
+    assert len(lines) == 2
+    assert all("torch==2.13.0" in line or "-c constraints.txt" in line for line in lines)
