@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint import uploader
 from elastic_dp.cluster.controller import Outcome
 from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.data import open_data
+from elastic_dp.data.index import Index
 from elastic_dp.protocol.messages import Event, SizeRequested
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.run import LocalRun
+from tests.patience import eventually
+
+ENDLESS = 1_000_000  # steps: until it is stopped
+# A worker that gets no processor for a while is not dead. Who is killed is known to be at once.
+PATIENT = FailureConfig(heartbeat_timeout_s=30.0, release_timeout_s=30.0)
 
 
 class Points(torch.utils.data.Dataset):
@@ -52,16 +58,16 @@ def spec_of(
         scaling=ScalingConfig(
             max_workers=workers, virtual_workers=virtual, threads_per_worker=1, **scaling
         ),
-        failure=FailureConfig(heartbeat_timeout_s=4.0, release_timeout_s=3.0),
+        failure=PATIENT,
         exact=exact,
         max_steps=steps,
     )
 
 
-def local(spec: JobSpec, train: Callable[..., None]) -> LocalRun:
+def local(spec: JobSpec, train: Callable[..., None], url: str | None = None) -> LocalRun:
     """The undisturbed run, in this process."""
     data = open_data(spec.data, virtual_workers=spec.scaling.num_virtual_workers)
-    run = LocalRun(spec, data, torch.device("cpu"))
+    run = LocalRun(spec, data, torch.device("cpu"), url=url)
     run.run(train)
     return run
 
@@ -72,20 +78,49 @@ def group(
     *,
     faults: tuple[Fault, ...] = (),
     script: Sequence[tuple[int, Event | Callable[[ProcessRun], None]]] = (),
-    timeout_s: float = 90.0,
+    timeout_s: float = 240.0,
+    index: Index | None = None,
+    url: str | None = None,
 ) -> tuple[Outcome, ProcessRun]:
-    """A run on processes. `script`: at (or after) a step, post an event or call something with the run."""
-    with ProcessRun(spec, train, faults=faults) as run:
-        until = time.monotonic() + timeout_s
+    """A run on processes. `script`: at (or after) a step, post an event or call something with the run. `timeout_s`: for
+    what comes behind it."""
+    with ProcessRun(spec, train, faults=faults, index=index, url=url) as run:
         for step, action in script:
-            while run.controller.status()["step"] < step and not run.controller.ended.is_set():
-                assert time.monotonic() < until, run.controller.status()
-                time.sleep(0.01)
+            eventually(lambda s=step: reached(run, s), run.controller.status)
             if isinstance(action, Event):
                 run.controller.post(action)
             else:
                 action(run)
-        return run.wait(max(1.0, until - time.monotonic())), run
+        return run.wait(timeout_s), run
+
+
+def reached(run: ProcessRun, step: int) -> bool:
+    return run.controller.status()["step"] >= step or run.controller.ended.is_set()
+
+
+def goes_on(run: ProcessRun) -> None:
+    status = run.controller.status
+    at = status()["step"]
+    eventually(lambda: status()["step"] > at or run.controller.ended.is_set(), status)
+
+
+def lines_of(run: ProcessRun) -> list[dict[str, Any]]:
+    """Its record. Of a copy, which is made in one go: it may go on meanwhile."""
+    return [line for *_, line in list(run.journal._kept)]
+
+
+def texts_of(run: ProcessRun) -> list[str]:
+    return [line["text"] for line in lines_of(run) if line.get("command") == "Explain"]
+
+
+def never_put_off(train: Callable[..., None]) -> Callable[..., None]:
+    """No checkpoint comes later than it is due since the one before is still being written, however busy the machine is."""
+
+    def patient(ctx: Any) -> None:
+        uploader.PATIENCE_S = 1000.0
+        train(ctx)
+
+    return patient
 
 
 def resize(step: int, size: int) -> tuple[int, Event]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from elastic_dp.data import open_evaluation
-from elastic_dp.errors import LoopError
+from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.spec import DataConfig, MapStyleData
 from elastic_dp.train.evaluate import EvaluationBatches, evaluate
 from elastic_dp.train.session import Session
 from elastic_dp.train.state import StepRecord
 from elastic_dp.train.step import LossFn
+
+_OF_A_LINE = frozenset({"time", "event", "command"})  # what tells the journal's lines apart
 
 
 class Step:
@@ -21,7 +24,8 @@ class Step:
 
     `number` counts committed steps from 1, `epoch` passes over the data from 0; `epoch_end` is True on the last
     step of one. `loss`, `weight` and `metrics` are means and sums over the whole global batch; `lr` is the first
-    parameter group's in this step; `grad_norm` is computed when it is read (before clipping).
+    parameter group's in this step; `grad_norm` is computed when it is read (before clipping), in the step's own
+    loop body. The gradients themselves are gone by then: `p.grad` is None in every body.
     """
 
     def __init__(self, record: StepRecord, session: Session) -> None:
@@ -33,7 +37,7 @@ class Step:
     @property
     def grad_norm(self) -> float:
         if self._record.grad_norm is None:
-            if self._session.state.record is self._record:
+            if self._session.state.record is self._record and self._session.in_body:
                 self._record.grad_norm = self._session.stepper.grad_norm()
             if self._record.grad_norm is None:
                 raise LoopError(
@@ -115,13 +119,24 @@ class TrainContext:
 
         `loss_fn(model, batch)` returns the mean loss of one micro-batch, or (loss, weight), or (loss, weight,
         metrics); it may run more than once for a step and must be pure. `scheduler.step()` is called after each
-        optimizer step. `precision`: None, "bf16" or "fp16" autocast. `state`: what the loop's body changes, as
-        objects with `state_dict` and `load_state_dict`; joiners take it over.
+        optimizer step; gradients are gone when the body begins (see `Step.grad_norm`). `precision`: None, "bf16"
+        or "fp16" autocast. `state`: what the loop's body changes, as objects with `state_dict` and
+        `load_state_dict`; joiners take it over.
         """
         session = self._session
-        session.open(model, optimizer, loss_fn, scheduler, clip_norm, precision, state)
-        while (record := session.next_step()) is not None:
-            yield Step(record, session)
+        try:
+            session.open(model, optimizer, loss_fn, scheduler, clip_norm, precision, state)
+            while (record := session.next_step()) is not None:
+                yield Step(record, session)
+        except StopIteration as error:  # no generator may raise it
+            session.failure = session.failure or LossError(
+                "the loss function raised StopIteration, or the model or the data that it used, as next() does on an "
+                "iterator that is at its end: give next() a default, or begin anew"
+            )
+            raise session.failure from error
+        except Exception as error:  # the user's own code may swallow it
+            session.failure = session.failure or error
+            raise
 
     def evaluate(
         self, fn: LossFn, data: DataConfig | MapStyleData, *, model: torch.nn.Module | None = None
@@ -135,18 +150,48 @@ class TrainContext:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Record metrics for this step. Call it on every worker: it is recorded once."""
-        session = self._session
-        plain = {key: _plain(value) for key, value in metrics.items()}
+        session, step = self._session, self._session.place.step
+        if not isinstance(metrics, Mapping):
+            raise LoopError(
+                f"ctx.log got a {type(metrics).__name__}, must be a mapping of names to values"
+            )
+        plain = {str(key): _plain(value) for key, value in metrics.items()}
+        taken = _OF_A_LINE & plain.keys() if plain.pop("step", step) == step else {"step"}
+        if taken:
+            raise LoopError(
+                f"ctx.log got a metric named {min(taken)!r}, which the record of step {step} has itself; give it another name"
+            )
         session.log_calls += 1
-        session.link.log(session.place.step, session.log_calls, plain)
+        session.link.log(step, session.log_calls, plain)
 
     def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
         """Opened once for each config, since reading an index costs."""
         for config, batches in self._evaluation_data:
             if config is data:
                 return batches
-        self._evaluation_data.append((data, open_evaluation(data)))
+        if not isinstance(data, DataConfig | MapStyleData):
+            raise SpecError(
+                f"data is a {type(data).__name__}, must be a DataConfig or a MapStyleData"
+            )
+        session = self._session
+        opened = open_evaluation(
+            data,
+            pin=session.device.type == "cuda",
+            timeout_s=session.spec.failure.storage_timeout_s,
+            on_wait=session.link.say,
+        )
+        self._evaluation_data.append((data, opened))
         return self._evaluation_data[-1][1]
+
+    def checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Make a checkpoint of this step, this body included. Call it on every worker; it returns at once.
+
+        `metrics` are logged, as by `ctx.log`, and known to the checkpoint.
+        """
+        if metrics is not None:
+            self.log(metrics)
+        if self._session.checkpoints is not None:
+            self._session.checkpoints.ask()
 
     def stop(self, reason: str) -> None:
         """End the run after the present step, on every worker; one that asks is enough."""
@@ -154,6 +199,12 @@ class TrainContext:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    return value
+    """As JSON has it, so that the controller needs no class of the user's, and no device."""
+    if isinstance(value, torch.Tensor | np.generic | np.ndarray):
+        size = value.numel() if isinstance(value, torch.Tensor) else value.size
+        value = value.item() if size == 1 else value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

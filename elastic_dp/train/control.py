@@ -17,7 +17,7 @@ from typing import Protocol
 
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import GroupAborted
-from elastic_dp.protocol.messages import Membership
+from elastic_dp.protocol.messages import Membership, WorkerId
 
 
 class Released(BaseException):
@@ -26,6 +26,16 @@ class Released(BaseException):
 
 class Abortable(Protocol):
     def abort(self) -> None: ...
+
+
+class Wake:
+    """Set when the generation ends."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def abort(self) -> None:
+        self.event.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +51,32 @@ class Answer:
     generation: int
 
 
+@dataclass(frozen=True, slots=True)
+class Orphaned:
+    """No controller has answered for so long that none is expected any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Make a checkpoint of the state that this worker has held since `generation`; the `writers` share the writing."""
+
+    generation: int
+    writers: tuple[WorkerId, ...]
+
+
+_LOOK_AGAIN_S = 0.02
+ORPHANED = "no controller has answered for orphan_timeout_s"
+
+
 @dataclass
 class Control:
     """Methods above the line are the control thread's, those below it the training thread's."""
 
     lease_s: float = math.inf
+    orphan_timeout_s: float = math.inf
     # When the last heartbeat that a controller answered was sent (of `time.monotonic`).
     renewed_at: Callable[[], float] | None = None
-    idle: bool = (
-        False  # the training thread only waits in its generation: a planned end is immediate
-    )
+    idle: bool = False  # the training thread only waits, so a planned end is immediate
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _generation: int = 0  # the one the training thread is in, or was in last
     _inside: bool = False
@@ -59,8 +85,12 @@ class Control:
     _attempting: int | None = None
     _asked: int = 0  # answer for this generation, when next waiting
     _form: Form | None = None
+    _keep: Keep | None = None
     _release: str | None = None
     _stop: str | None = None
+    checkpoint_wanted: bool = False
+    checkpoint_late: bool = False  # our last upload is: nobody takes the next one before it is done
+    interrupted: bool = False  # by Ctrl-C in the user's own process: the loop ends at its head
     _abortables: list[Abortable] = field(default_factory=list)
 
     def form(self, membership: Membership, rendezvous: Rendezvous) -> None:
@@ -103,9 +133,20 @@ class Control:
             self._end(self._generation)
             self._changed.notify_all()
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, keep: bool = False) -> None:
+        """`keep`: and make a checkpoint of the end, also where none are configured."""
         with self._changed:
-            self._stop = self._stop or reason
+            self._stop = self._stop or str(reason or "asked without a reason")
+            self.checkpoint_wanted = self.checkpoint_wanted or keep
+
+    def keep(self) -> None:
+        """A checkpoint of one of the next steps is wanted: the next header tells all."""
+        self.checkpoint_wanted = True
+
+    def keep_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
+        with self._changed:
+            self._keep = Keep(generation, writers)
+            self._changed.notify_all()
 
     def _end(self, generation: int) -> None:
         self._ended = max(self._ended, generation)
@@ -123,8 +164,15 @@ class Control:
     def release_reason(self) -> str | None:
         return self._release
 
-    def wait(self) -> Form | Answer:
-        """Outside of every generation: the next one to form, or a question to answer. Raises Released."""
+    def orphaned_in_s(self) -> float:
+        """How long from now, if no controller answers; 0 or less: it is so."""
+        if self.renewed_at is None:
+            return threading.TIMEOUT_MAX
+        left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
+        return min(left_s, threading.TIMEOUT_MAX)
+
+    def wait(self) -> Form | Answer | Keep | Orphaned:
+        """Outside of every generation: the next one to form, or what else is asked. Raises Released."""
         with self._changed:
             while True:
                 if self._release is not None:
@@ -132,15 +180,29 @@ class Control:
                 if self._asked:
                     asked, self._asked = self._asked, 0
                     return Answer(asked)
+                keep, self._keep = self._keep, None
+                if keep is not None and keep.generation >= self._generation:
+                    return keep
+                left_s = self.orphaned_in_s()
+                if left_s <= 0:
+                    return Orphaned()
                 form = self._form
-                if form is not None:
+                if form is None or form.membership.generation <= self._ended:
                     self._form = None
-                    if form.membership.generation > self._ended:
-                        self._generation, self._inside = form.membership.generation, True
-                        self._abortables = []
-                        return form
-                    continue
-                self._changed.wait()
+                    self._changed.wait(left_s)
+                elif self._lease_ran_out():
+                    self._changed.wait(_LOOK_AGAIN_S)  # a controller was away; now it answers soon
+                else:
+                    self._form = None
+                    self._generation, self._inside = form.membership.generation, True
+                    self._abortables = []
+                    return form
+
+    def wait_for_release(self, timeout_s: float) -> None:
+        """Raises Released."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._release is not None, timeout_s):
+                raise Released(self._release)
 
     def guard(self, abortable: Abortable) -> None:
         """Abort this, too, when the present generation ends."""
@@ -190,6 +252,9 @@ class Control:
     def _over(self) -> str | None:
         if self._ended >= self._generation:
             return "the generation was ended"
-        if self.renewed_at is not None and time.monotonic() > self.renewed_at() + self.lease_s:
+        if self._lease_ran_out():
             return "the lease ran out: no controller has answered"
         return None
+
+    def _lease_ran_out(self) -> bool:
+        return self.renewed_at is not None and time.monotonic() > self.renewed_at() + self.lease_s

@@ -11,16 +11,18 @@ import contextlib
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from elastic_dp.errors import GroupError, LoopError
-from elastic_dp.sampling.seeds import seed_for
+from elastic_dp.errors import GroupError, LoopError, ModelError
+from elastic_dp.sampling.seeds import batch_seed, seed_for
+from elastic_dp.train.inputs import check_loss_fn
+from elastic_dp.train.loss import mean, parse_loss
 from elastic_dp.train.session import Session
-from elastic_dp.train.step import LossFn, autocast, parse_loss, seed_everything, to_device
+from elastic_dp.train.step import LossFn, autocast, seed_everything, to_device
 
 Results = dict[int, tuple[float, float, dict[str, float]]]  # batch -> (loss, weight, metrics)
 
@@ -33,7 +35,9 @@ class EvaluationBatches(Protocol):
     num_batches: int
 
     def rows(self, batch: int) -> int: ...
+    def masked(self, batch: int) -> int: ...
     def batch(self, batch: int) -> Any: ...
+    def read_ahead(self, indices: Sequence[int]) -> None: ...
 
 
 def evaluate(
@@ -43,6 +47,11 @@ def evaluate(
     if session.membership is None or not session.opened:
         raise LoopError(
             "ctx.evaluate needs the group: call it in the loop over ctx.steps, or after it"
+        )
+    check_loss_fn("fn", fn)
+    if not isinstance(model, torch.nn.Module | None):
+        raise ModelError(
+            f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
     index = session.evaluations_begun
     session.evaluations_begun += 1
@@ -88,6 +97,7 @@ def _complete(
             return
         share = math.ceil(len(missing) / group.world_size)
         mine = missing[group.rank * share : (group.rank + 1) * share]
+        data.read_ahead(mine)
         with _quietly(session, model or session.state.model) as evaluated:
             for i in mine:
                 session.control.may_continue()
@@ -98,10 +108,14 @@ def _complete(
 def _one(
     session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
 ) -> tuple[float, float, dict[str, float]]:
-    seed_everything(seed_for(session.spec.data.seed, session.place.step, _EVALUATION + i))
+    place = (session.spec.data.seed, session.place.step, _EVALUATION + i)
+    seed_everything(batch_seed(*place))
     batch = to_device(data.batch(i), session.device)
+    seed_everything(seed_for(*place))  # as in a step
+    if batch is None:  # all its rows lie in bad row groups
+        return 0.0, 0.0, {}
     with autocast(session.stepper.precision, session.device):
-        loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i))
+        loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - data.masked(i))
     return float(loss), weight, metrics
 
 
@@ -134,7 +148,4 @@ def _summary(results: Mapping[int, tuple[float, float, dict[str, float]]]) -> di
             continue
         for name, value in {"loss": loss, **metrics}.items():
             sums.setdefault(f"eval_{name}", []).append((value, weight))
-    return {
-        name: math.fsum(x * w for x, w in values) / math.fsum(w for _, w in values)
-        for name, values in sums.items()
-    }
+    return {name: mean(values) for name, values in sums.items()}

@@ -1,7 +1,7 @@
 """Faults placed by name, step and worker: never by sleeping and hoping.
 
 The training code passes named points ("forward", "collective", "commit", …). A plan, given to a worker when it
-starts, says at which of them it dies, freezes, or is held. Without a plan a point costs one function call.
+starts, says at which of them it dies, freezes, is held, or goes wrong. Without a plan a point costs one function call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 # Every point there is, in the order of a worker's life; tests enumerate this list.
 POINTS = (
     "forming",
     "giving_state",
     "taking_state",
+    "restoring",
+    "sharing",
     "before_forward",
     "forward",
     "backward",
@@ -35,9 +39,10 @@ POINTS = (
     "body",
     "evaluate",
     "evaluate_exchange",
+    "keeping",
 )
 
-HANDING_OVER = POINTS[:3]  # before a generation's first step
+HANDING_OVER = POINTS[:5]  # before a generation's first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Fault:
     rank: int | None = None
     worker: str | None = None
     nth: int = 1
-    action: Literal["kill", "freeze", "sleep"] = "kill"
+    action: Literal["kill", "freeze", "sleep", "flip"] = "kill"  # flip: a bit of a weight
     seconds: float = 0.0
     world_size: int | None = None
     once: str | None = None
@@ -68,6 +73,7 @@ class Faults:
 
     plan: Sequence[Fault] = ()
     worker: str = ""
+    weights: Sequence[torch.Tensor] = ()
     _passed: dict[int, int] = field(default_factory=dict)
     _began: dict[int, int] = field(default_factory=dict)  # generation -> its first step here
 
@@ -89,7 +95,7 @@ class Faults:
             ):
                 self._passed[i] = self._passed.get(i, 0) + 1
                 if self._passed[i] == fault.nth and _is_first(fault, generation):
-                    _act(fault)
+                    _act(fault, self.weights)
 
 
 def _is_first(fault: Fault, generation: int) -> bool:
@@ -112,8 +118,10 @@ def _generation_of(path: str) -> float:
         return math.inf
 
 
-def _act(fault: Fault) -> None:
+def _act(fault: Fault, weights: Sequence[torch.Tensor]) -> None:
     if fault.action == "sleep":
         time.sleep(fault.seconds)
+    elif fault.action == "flip":  # as memory does it: no version is raised
+        weights[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
     else:
         os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import warnings
+from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,6 +29,33 @@ def kind_of(device: torch.device, exact: bool) -> str:
             f"mkldnn {torch.backends.mkldnn.is_available()}",
         ]
     return "; ".join(parts)
+
+
+def software_of(device: torch.device, code: str) -> tuple[tuple[str, str], ...]:
+    """What members must have in common to understand each other and to run the same program, exact or not."""
+    versions = [
+        ("Python", ".".join(platform.python_version_tuple()[:2])),
+        ("torch", torch.__version__),
+        ("elastic_dp", _version_of_ours()),
+        ("code", code),
+    ]
+    if device.type == "cuda":
+        nccl = torch.cuda.nccl.version()
+        versions.append(("NCCL", ".".join(map(str, nccl))))
+    return tuple(versions)
+
+
+def _version_of_ours() -> str:
+    try:
+        return metadata.version("elastic_dp")
+    except metadata.PackageNotFoundError:  # sent along as source
+        return "not installed"
+
+
+def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
+    """`operations`: without a deterministic kernel. `kinds`: all on which the run has made steps."""
+    mixed = [f"steps were made on several kinds of machine: {' | '.join(kinds)}"]
+    return tuple(dict.fromkeys([*operations, *mixed[: len(kinds) - 1]]))
 
 
 # Must be in the environment before CUDA starts; the process that starts a worker puts it there.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.errors import ElasticError, LoopError
+from elastic_dp.errors import ElasticError, LoopError, UserCodeError
 from elastic_dp.protocol.messages import (
     Event,
     Membership,
@@ -24,13 +28,20 @@ from elastic_dp.protocol.messages import (
 )
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.spec import JobSpec
+from elastic_dp.storage import Store
+from elastic_dp.train.checkpoints import Checkpoints
 from elastic_dp.train.context import TrainContext
-from elastic_dp.train.control import Control, Released
+from elastic_dp.train.control import ORPHANED, Control, Released
 from elastic_dp.train.kind import Determinism
+from elastic_dp.train.link import Link, Written
+from elastic_dp.train.sealing import Sealer
 from elastic_dp.train.session import Session
 from elastic_dp.train.step import BatchSource, seed_everything
 
 TrainFunction = Callable[[TrainContext], None]
+TIME_IS_UP = "max_time_s reached"
+_SAY_AGAIN_S = 5.0
+INTERRUPTED = "interrupted: it ends with a checkpoint; Ctrl-C again ends it at once"
 
 
 def run_worker(train: TrainFunction, session: Session) -> str:
@@ -40,19 +51,34 @@ def run_worker(train: TrainFunction, session: Session) -> str:
         try:
             try:
                 _call(train, session)
-            except Exception as error:  # the user's code may raise anything
-                session.link.post(_failure(session.worker, error))
-                while True:
-                    session.control.wait()
+            except (Exception, SystemExit) as error:  # the user's code may raise anything
+                return fail_worker(session.worker, session.link, session.control, error)
             session.linger()
         except Released as released:
             return str(released)
+        finally:
+            if session.checkpoints is not None:
+                session.checkpoints.close()
+
+
+def fail_worker(worker: str, link: Link, control: Control, error: Exception | SystemExit) -> str:
+    """Say what went wrong, again and again, since there may be another controller by now; returns why it was released."""
+    failure = _failure(worker, error)
+    try:
+        while control.orphaned_in_s() > 0:
+            link.post(failure)
+            control.wait_for_release(min(_SAY_AGAIN_S, control.orphaned_in_s()))
+        return ORPHANED
+    except Released as released:
+        return str(released)
 
 
 def _call(train: TrainFunction, session: Session) -> None:
     """The train function, with what it must and must not have done afterwards."""
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
+    if session.failure is not None:
+        raise session.failure
     if not session.opened:
         raise LoopError(
             "the train function returned without a loop over ctx.steps(model, optimizer, loss_fn)"
@@ -64,13 +90,23 @@ def _call(train: TrainFunction, session: Session) -> None:
         )
 
 
-def _failure(worker: str, error: Exception) -> WorkerFailed:
+def _failure(worker: str, error: Exception | SystemExit) -> WorkerFailed:
+    if isinstance(error, UserCodeError):  # raised where the data is made, maybe in another process
+        where = f", {error.worker}" if error.worker else ""
+        return WorkerFailed(worker, error.description + where, error.remote_traceback)
+    facts = None
     if isinstance(error, ElasticError):
-        text = f"{type(error).__name__}: {error}"
+        kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
+        text, facts = f"{kind.__name__}: {error}", error.args
+    elif isinstance(error, SystemExit):
+        text = (
+            f"SystemExit: the train function asked to exit with {error.code!r}. To end the run early on all "
+            "workers call ctx.stop(reason)"
+        )
     else:
         text = traceback.format_exception_only(error)[-1].strip()
     lines = traceback.format_exception(error)
-    return WorkerFailed(worker, text, "".join(lines))
+    return WorkerFailed(worker, text, "".join(lines), facts)
 
 
 # ------------------------------------------------------------------------------------------------ local
@@ -86,13 +122,33 @@ class LocalRun:
     logged: list[dict[str, Any]] = field(default_factory=list)
     digest: str = ""
     on_log: Callable[[dict[str, Any]], None] | None = None
+    on_say: Callable[[str], None] | None = None
+    url: str | None = None  # the run's folder; None: nothing is kept
 
     def __post_init__(self) -> None:
         self.control = Control()
         self._generation = 0
+        self._checkpoints: Checkpoints | None = None
+        self._sealer: Sealer | None = None
+        if self.url is not None:
+            timeout_s = self.spec.failure.storage_timeout_s
+            catalog = Catalog(Store(self.url, timeout_s=timeout_s, on_wait=self.say))
+            kept = Checkpoints(catalog, self.spec.checkpoint, "w1", self)
+            self._checkpoints = kept
+            self._sealer = Sealer(
+                catalog,
+                self.spec.checkpoint,
+                lease_s=self.spec.failure.run_lease_s,
+                ask=lambda worker, step, parts: kept.write(step, parts),
+                want=self.control.keep,
+                tell=self.say,
+                on_seal=lambda step: None,
+                stand_down=self.control.stop,
+            )
 
     def run(self, train: TrainFunction) -> Session:
-        """User errors are raised as they are, for pdb and pytest."""
+        """User errors are raised as they are, for pdb and pytest. Ctrl-C makes a checkpoint at the head of the loop, and
+        ends there with KeyboardInterrupt; a second one ends at once."""
         session = Session(
             spec=self.spec,
             worker="w1",
@@ -103,21 +159,51 @@ class LocalRun:
             status=self,
             control=self.control,
             is_source=True,
+            checkpoints=self._checkpoints,
         )
         threads = torch.get_num_threads()
         torch.set_num_threads(self.spec.scaling.num_threads)
+        limit = threading.Timer(self.spec.max_time_s or 0.0, self.control.stop, [TIME_IS_UP])
+        if self.spec.max_time_s is not None:
+            limit.start()
         try:
-            with Determinism(self.spec.exact) as determinism:
+            with Determinism(self.spec.exact) as determinism, self._interruptible(session):
                 session.inexact_because = determinism.because
                 _call(train, session)
                 with contextlib.suppress(Released):
                     session.linger()
         finally:
+            limit.cancel()
+            if self._checkpoints is not None and self._sealer is not None:
+                self._checkpoints.close()
+                self._sealer.close()
             torch.set_num_threads(threads)
         return session
 
+    @contextlib.contextmanager
+    def _interruptible(self, session: Session) -> Iterator[None]:
+        """Outside of the loop, and in other threads than the main one, Ctrl-C is what it was."""
+        if self._checkpoints is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if self.control.interrupted or not session.opened or session.exhausted:
+                raise KeyboardInterrupt
+            self.control.interrupted = True
+            self.say(INTERRUPTED)
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def post(self, event: Event) -> None:
         match event:
+            case WorkerReady() if self._sealer is not None:
+                self._sealer.find(lambda step: self._form(Place(0), False, step is not None))
             case WorkerReady():
                 self._form(Place(0), whole=False)
             case WorkerStopped(place=place, whole=whole):
@@ -130,14 +216,30 @@ class LocalRun:
     def log(self, step: int, call: int, metrics: Any) -> None:
         record = {"step": step, **metrics}
         self.logged.append(record)
+        if self._sealer is not None:
+            self._sealer.log(step, metrics)
         if self.on_log is not None:
             self.on_log(record)
+
+    def say(self, text: str) -> None:
+        if self.on_say is not None:
+            self.on_say(text)
+
+    def wrote(self, worker: str, written: Written) -> None:
+        assert self._sealer is not None
+        self._sealer.wrote(worker, written)
+
+    def skipped(self, row_groups: Sequence[str]) -> None:
+        """`Session.skipped` has them."""
 
     def write(self, generation: int, step: int, phase: str) -> None:
         pass
 
-    def _form(self, place: Place, whole: bool) -> None:
+    def write_speed(self, virtual_s: float) -> None:
+        pass
+
+    def _form(self, place: Place, whole: bool, restore: bool = False) -> None:
         self._generation += 1
         seat = Seat("w1", 0, self.spec.scaling.num_virtual_workers, place, whole)
-        membership = Membership(self._generation, (seat,), "w1", 60.0)
+        membership = Membership(self._generation, (seat,), "w1", 60.0, restore=restore)
         self.control.form(membership, Rendezvous("127.0.0.1", 0, "local"))

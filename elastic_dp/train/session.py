@@ -10,19 +10,17 @@ User code sees none of this: `next_step` returns each committed step once, in or
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
-from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous
-from elastic_dp.distributed.transfer import receive, send
-from elastic_dp.errors import FormingFailed, GroupError, LoopError, ModelError, SpecError
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.transfer import Parcel, receive, send, wrap
+from elastic_dp.errors import GroupError, LoopError
 from elastic_dp.protocol.messages import (
-    Event,
     Membership,
     Place,
     Signature,
@@ -34,9 +32,15 @@ from elastic_dp.protocol.messages import (
 )
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.spec import JobSpec
-from elastic_dp.train.control import Answer, Control, Form
+from elastic_dp.train.checkpoints import Checkpoints
+from elastic_dp.train.control import ORPHANED, Answer, Control, Form, Keep, Orphaned, Released, Wake
 from elastic_dp.train.faults import Faults
-from elastic_dp.train.kind import kind_of
+from elastic_dp.train.groups import Groups
+from elastic_dp.train.inputs import check_inputs
+from elastic_dp.train.kind import kind_of, software_of, why_inexact
+from elastic_dp.train.link import Link, Status, Timing
+from elastic_dp.train.seats import handing_over
+from elastic_dp.train.speed import Speed
 from elastic_dp.train.state import LossScale, StepRecord, TrainState
 from elastic_dp.train.step import (
     BatchSource,
@@ -46,42 +50,9 @@ from elastic_dp.train.step import (
     StopAgreed,
     seed_everything,
 )
+from elastic_dp.train.weights import Weights
 
-
-class _Wake:
-    """Set when the generation ends."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def abort(self) -> None:
-        self.event.set()
-
-
-class Link(Protocol):
-    """The way to the controller. Posting never waits and never fails: what is lost is asked for again."""
-
-    def post(self, event: Event) -> None: ...
-
-    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        """Record metrics; all workers send the same, the receiver keeps the first."""
-        ...
-
-
-class Status(Protocol):
-    """Where heartbeats look: written by the training thread, read by a process beside it."""
-
-    def write(self, generation: int, step: int, phase: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """When a generation began here, for those who measure pauses (seconds of `time.time`)."""
-
-    generation: int
-    formed_at: float
-    ready_at: float  # state handed over, first step may begin
-    bytes_received: int
+_LOOK_AGAIN_S = 0.02
 
 
 @dataclass
@@ -97,6 +68,8 @@ class Session:
     status: Status
     control: Control
     is_source: bool
+    checkpoints: Checkpoints | None = None
+    code: str = ""  # code.code_of the train function
     faults: Faults = field(default_factory=Faults)
     timings: list[Timing] = field(default_factory=list)
 
@@ -107,19 +80,18 @@ class Session:
         self.asked_source = False
         self.opened = False
         self.exhausted = False
+        self.failure: Exception | None = None  # what ctx.steps raised first
         self.inexact_because: list[str] = []
         self.membership: Membership | None = None
         self.evaluations: list[dict[str, float]] = []
         self.evaluations_begun = 0
+        self.evaluations_in_loop = 0  # in the last body; those after the loop come behind them
         self.ended: str | None = None
         self.in_body = False
         self.log_calls = 0
-        self._rendezvous: Rendezvous | None = None
-        self._group: ProcessGroup | None = None
-        self._side_group: ProcessGroup | None = None  # for evaluations
-        self._old_groups: list[ProcessGroup] = []
+        self._groups = Groups(self.worker, self.device, self.backend, self.control)
         self._phase = "start"
-        self._unreachable: tuple[WorkerId, ...] = ()
+        self._said_bad: set[int] = set()
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -145,11 +117,16 @@ class Session:
             limits.append(self.spec.data.epochs * self.data.steps_per_epoch)
         return min(limits, default=0)
 
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The row groups that the run leaves out, since they cannot be decoded."""
+        return tuple(map(self.data.describe_row_group, sorted(self.state.bad_row_groups)))
+
     def report(self, phase: str) -> None:
         self._phase = phase
         self.status.write(self.generation, self.place.step, phase)
 
-    def reported(self) -> WorkerReported:
+    def reported(self, asked: int) -> WorkerReported:
         """For a controller that starts anew; called by the control thread."""
         return WorkerReported(
             self.worker,
@@ -160,6 +137,7 @@ class Session:
             self._signature if self.opened else None,
             self.is_source or not self.asked_source,
             self.founded,
+            asked,
         )
 
     # ------------------------------------------------------------------------------------- life
@@ -176,19 +154,16 @@ class Session:
     ) -> None:
         if self.opened:
             raise LoopError("ctx.steps was called twice; a train function has one loop")
-        if precision not in (None, "fp32", "bf16", "fp16"):
-            raise SpecError(f"precision is {precision!r}, must be None, 'fp32', 'bf16' or 'fp16'")
-        if clip_norm is not None and not clip_norm > 0:
-            raise SpecError(f"clip_norm is {clip_norm}, must be more than 0, or None")
-        if not isinstance(model, torch.nn.Module):
-            raise ModelError(
-                f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module"
-            )
+        check_inputs(model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {})
         loss_scale = LossScale() if precision == "fp16" else None
         self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
-        self.state.check()
+        compared = self.spec.failure.compare_weights_every if self.spec.exact else None
+        self.weights = Weights(self.state.parameters, compared)
+        self.faults.weights = list(self.state.parameters.values())
+        by_speed = self.spec.scaling.balance == "measured"
         self.stepper = Stepper(
             self.state,
+            self.weights,
             loss_fn,
             self.data,
             self.spec.scaling.num_virtual_workers,
@@ -200,10 +175,15 @@ class Session:
             self.control,
             self.report,
             self.pass_point,
+            Speed(self.device, self.status.write_speed if by_speed else None),
         )
-        self._signature = Signature(
-            self.state.layout(), self.data.fingerprint, kind_of(self.device, self.spec.exact)
-        )
+        kind = kind_of(self.device, self.spec.exact)
+        software = software_of(self.device, self.code)
+        layout, lines = self.state.layout()
+        self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
+        self.state.kinds = [kind]
+        if self.checkpoints is not None:
+            self.checkpoints.open(self.state, self._signature)
         self.opened = True
         can_source = self.is_source or not self.asked_source
         self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)
@@ -215,12 +195,17 @@ class Session:
     def next_step(self) -> StepRecord | None:
         """The next committed step, or None after the last. Raises Released when this worker must leave."""
         self._body_ended()
+        self._keep()
+        if self.control.interrupted:
+            raise KeyboardInterrupt
         while True:
             caught_up = self.ensure_generation()
             if caught_up is not None:
                 return self._body_begins(caught_up)
             if self.place.ended:
+                self._keep()
                 self.exhausted = True
+                self.evaluations_in_loop = self.evaluations_begun
                 self.report("body")
                 return None
             reason = self.control.may_attempt(self.place.step + 1)
@@ -235,56 +220,72 @@ class Session:
             if isinstance(outcome, StepRecord):
                 return self._body_begins(self._committed(outcome))
             if isinstance(outcome, StopAgreed):
-                self.ended = outcome.reason
-                self.place = self.place._replace(ended=1)
+                self.ended, self.place = outcome.reason, self.place._replace(ended=1)
+                if outcome.keep and self.checkpoints is not None:
+                    self.checkpoints.keep_end()
             else:
                 assert isinstance(outcome, Redo)
 
     def linger(self) -> NoReturn:
         """After the train function returned: stay a source for those behind, until released."""
         digest = self.state.digest()
-        because = tuple(dict.fromkeys(self.inexact_because))
         while True:
             self.leave_if_ended()
             self.ensure_generation()
+            if self.checkpoints is not None and self.checkpoints.busy:
+                self.report("keep")  # the last one is made before the run has ended
+                time.sleep(_LOOK_AGAIN_S)
+                continue
             self.report("done")
-            self.link.post(
-                WorkerFinished(self.worker, self.generation, self.place, digest, because)
-            )
+            self.link.skipped(self.skipped)
+            because = why_inexact(self.inexact_because, self.state.kinds)
+            where = self.worker, self.generation, self.place
+            self.link.post(WorkerFinished(*where, digest, because, self.ended or ""))
             self._wait_for_the_end_of_this_generation()
 
     # -------------------------------------------------------------------------- generations
 
     def ensure_generation(self) -> StepRecord | None:
         """Be inside a generation, whole. Returns a step's record if the hand-over brought one we had not."""
-        while self._group is None:
+        while self._groups.main is None:
             self.report("wait")
             call = self.control.wait()
+            if isinstance(call, Orphaned):
+                self._keep_alone()
+                raise Released(ORPHANED)
             if isinstance(call, Answer):
                 self._post_stopped(call.generation, "asked")
+                continue
+            if isinstance(call, Keep):
+                self._keep(call.writers)
                 continue
             before, was_whole = self.place, self.whole
             try:
                 self._enter(call)
             except GroupError as error:
-                unreachable = self._unreachable
-                self.leave(str(error), unreachable)
+                self.leave(str(error), self._groups.unreachable)
                 continue
             if was_whole and self.place.step > before.step:
                 return self.state.record
         return None
 
+    def _keep_alone(self) -> None:
+        """A last checkpoint, where a body has ended and nothing is newer."""
+        right = self.whole and self.opened and self.weights.disagreement is None
+        if right and not self.in_body and self.checkpoints is not None:
+            self.checkpoints.seal_alone(self.state, self.place.step, self.evaluations)
+
     def leave(self, reason: str, unreachable: tuple[WorkerId, ...] = ()) -> None:
         """Out of this generation, for good: undo what is not committed, say where we stand."""
+        if self.in_body:
+            self._finish_record()
         self.stepper.close()
         generation = self.control.leave()
-        # Peers may still be receiving what we sent for the step we both committed, so these close later.
-        self._old_groups += [g for g in (self._group, self._side_group) if g is not None]
-        self._group = self._side_group = None
+        self._groups.leave()
         self._post_stopped(generation, reason, unreachable)
 
     def leave_if_ended(self) -> None:
-        if self._group is not None:
+        if self._groups.main is not None:
             try:
                 self.control.may_continue()
             except GroupError as error:
@@ -292,98 +293,77 @@ class Session:
 
     def side_group(self) -> ProcessGroup:
         """A second group of the same members, for evaluations; formed when first asked for."""
-        assert self.membership is not None
-        if self._side_group is None:
-            everyone = range(self.world_size)
-            forming = self._forming(self.membership, "side", everyone)
-            self._side_group = self._formed(forming, everyone)
-        return self._side_group
+        return self._groups.side()
 
     def _enter(self, form: Form) -> None:
         membership = form.membership
-        self._unreachable = ()
-        self._rendezvous = form.rendezvous
         self.membership = membership
         self.report("form")
         self.pass_point("forming")
         seats = membership.seats
-        everyone, involved = range(len(seats)), self._in_hand_over(membership)
-        main = self._forming(membership, "main", everyone)
-        state = self._forming(membership, "state", involved) if involved else None
-        try:
-            group = self._group = self._formed(main, everyone)
-            state_group = None if state is None else self._formed(state, involved)
-        except GroupError:
-            if state is not None:
-                state.abort()
-            raise
+        self.weights.members = tuple(seat.worker for seat in seats)
+        involved = handing_over(membership, self.rank, self.place)
+        source = seats[membership.rank(membership.source)]
+        if not membership.restore:  # the rows of virtual workers that come here, meanwhile
+            self._read_ahead(source.place.step + 1)
+        self._groups.start(form, involved)
+        gives = bool(involved) and membership.source == self.worker
+        parcel = self._parcel() if gives and not membership.restore else None  # meanwhile
+        state_group = self._groups.formed()
         formed_at = time.time()
-        for old in self._old_groups:
-            old.close()
-        # Others may still be receiving when we are done: closed with the next forming.
-        self._old_groups = [] if state_group is None else [state_group]
         received = 0
-        if membership.source == self.worker:
+        if membership.restore:
+            self._restore(state_group or ProcessGroup(None, 0, 1, self.device))
+        if membership.restore or membership.source == self.worker:
             self.whole, self.founded = True, membership.founded
-        if state_group is not None:
-            received = self._hand_over(state_group, membership)
-        self.stepper.open(group, [(s.first, s.last) for s in seats], self.place.step + 1)
-        self.timings.append(Timing(membership.generation, formed_at, time.time(), received))
+        if state_group is not None and not membership.restore:
+            received = self._hand_over(state_group, membership, parcel)
+        copied_at = time.time()
+        if membership.restore:
+            self._read_ahead(self.place.step + 1)
+        assert self._groups.main is not None
+        self.stepper.open(self._groups.main, [(s.first, s.last) for s in seats])
+        self.timings.append(Timing(membership.generation, formed_at, copied_at, received))
         self.report("compute")
 
-    def _forming(self, membership: Membership, purpose: str, ranks: Sequence[int]) -> Forming:
-        """The making of a group of the members with these ranks (in this order; I am one of them)."""
-        assert self._rendezvous is not None
-        rendezvous = Rendezvous(
-            self._rendezvous.host,
-            self._rendezvous.port,
-            f"{self._rendezvous.prefix}/{membership.generation}/{purpose}",
-        )
-        forming = Forming(
-            rendezvous,
-            rank=ranks.index(membership.rank(self.worker)),
-            world_size=len(ranks),
-            device=self.device,
-            backend=self.backend,
-            timeout_s=membership.forming_timeout_s,
-        )
-        self.control.guard(forming)
-        return forming.start()
+    def _read_ahead(self, next_step: int) -> None:
+        assert self.membership is not None
+        mine = self.membership.seats[self.rank]
+        self.data.read_ahead(next_step, range(mine.first, mine.last))
 
-    def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:
-        try:
-            return forming.wait()
-        except FormingFailed:
-            assert self.membership is not None
-            seats = self.membership.seats
-            self._unreachable = tuple(seats[ranks[r]].worker for r in forming.absent)
-            raise
+    def _parcel(self) -> Parcel:
+        tree = self.state.tree(self.evaluations, self.ended)
+        ours = {"place": self.place, "evaluations_in_loop": self.evaluations_in_loop}
+        return wrap(tree | ours | {"agreed": self.weights.agreed})
 
-    def _in_hand_over(self, membership: Membership) -> list[int]:
-        """The ranks between which state is handed over, the source first; empty if I am not one."""
-        seats = membership.seats
-        source = membership.rank(membership.source)
-        first = not any(seat.whole for seat in seats)
-        truth = self.place if first else seats[source].place
-        receivers = [
-            r
-            for r, seat in enumerate(seats)
-            if r != source and (not seat.whole or seat.place < truth)
-        ]
-        involved = [source, *receivers]
-        return involved if receivers and membership.rank(self.worker) in involved else []
-
-    def _hand_over(self, group: ProcessGroup, membership: Membership) -> int:
+    def _hand_over(self, group: ProcessGroup, membership: Membership, parcel: Parcel | None) -> int:
         """Give or take state, as the membership says. Returns the bytes taken."""
         if membership.source == self.worker:
             self.report("give")
             self.pass_point("giving_state")
-            self._finish_record()
-            send(group, self.state.tree(self.evaluations, self.ended) | {"place": self.place})
+            send(group, parcel or self._parcel())
             return 0
         self.report("receive")
         self.pass_point("taking_state")
         return self._take(group, membership.founded)
+
+    def _restore(self, group: ProcessGroup) -> None:
+        """From the newest checkpoint, as all members do."""
+
+        def enters(phase: str) -> None:
+            self.report(phase)
+            self.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
+
+        assert self.checkpoints is not None
+        seal, self.evaluations = self.checkpoints.restore(self.state, group, self.device, enters)
+        step = seal.step
+        self.data.mark_bad(self.state.bad_row_groups)
+        self.stepper.buffers.reload()
+        self.evaluations_begun = self.evaluations_in_loop = len(self.evaluations)
+        self.weights.agreed = step
+        last = self.total_steps and step >= self.total_steps
+        self.ended = "the last step" if last else None
+        self.place = Place(step, int(bool(last)), len(self.evaluations))
 
     def _take(self, group: ProcessGroup, founded: int) -> int:
         joins = not self.whole
@@ -392,18 +372,22 @@ class Session:
         place = tree["place"]
         if joins or place.step > self.place.step:
             self.state.adopt(tree, body=joins)
+            self.data.mark_bad(self.state.bad_row_groups)
             self.stepper.buffers.reload()
-            self.evaluations_begun = 0
-        # Else it was ahead only by an evaluation or the end: our own body may have written hyper-parameters
-        # since the commit, which are ours to keep.
+            self.evaluations_begun = tree["evaluations_in_loop"] if joins else 0
+            self.weights.agreed = tree["agreed"]
+            record = self.state.record
+            if record is not None and record.kept and not joins:
+                self.control.checkpoint_wanted = False  # this is the step that all agreed on
+        # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote are ours to keep.
         self.evaluations, self.ended = tree["evaluations"], tree["ended"]
         self.place, self.whole, self.founded = place, True, founded
         return received
 
     def _finish_record(self) -> None:
-        """The gradient norm is computed when first read; one who takes our state has no gradients to."""
+        """The gradient norm is computed when first read; a hand-over may come before that."""
         record = self.state.record
-        if record is not None and record.grad_norm is None and self.in_body:
+        if record is not None and record.grad_norm is None:
             record.grad_norm = self.stepper.grad_norm()
 
     def _post_stopped(
@@ -419,19 +403,25 @@ class Session:
                 unreachable,
                 at_head=not self.in_body,
                 founded=self.founded,
+                disagreement=self.weights.disagreement,
             )
         )
 
     def _wait_for_the_end_of_this_generation(self) -> None:
-        ended = _Wake()
+        ended = Wake()
         self.control.guard(ended)
         self.control.idle = True
-        ended.event.wait()
+        orphaned = False
+        while not orphaned and not ended.event.wait(self.control.orphaned_in_s()):
+            orphaned = self.control.orphaned_in_s() <= 0
         self.control.idle = False
+        if orphaned:
+            self.leave(ORPHANED)
 
     # -------------------------------------------------------------------------------- steps
 
     def _committed(self, record: StepRecord) -> StepRecord:
+        self._say_skipped(record.number)
         last = self.total_steps and record.number >= self.total_steps
         self.place = Place(record.number, int(bool(last)))
         self.ended = "the last step" if last else None
@@ -439,17 +429,48 @@ class Session:
         self.evaluations_begun = 0
         return record
 
+    def _say_skipped(self, step: int) -> None:
+        """One of the members that saw the step through says it; the whole list comes at the end."""
+        new = self.state.bad_row_groups - self._said_bad
+        if new and self.rank == 0:
+            names = ", ".join(self.data.describe_row_group(group) for group in sorted(new))
+            self.link.say(f"from step {step} on without what cannot be decoded: {names}")
+        self._said_bad |= new
+
     def _body_begins(self, record: StepRecord) -> StepRecord:
         self.in_body = True
         self.log_calls = 0
         # Here and not with the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
+        self.state.untouched.begin()
         self.report("body")
         self.pass_point("body")
         return record
 
+    def _keep(self, writers: tuple[WorkerId, ...] = ()) -> None:
+        """At the head of the loop: a checkpoint, if one is due, or these shall make one. It goes on when the state is copied."""
+        kept, step = self.checkpoints, self.place.step
+        if kept is None or not self.whole or self.state.record is None or self.in_body:
+            return
+        if self.weights.disagreement is not None:
+            return  # wrong
+        record, ended = self.state.record, bool(self.place.ended)
+        due = kept.due(step, record.kept or self.control.interrupted, ended)
+        if due or (writers and not kept.writing(step)):
+            self.report("keep")
+            self.pass_point("keeping")
+            must = ended or self.control.interrupted
+            if must or ((writers or not record.late) and kept.ready(step)):
+                members = writers or self.weights.members
+                kept.take(self.state, step, self.evaluations, members, self.founded)
+            elif due:
+                kept.put_off()
+                self.control.keep()
+            self.weights.compare_after(step)  # others may have taken it
+        self.control.checkpoint_late = kept.late
+
     def _body_ended(self) -> None:
-        self.state.check_body()
+        self.state.untouched.check()
         written = self.stepper.buffers.written_outside()
         if written is not None:
             raise LoopError(

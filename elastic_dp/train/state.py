@@ -1,8 +1,8 @@
 """A worker's training state, and the two ways it is handed over.
 
-*What a step changes* (parameters, buffers, optimizer, scheduler, loss scale, the step's record, hyper-parameters
+*What a step changes* (parameters, buffers, optimizer, loss scale, the step's record, hyper-parameters and scheduler
 as they were at the commit) is what a member that is behind takes from one ahead. *What the loop's body changes*
-(the user's `state=`, hyper-parameters as they are now) is each member's own, since each runs every body once;
+(the user's `state=`, hyper-parameters and scheduler as they are now) is each member's own, since each runs every body once;
 only a joiner takes both. A hand-over is all or nothing: `adopt` is called with the whole tree or not at all, and
 only a void worker receives straight into its own tensors.
 """
@@ -10,6 +10,7 @@ only a void worker receives straight into its own tensors.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from elastic_dp.distributed.transfer import TensorSlot, TensorSpec
-from elastic_dp.errors import LoopError, ModelError, SpecError
+from elastic_dp.train.body import Untouched
 
+_OF_TORCH = ("defaults", "state", "param_groups")  # attributes that every optimizer has
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory need not be set aside
 
 
@@ -35,6 +37,8 @@ class StepRecord:
     metrics: dict[str, float]
     lr: float
     grad_norm: float | None = None  # None: not computed yet
+    kept: bool = False  # the members agreed on a checkpoint of it
+    late: bool = False  # they agreed on none, since one of them still writes the last one
 
 
 @dataclass
@@ -64,72 +68,35 @@ class TrainState:
     loss_scale: LossScale | None
     user: Mapping[str, Any]
     record: StepRecord | None = None
+    bad_row_groups: set[int] = field(default_factory=set)  # left out of the data by all members
+    kinds: list[str] = field(default_factory=list)  # of machines that have made steps of this state
     committed_hyper: list[dict[str, Any]] = field(default_factory=list)
     committed_scheduler: Any = None
-    _versions: list[int] = field(default_factory=list)
     _spares: list[list[torch.Tensor]] = field(default_factory=list)  # of `set_aside`
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
-        self._list = list(self.parameters.values())
+        self.untouched = Untouched(self.model, self.optimizer)
         self.note_commit()
 
-    # -------------------------------------------------------------------- checks
-
-    def check(self) -> None:
-        """Before anything starts: what cannot be trained this way, by name."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise ModelError(
-                    f"model.{name} is a SyncBatchNorm, which needs a collective in forward. Use BatchNorm: "
-                    "its statistics are per virtual worker, so they do not change with the fleet"
-                )
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ModelError("optimizer is LBFGS, which evaluates the loss several times per step")
-        known = set(self.parameters.values())
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p not in known:
-                    raise ModelError(
-                        f"the optimizer holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
-                        "the model given to ctx.steps; pass one module that holds all of them"
-                    )
-        for key, value in self.user.items():
-            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-                raise SpecError(f"state[{key!r}] needs state_dict() and load_state_dict()")
-
-    def layout(self) -> str:
-        """Digest of what must be equal on all members: names, shapes, dtypes, groups."""
-        digest = hashlib.sha256()
-        for name, p in self.parameters.items():
-            digest.update(f"{name} {tuple(p.shape)} {p.dtype}\n".encode())
-        for name, b in self.model.named_buffers():
-            digest.update(f"buffer {name} {tuple(b.shape)} {b.dtype}\n".encode())
-        digest.update(type(self.optimizer).__name__.encode())
-        digest.update(str([len(g["params"]) for g in self.optimizer.param_groups]).encode())
-        digest.update(str(sorted(self.user)).encode())
-        return digest.hexdigest()[:16]
+    def layout(self) -> tuple[str, bytes]:
+        """What must be equal on all members (names, shapes, dtypes, the order in the optimizer), a line each: (digest,
+        all of it, compressed)."""
+        lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
+        buffers = self.model.named_buffers()
+        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
+        lines.append(f"optimizer {type(self.optimizer).__name__}")
+        names = {p: name for name, p in self.parameters.items()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            lines += [f"in group {number} of the optimizer {names[p]}" for p in group["params"]]
+        lines.append(f"state {sorted(self.user)}")
+        text = "\n".join(lines).encode()
+        return hashlib.sha256(text).hexdigest()[:16], zlib.compress(text)
 
     def note_commit(self) -> None:
-        """Remember what the body must not write, and the hyper-parameters as they are now."""
+        """Remember what the body may change as it is now, for those who have yet to run it."""
         self.committed_hyper = self._hyper()
-        self.committed_scheduler = (
-            None if self.scheduler is None else dict(self.scheduler.state_dict())
-        )
-        self._versions = [p._version for p in self._list]
-
-    def check_body(self) -> None:
-        """After the loop's body: it must not have written parameters (for buffers, see `StepBuffers`)."""
-        for i, p in enumerate(self._list):
-            if p._version != self._versions[i]:
-                name = list(self.parameters)[i]
-                raise LoopError(
-                    f"the body of the loop over ctx.steps wrote to {name!r}. Parameters and buffers may "
-                    "change only inside the step; keep an average of them in a model of its own and pass it "
-                    "as state=, or evaluate another model with ctx.evaluate(…, model=…)"
-                )
+        self.committed_scheduler = _copied(self._scheduler_state())
 
     # ---------------------------------------------------------------- hand-over
 
@@ -140,13 +107,17 @@ class TrainState:
                 "parameters": list(self.parameters.values()),
                 "buffers": dict(self.model.named_buffers()),
                 "optimizer": self._optimizer_tensors(),
+                "optimizer_rest": self._optimizer_rest(),
                 "hyper": self.committed_hyper,
                 "scheduler": self.committed_scheduler,
                 "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
                 "record": self.record,
+                "bad_row_groups": sorted(self.bad_row_groups),
+                "kinds": list(self.kinds),
             },
             "body": {
                 "hyper": self._hyper(),
+                "scheduler": self._scheduler_state(),
                 "user": {key: value.state_dict() for key, value in self.user.items()},
                 "requires_grad": [p.requires_grad for p in self.parameters.values()],
                 "training": [m.training for m in self.model.modules()],
@@ -194,12 +165,17 @@ class TrainState:
         for name, given in step["buffers"].items():
             _take(buffers[name], given)
         self._adopt_optimizer(step["optimizer"])
-        self._adopt_hyper(tree["body"]["hyper"] if body else step["hyper"])
+        self.optimizer.state.update(step["optimizer_rest"]["state"])
+        vars(self.optimizer).update(step["optimizer_rest"]["own"])
+        changeable = tree["body"] if body else step
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(step["scheduler"])
+            self.scheduler.load_state_dict(changeable["scheduler"])
+        self._adopt_hyper(changeable["hyper"])
         if self.loss_scale is not None:
             vars(self.loss_scale).update(step["loss_scale"])
         self.record = step["record"]
+        self.bad_row_groups = set(step["bad_row_groups"])
+        self.kinds = list(step["kinds"])
         if body:
             for key, value in tree["body"]["user"].items():
                 self.user[key].load_state_dict(value)
@@ -211,17 +187,16 @@ class TrainState:
                 module.training = flag
         self.note_commit()
         if body:
-            self.committed_hyper = step["hyper"]
+            self.committed_hyper, self.committed_scheduler = step["hyper"], step["scheduler"]
 
     def _hyper(self) -> list[dict[str, Any]]:
         return [
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            _copied({key: value for key, value in group.items() if key != "params"})
             for group in self.optimizer.param_groups
         ]
+
+    def _scheduler_state(self) -> Any:
+        return None if self.scheduler is None else self.scheduler.state_dict()
 
     def _adopt_hyper(self, groups: list[dict[str, Any]]) -> None:
         for mine, given in zip(self.optimizer.param_groups, groups, strict=True):
@@ -234,6 +209,18 @@ class TrainState:
     def _optimizer_tensors(self) -> list[dict[str, Any]]:
         """State per parameter, in the order of the groups; not by load_state_dict, which casts it."""
         return [dict(self.optimizer.state.get(p, {})) for p in self._optimized()]
+
+    def _optimizer_rest(self) -> dict[str, dict[Any, Any]]:
+        """State that belongs to no parameter: entries of `optimizer.state`, and attributes of the user's own class."""
+        optimized = set(self._optimized())
+        return {
+            "state": {k: v for k, v in self.optimizer.state.items() if k not in optimized},
+            "own": {
+                key: value
+                for key, value in vars(self.optimizer).items()
+                if key not in _OF_TORCH and not key.startswith("_optimizer_") and _is_plain(value)
+            },
+        }
 
     def _optimized(self) -> list[torch.nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -257,6 +244,28 @@ class TrainState:
             flat = tensor.detach().cpu().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def _copied(value: Any) -> Any:
+    """As it is now: what is written into it later does not show in the copy."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: _copied(x) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of numbers, texts and tensors (no parameters) alone."""
+    if isinstance(value, dict):
+        return all(_is_plain(x) for pair in value.items() for x in pair)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter)
+    return value is None or isinstance(value, int | float | str)
 
 
 def _take(mine: torch.Tensor, given: torch.Tensor) -> None:

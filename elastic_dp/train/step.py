@@ -2,9 +2,10 @@
 
     for each of my virtual workers: same buffers, own random numbers, forward, backward
         (gradients are added and sent while the last backward runs)
-    header   of all: losses, weights, metrics, wishes to stop, which parameters were used, which buffers changed
-    sums     of my part of the gradient
-    gather   finished parts of all; changed buffers of all
+    launch   my header: losses, weights, metrics, wishes to stop, which parameters were used, which buffers changed
+    sums     of my part of the gradient, sent out bucket by bucket
+    header   of all, collected: whether all go on, stop, or do the step again
+    gather   changed buffers of all; finished parts of all
     commit   one compare-and-swap that excludes an abort
     apply    gradients assigned, clipped, optimizer, scheduler, buffers
 
@@ -17,10 +18,10 @@ afterwards. Whether the gradient is finite needs no vote: it has the same bits o
 from __future__ import annotations
 
 import contextlib
-import json
+import marshal
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,10 +33,13 @@ from elastic_dp.distributed.header import Header
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tree import Node, fold
 from elastic_dp.errors import LossError
-from elastic_dp.sampling.seeds import body_seed, seed_for
+from elastic_dp.sampling.seeds import batch_seed, body_seed, seed_for
 from elastic_dp.train.buffers import StepBuffers
 from elastic_dp.train.control import Control
+from elastic_dp.train.loss import LEAST_WEIGHT, mean, parse_loss
+from elastic_dp.train.speed import Speed
 from elastic_dp.train.state import StepRecord, TrainState
+from elastic_dp.train.weights import Weights
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -49,16 +53,21 @@ class BatchSource(Protocol):
     def epoch_of(self, step: int) -> int: ...
     def ends_epoch(self, step: int) -> bool: ...
     def rows(self, step: int, virtual_worker: int) -> int: ...
+    def masked(self, step: int, virtual_worker: int) -> int: ...
     def batch(self, step: int, virtual_worker: int) -> Any: ...
     def describe(self, step: int, virtual_worker: int) -> str: ...
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None: ...
+    def bad_row_groups(self) -> frozenset[int]: ...
+    def mark_bad(self, row_groups: Iterable[int]) -> None: ...
+    def describe_row_group(self, row_group: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StopAgreed:
-    """Somebody asked for the end in this step's header: nobody commits it."""
+    """Somebody asked for the end in this step's header: nobody commits it. `keep`: and for a checkpoint of it."""
 
     reason: str
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ class Stepper:
     """Runs steps for one session; `group` and `shares` are set anew in each generation."""
 
     state: TrainState
+    weights: Weights
     loss_fn: LossFn
     data: BatchSource
     virtual_workers: int
@@ -91,19 +101,21 @@ class Stepper:
     control: Control
     report: Callable[[str], None]  # tells the phase
     pass_point: Callable[[str, int], None]  # see `faults`
+    speed: Speed
     _group: ProcessGroup | None = None
     _shares: list[Node] = field(default_factory=list)
-    _intact: bool = False  # the gradients of the last committed step are still assigned
+    # Of the last committed step, while they are still there.
+    _gradients: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.gradients = GradientSum(list(self.state.parameters.values()))
         self.buffers = StepBuffers(self.state.model)
 
-    def open(self, group: ProcessGroup, shares: Sequence[Node], next_step: int) -> None:
+    def open(self, group: ProcessGroup, shares: Sequence[Node]) -> None:
         self._group, self._shares = group, list(shares)
         self._header, self._values = Header(group), Header(group)
         self.gradients.open(group, shares, self.virtual_workers, self.exact)
-        self.data.read_ahead(next_step, range(*shares[group.rank]))
+        self.speed.open()
 
     def warm_up(self) -> None:
         """Run one micro-batch and forget it, so that a group need not wait while this worker compiles the model,
@@ -114,14 +126,15 @@ class Stepper:
         v = max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
         with contextlib.suppress(Exception):
             loss, _ = self._forward(1, v, float(self.data.rows(1, v)))
-            if loss is not None and loss.requires_grad:
+            if loss is not None:
                 loss.backward()
         self._undo()
+        self.report("start")
 
     def close(self) -> None:
         """Undo what is not committed and let go of the group."""
-        if not self._intact:
-            self.gradients.drop()
+        self._gradients = None  # the next generation may use their memory
+        self.gradients.drop()
         self.gradients.close()
         self.buffers.undo()
         self._group = None
@@ -134,17 +147,22 @@ class Stepper:
         expected = float(sum(totals))
         stop = self.control.stop_reason
         self.report("compute")
-        self._intact = False
+        self._gradients = None
         self.gradients.begin()
+        self.speed.begin()
         outcomes = self._run_mine(step, stop, expected)
         self.report("collective")
         self.gradients.send()
         self.pass_point("sent", step)
-        heard = self._exchange_headers(step, outcomes, stop)
+        lengths = self._launch_header(step, outcomes, stop)
+        self.pass_point("exchange", step)
+        self.gradients.reduce()  # while the last bucket and the header are on their way
+        self.pass_point("gather", step)
+        heard = self._collect_headers(step, *lengths)
         if heard.stop is not None:
             self._undo()
             self.control.commit()
-            return StopAgreed(heard.stop)
+            return StopAgreed(heard.stop, heard.keep)
         if heard.late:
             self.gradients.settle()
             self.gradients.careful = True
@@ -152,23 +170,32 @@ class Stepper:
             return Redo()
         leaves = self._counting(step, heard.leaves)
         weight = math.fsum(leaf.weight for leaf in leaves.values())
-        self.pass_point("exchange", step)
+        if 0 < weight < LEAST_WEIGHT:
+            raise LossError(
+                f"the weights of step {step} add up to {weight:g}, too little to divide gradients by: what counts is how "
+                "they relate to each other, so multiply all of them"
+            )
         loss_scale = self.state.loss_scale
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
-        self.gradients.reduce(factor)
-        self.pass_point("gather", step)
         buffers = self._exchange_buffers(step, heard.changed)
-        finite = self.gradients.complete(heard.bound * max(1.0, factor))
+        finite = self.gradients.complete(factor)
         if not finite and loss_scale is None:
             raise LossError(
                 f"the gradient of step {step} is not finite although every loss is; the rows were: "
                 + "; ".join(self.data.describe(step, v) for v in sorted(leaves)[:4])
             )
         group.synchronize()
+        self.speed.stepped()
         self.pass_point("before_commit", step)
         self.control.commit()
         self.pass_point("after_commit", step)
-        return self._apply(step, leaves, weight, finite, heard.used, buffers)
+        self.state.bad_row_groups |= heard.bad
+        self.data.mark_bad(heard.bad)
+        record = self._apply(step, leaves, weight, finite, heard.used, buffers)
+        record.late = heard.keeps_late
+        if heard.keep and not heard.keeps_late:
+            record.kept, self.control.checkpoint_wanted = True, False
+        return record
 
     # ------------------------------------------------------------------- up to the commit
 
@@ -186,52 +213,77 @@ class Stepper:
             if stop is None and self.data.rows(step, v) > 0:
                 self.pass_point("before_forward", step)
                 loss, outcomes[v] = self._forward(step, v, expected)
-            if loss is not None and loss.requires_grad:
+            if loss is not None:
                 self.pass_point("backward", step)
                 loss.backward()
             self.buffers.after_leaf(v, contributes=loss is not None)
             self.gradients.after_leaf(leaf, is_last)
+            self.speed.stops()
         return outcomes
 
     def _forward(self, step: int, v: int, expected: float) -> tuple[torch.Tensor | None, _Leaf]:
         """The scaled loss to run backward from, or None where the weight is 0."""
-        seed_everything(seed_for(self.seed, step, v))
+        seed_everything(batch_seed(self.seed, step, v))  # a transform draws here, or in a process
+        self.report(f"data {v}")
         batch = to_device(self.data.batch(step, v), self.device)
+        self.report(f"compute {v}")
+        seed_everything(seed_for(self.seed, step, v))
+        if batch is None:  # all its rows lie in bad row groups
+            return None, _Leaf(0.0, 0.0, {})
+        self.speed.starts()
         with autocast(self.precision, self.device):
             returned = self.loss_fn(self.state.model, batch)
         self.pass_point("forward", step)
-        loss, weight, metrics = parse_loss(returned, self.data.rows(step, v))
+        rows = self.data.rows(step, v) - self.data.masked(step, v)
+        loss, weight, metrics = parse_loss(returned, rows)
         leaf = _Leaf(float(loss.detach()), weight, metrics)
         if weight == 0.0:
             return None, leaf
         if not math.isfinite(leaf.loss) and self.state.loss_scale is None:
             return None, leaf  # the header tells all; they raise together
+        if not loss.requires_grad:
+            raise LossError(
+                f"the loss of step {step} on virtual worker {v} has no gradient: it was detached, made under no_grad, "
+                "or depends on no parameter that requires one. Return it with the weight 0 to leave the micro-batch out"
+            )
         scale = weight / expected
         if self.state.loss_scale is not None:
             scale *= self.state.loss_scale.scale
         return loss * scale, leaf
 
-    def _exchange_headers(
+    def _launch_header(
         self, step: int, outcomes: Mapping[int, _Leaf], stop: str | None
-    ) -> _Heard:
-        used, changed = self.gradients.used, self.buffers.changed()
-        flags = bytes([self.gradients.late]) + used + changed
+    ) -> tuple[int, int]:
+        """How many flags it has for parameters, and for buffers: as many as the others' have."""
         said = {
             "v": [(v, x.loss, x.weight, x.metrics) for v, x in outcomes.items()],
             "stop": stop,
-            "bound": self.gradients.bound,
+            "keep": self.control.checkpoint_wanted,
+            "keeps_late": self.control.checkpoint_late,
+            "bad": sorted(self.data.bad_row_groups() - self.state.bad_row_groups),
         }
-        self._header.launch(flags + json.dumps(said).encode())
+        digest = self.weights.digest(step - 1)
+        if digest is not None:
+            said["weights"] = digest
+        used, changed = self.gradients.used, self.buffers.changed()
+        self._header.launch(bytes([self.gradients.late]) + used + changed + marshal.dumps(said))
         self.pass_point("header", step)
+        return len(used), len(changed)
+
+    def _collect_headers(self, step: int, used: int, changed: int) -> _Heard:
+        size = 1 + used + changed
         records = self._header.collect()
-        either = _or([record[: len(flags)] for record in records])
-        texts = [json.loads(record[len(flags) :]) for record in records]
+        either = _or([record[:size] for record in records])
+        texts = [marshal.loads(record[size:]) for record in records]
+        self.weights.compare(step - 1, [text.get("weights") for text in texts])
         return _Heard(
             stop=next((text["stop"] for text in texts if text["stop"]), None),
             late=bool(either[0]),
-            used=either[1 : 1 + len(used)],
-            changed=[i for i, flag in enumerate(either[1 + len(used) :]) if flag],
-            bound=sum(text["bound"] for text in texts),
+            used=either[1 : 1 + used],
+            changed=[i for i, flag in enumerate(either[1 + used :]) if flag],
+            keep=any(text["keep"] for text in texts),
+            keeps_late=any(text["keeps_late"] for text in texts),
+            bad=frozenset(group for text in texts for group in text["bad"]),
             leaves={v: _Leaf(loss, weight, m) for t in texts for v, loss, weight, m in t["v"]},
         )
 
@@ -274,13 +326,13 @@ class Stepper:
             number=step,
             epoch=self.data.epoch_of(step),
             epoch_end=self.data.ends_epoch(step),
-            loss=_mean([(leaf.loss, leaf.weight) for leaf in leaves.values()]),
+            loss=mean([(leaf.loss, leaf.weight) for leaf in leaves.values()]),
             weight=weight,
             metrics=_mean_metrics(leaves.values()),
             lr=float(state.optimizer.param_groups[0]["lr"]),
         )
         seed_everything(body_seed(self.seed, step))
-        self.gradients.assign(used)
+        self._gradients = self.gradients.assign(used)
         self.buffers.commit(buffers)
         if finite:
             if self.clip_norm is not None:
@@ -292,18 +344,18 @@ class Stepper:
                 state.scheduler.step()
         if state.loss_scale is not None:
             state.loss_scale.update(overflow=not finite)
+        # A member that takes the step over has no gradients for its body, so nobody's body has any.
+        self.gradients.drop()
         state.record = record
-        self._intact = True
         state.note_commit()
         self.pass_point("after_step", step)
         return record
 
     def grad_norm(self) -> float | None:
         """Of the last committed step, while its gradients are still there."""
-        if not self._intact:
+        if self._gradients is None:
             return None
-        grads = [p.grad for p in self.state.parameters.values() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+        return float(torch.nn.utils.get_total_norm(self._gradients))
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,38 +366,13 @@ class _Heard:
     late: bool  # a hook fired twice somewhere
     used: bytes  # per parameter of the layout, whether any virtual worker gave it a gradient
     changed: list[int]  # indices of buffers that any virtual worker changed
-    bound: float  # no element of the gradient's sum is larger
+    keep: bool  # somebody wants a checkpoint of this step
+    keeps_late: bool  # somebody's last checkpoint is still being written: not yet
+    bad: frozenset[int]  # row groups that some member could not decode, and no step before recorded
     leaves: dict[int, _Leaf]  # by virtual worker
 
 
 # --------------------------------------------------------------------------------------------- parts
-
-
-def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str, float]]:
-    """What a loss function may return: loss, (loss, weight) or (loss, weight, metrics)."""
-    metrics: Mapping[str, Any] = {}
-    loss, weight = returned, rows
-    if isinstance(returned, tuple):
-        if len(returned) not in (2, 3):
-            raise LossError(
-                f"the loss function returned a tuple of {len(returned)}; it may return loss, "
-                "(loss, weight) or (loss, weight, metrics)"
-            )
-        loss, weight = returned[:2]
-        metrics = returned[2] if len(returned) == 3 else {}
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        raise LossError(
-            f"the loss is {what}, must be a scalar tensor: the mean over the micro-batch, e.g. loss.mean()"
-        )
-    number = float(weight)
-    if not (math.isfinite(number) and number >= 0):
-        raise LossError(f"the weight of a micro-batch is {number}, must be finite and not negative")
-    return loss.reshape(()), number, {str(key): float(value) for key, value in metrics.items()}
 
 
 def _or(rows: Sequence[bytes]) -> bytes:
@@ -356,19 +383,13 @@ def _or(rows: Sequence[bytes]) -> bytes:
     return either.to_bytes(len(rows[0]), "little")
 
 
-def _mean(values: Sequence[tuple[float, float]]) -> float:
-    """Weighted mean, added in the order of virtual workers."""
-    weight = math.fsum(w for _, w in values)
-    return math.fsum(x * w for x, w in values) / weight if weight else math.nan
-
-
 def _mean_metrics(leaves: Any) -> dict[str, float]:
     """Over the micro-batches that reported each."""
     by_name: dict[str, list[tuple[float, float]]] = {}
     for leaf in leaves:
         for name, value in leaf.metrics.items():
             by_name.setdefault(name, []).append((value, leaf.weight))
-    return {name: _mean(values) for name, values in by_name.items()}
+    return {name: mean(values) for name, values in by_name.items()}
 
 
 def seed_everything(seed: int) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +14,32 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from elastic_dp.distributed import gradients
+from elastic_dp.distributed.gradients import GradientSum
 from elastic_dp.train.run import LocalRun
+from tests.patience import eventually
 
 
 def hold(ctx: Any, step: Any) -> None:
-    """In the bodies of the steps named in ctx.config["hold"] (0: all), wait until the group has that size.
+    """In the bodies of the steps named in ctx.config["hold"] (0: all), wait until the group has that size; in those
+    named in ctx.config["gates"], until that file is there; in all, while there is the file ctx.config["pause"], for what
+    is told meanwhile.
 
-    Only bodies wait, so no result depends on it; it makes sure that a resize happened where a test wants it.
+    Only bodies wait, so no result depends on it; it makes sure that things happen where a test wants them.
     """
     if isinstance(ctx._session.link, LocalRun):
         return
-    sizes = ctx.config.get("hold", {})
-    size = sizes.get(step.number, sizes.get(0))
-    until = time.monotonic() + 60
-    while size and ctx.world_size != size and time.monotonic() < until:
-        if ctx._session.control._over() or ctx._session.control._planned:
-            return  # the group changes as soon as this body lets it
-        time.sleep(0.005)
+    control = ctx._session.control
+    sizes, gate = ctx.config.get("hold", {}), ctx.config.get("gates", {}).get(step.number)
+    size, pause = sizes.get(step.number, sizes.get(0)), ctx.config.get("pause")
+    # The group changes as soon as this body lets it, or never will: who stops takes nobody in.
+    changes = [control._over, lambda: control._planned, lambda: control.stop_reason]
+    if size:
+        eventually(lambda: ctx.world_size == size or any(change() for change in changes))
+    if pause:
+        eventually(lambda: not os.path.exists(pause) or any(change() for change in changes))
+    if gate:
+        eventually(lambda: os.path.exists(gate) or control.release_reason)
     time.sleep(ctx.config.get("body_s", 0.0))
 
 
@@ -45,12 +56,45 @@ def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 def loop(
     ctx: Any, model: nn.Module, optimizer: Any, loss_fn: Any = cross_entropy, **options: Any
 ) -> None:
+    made = objects_of(model, optimizer)
     for step in ctx.steps(model, optimizer, loss_fn, **options):
+        assert objects_of(model, optimizer) == made
         hold(ctx, step)
+
+
+def objects_of(model: nn.Module, optimizer: Any) -> list[int]:
+    """What the user made: it stays the same objects in all generations."""
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    return list(map(id, [*model.modules(), *model.parameters(), *model.buffers(), *grouped]))
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
+    """In a process of its own: gradients go in many collectives, as those of a large model do, and the points "sent" and
+    "gather" are passed between any two of them, too."""
+
+    def cut(ctx: Any) -> None:
+        for limit in ("UNCUT", "FIRST_BUCKET", "LAST_BUCKET", "BUCKET"):
+            setattr(gradients, f"{limit}_BYTES", 256)
+        session = ctx._session
+        for method, point in {"_launch": "sent", "_add_up": "gather"}.items():
+            setattr(GradientSum, method, _passing(point, session, getattr(GradientSum, method)))
+        train(ctx)
+        assert len(session.stepper.gradients._buckets) >= 3
+
+    return cut
+
+
+def _passing(point: str, session: Any, method: Any) -> Any:
+    def passes(gradient_sum: GradientSum, bucket: Any) -> Any:
+        if bucket.first:
+            session.pass_point(point, session.place.step + 1)
+        return method(gradient_sum, bucket)
+
+    return passes
 
 
 # ----------------------------------------------------------------------------------------- the zoo
@@ -211,6 +255,47 @@ def lazy_optimizer_state(ctx: Any) -> None:
     loop(ctx, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss_fn)
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps a count beside the state of parameters, once more in an attribute, and a list in its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05, "history": [0]})
+        self.state["global"]["count"] = torch.zeros(())
+        self.state["calls"] = 0
+        self.last = {"calls": [0]}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.state["global"]["count"] += 1
+        self.state["calls"] += 1
+        self.last["calls"][0] += 1
+        for group in self.param_groups:
+            group["history"] = [*group["history"], len(group["history"])][-5:]
+            past = self.last["calls"][0] + self.state["calls"] + sum(group["history"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(
+                        p.grad * group["lr"] / float(self.state["global"]["count"] + past) ** 0.5
+                    )
+
+
+def optimizer_with_a_state_of_its_own(ctx: Any) -> None:
+    model = classifier()
+    loop(ctx, model, Counting(model.parameters()))
+
+
+def scheduler_in_the_body(ctx: Any) -> None:
+    """Each body steps the scheduler once more, and writes into a list that it holds."""
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.99**k)
+    scheduler.rule = lambda k: k  # by reference it could not be pickled
+    for step in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
+        scheduler.step()
+        scheduler.base_lrs[0] *= 0.98
+        hold(ctx, step)
+
+
 class Average:
     """An exponential moving average of the weights, kept in the loop's body."""
 
@@ -245,8 +330,10 @@ def average_and_plateau(ctx: Any) -> None:
         out = m(batch["x"])
         return F.cross_entropy(out, batch["y"]) + 0.1 * F.mse_loss(out, teacher)
 
+    made = objects_of(model, optimizer)
     state = {"ema": average, "plateau": plateau}
     for step in ctx.steps(model, optimizer, loss_fn, state=state):
+        assert objects_of(model, optimizer) == made
         average.update(model)
         with torch.no_grad():
             for p in average.model.parameters():  # what a body draws must be equal everywhere, too
@@ -255,6 +342,19 @@ def average_and_plateau(ctx: Any) -> None:
         if step.number % 4 == 0:
             ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"], model=average.model))
         hold(ctx, step)
+
+
+def evaluates_after_the_loop(ctx: Any) -> None:
+    """Evaluates in the last body as in all others, and twice more behind the loop."""
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"]))
+        hold(ctx, step)
+    if not isinstance(ctx._session.link, LocalRun):
+        eventually(lambda: os.path.exists(ctx.config["standby_is_ready"]))
+    for weight in (2, 3):
+        result = ctx.evaluate(lambda m, b, w=weight: w * cross_entropy(m, b), ctx.config["eval"])
+        ctx.log({f"final_{weight}": result["eval_loss"]})
 
 
 def zero_weights(ctx: Any) -> None:
@@ -275,9 +375,13 @@ def compiled(ctx: Any) -> None:
 
 
 def clipped_average_norm(ctx: Any) -> None:
-    """Reads the lazily computed gradient norm in the body, and logs it."""
+    """Reads the lazily computed gradient norm in the body, and logs it. No body sees the gradients themselves."""
     model = classifier()
-    for step in ctx.steps(model, adamw(model), cross_entropy):
+    optimizer = adamw(model)
+    for step in ctx.steps(model, optimizer, cross_entropy):
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad()  # by habit; the norm is still there
+        assert step.grad_norm > 0
         ctx.log({"norm": step.grad_norm, "loss": step.loss})
         hold(ctx, step)
 
@@ -299,6 +403,8 @@ ZOO = {
         bf16_parameters,
         fused,
         lazy_optimizer_state,
+        optimizer_with_a_state_of_its_own,
+        scheduler_in_the_body,
         average_and_plateau,
         zero_weights,
         clipped_average_norm,

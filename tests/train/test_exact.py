@@ -5,57 +5,88 @@ import time
 
 import pytest
 
-from elastic_dp.protocol.messages import DrainNoticed, SizeRequested
+from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.spec import MapStyleData
-from tests.runs import Points, group, local, resize, spec_of
-from tests.train.jobs import ZOO, average_and_plateau, batch_norm, compiled, plain
+from tests.patience import eventually
+from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, resize, spec_of
+from tests.train.jobs import (
+    ZOO,
+    autocast_bf16,
+    average_and_plateau,
+    batch_norm,
+    compiled,
+    in_small_buckets,
+    plain,
+)
+
+# Once more with their gradients in many buckets: some are absent, on some ranks or on all, or come twice.
+IN_BUCKETS = ("frozen_and_unused", "branching", "checkpointed_reentrant")
 
 
 def evaluation():
     return MapStyleData(Points(30), micro_batch_size=8)
 
 
-@pytest.mark.parametrize("train", [plain, batch_norm], ids=lambda f: f.__name__)
-def test_fixed_sizes(train):
-    digests = {0: local(spec_of(steps=20), train).digest}
+@pytest.mark.parametrize(
+    ("train", "cut"),
+    [(plain, lambda train: train), (batch_norm, in_small_buckets)],
+    ids=["plain", "batch_norm in small buckets"],
+)
+def test_fixed_sizes(train, cut):
+    digests = {0: local(spec_of(steps=10), train).digest}
     for workers in (1, 2, 3, 4, 5, 8):
-        outcome, _ = group(spec_of(steps=20, workers=workers, min_workers=workers), train)
+        outcome, _ = group(spec_of(steps=10, workers=workers, min_workers=workers), cut(train))
         assert outcome.error is None, outcome.traceback
         digests[workers] = outcome.digest
     assert len(set(digests.values())) == 1, digests
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_zoo(name):
-    """1 → 2 → 3 → 5 → 8 → 3 workers while it trains; the bodies wait until each size is there."""
-    sizes = {2: 2, 12: 3, 24: 5, 36: 8, 48: 3}
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        *((name, lambda train: train) for name in ZOO),
+        *((name, in_small_buckets) for name in IN_BUCKETS),
+    ],
+    ids=[*ZOO, *(f"{name} in small buckets" for name in IN_BUCKETS)],
+)
+def test_zoo(name, cut):
+    """1 → 3 → 2 workers while it trains; the bodies wait until each size is there."""
+    sizes = {2: 3, 13: 2}
     shape = (3, 8, 8) if name == "channels_last" else ()
-    config = {"eval": evaluation(), "hold": sizes}
-    spec = spec_of(steps=56, workers=1, shape=shape, config=config)
+    config = {"eval": evaluation(), "hold": sizes, "body_s": 0.02}
+    spec = spec_of(steps=24, workers=1, virtual=6, shape=shape, config=config)
     calm = local(spec, ZOO[name])
     script = [resize(step, size) for step, size in sizes.items()]
-    outcome, run = group(spec, ZOO[name], script=script)
+    outcome, run = group(spec, cut(ZOO[name]), script=script)
     assert outcome.error is None, outcome.traceback
-    assert outcome.generations >= 4  # one change may overtake another
+    assert outcome.generations >= 2  # one change may overtake another
     assert outcome.digest == calm.digest
-    logged = [
-        line for _, line in run.journal._kept if "event" not in line and "command" not in line
-    ]
+    logged = [line for line in lines_of(run) if "event" not in line and "command" not in line]
     assert [{k: v for k, v in x.items() if k != "time"} for x in logged] == calm.logged
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_a_compiled_model():
-    spec = spec_of(steps=6)
-    assert group(spec, compiled)[0].digest == local(spec, compiled).digest
+    """1 → 2 → 1 workers: the joiner takes its state into the compiled model."""
+    sizes = {2: 2, 5: 1}
+    spec = spec_of(steps=8, workers=1, config={"hold": sizes})
+    calm = local(spec, compiled)  # and compiles, for all
+    outcome, _ = group(spec, compiled, script=[resize(step, size) for step, size in sizes.items()])
+    assert outcome.error is None, outcome.traceback
+    assert outcome.generations >= 3
+    assert outcome.digest == calm.digest
 
 
 @pytest.mark.parametrize(("rows", "train"), [(70, batch_norm), (50, batch_norm), (33, plain)])
 def test_a_short_tail(rows, train):
-    """The last batch of each epoch has fewer rows; some virtual workers get none."""
-    spec = spec_of(steps=12, rows=rows, tail="short", min_workers=3)
+    """The last batch of each epoch has fewer rows; some virtual workers get none. 3 → 2 workers after some epochs."""
+    config = {"hold": {1: 3, 6: 2}}
+    spec = spec_of(steps=12, rows=rows, tail="short", config=config)
     calm = local(spec, train)
-    assert group(spec, train)[0].digest == calm.digest
+    outcome, _ = group(spec, train, script=[resize(6, 2)])
+    assert outcome.error is None, outcome.traceback
+    assert outcome.generations >= 2
+    assert outcome.digest == calm.digest
     assert calm.digest != local(spec_of(steps=12, rows=rows), train).digest
 
 
@@ -66,39 +97,59 @@ def test_an_uneven_number_of_virtual_workers():
 
 def test_another_step_is_another_result():
     """The equalities above could not fail if all runs gave the same weights anyway."""
-    assert local(spec_of(steps=20), plain).digest != local(spec_of(steps=19), plain).digest
+    assert local(spec_of(steps=3), plain).digest != local(spec_of(steps=2), plain).digest
+
+
+def holders(run, now):
+    """Who is known to hold the state: who came into the group with it, and everyone after the group's first step."""
+    membership = run.controller.coordinator.membership
+    began = max(seat.place.step for seat in membership.seats)
+    all_do = now["generation"] == membership.generation and now["step"] > began
+    return {seat.worker for seat in membership.seats if seat.whole or all_do}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories(seed):
-    """Kills, joins, drains and scalings at random steps."""
+    """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
+
+    Someone who holds the state always stays: what is lost with all of them is a matter for checkpoints.
+    """
     rng = random.Random(seed)
-    train = (plain, average_and_plateau, batch_norm)[seed % 3]
-    config = {"eval": evaluation(), "body_s": 0.01}
-    spec = spec_of(steps=80, workers=3, standby=rng.randrange(2), config=config)
-    calm = local(spec_of(steps=80, config={"eval": evaluation()}), train)
-    done = []
+    train = (plain, average_and_plateau, batch_norm, autocast_bf16)[seed % 4]
+    config = {"eval": evaluation(), "body_s": 0.02}
+    spec = spec_of(steps=ENDLESS, workers=3, standby=rng.randrange(2), config=config)
+    done, killed, drained = [], set(), set()
 
     def disturb(run):
-        workers = run.controller.status()["workers"]
-        members = sorted(w for w, stage in workers.items() if stage == "member")
+        def trains():
+            now = status()
+            members = sorted(w for w, stage in now["workers"].items() if stage == "member")
+            settled = min(2, now["size"]) <= len(members) <= now["size"]
+            settled = settled and now["phase"] == "running" and not killed.intersection(members)
+            return settled and now["step"] >= at and members
+
+        status = run.controller.status
+        at = status()["step"] + rng.randrange(8)
+        members = eventually(lambda: run.controller.ended.is_set() or trains(), status)
+        if run.controller.ended.is_set():
+            return  # which is a failure
         what = rng.choice(["kill", "kill", "drain", "scale"])
-        if what == "scale":
-            run.controller.post(SizeRequested(rng.randint(1, 6)))
-        elif len(members) < 2 or run.controller.status()["phase"] != "running":
-            return  # whoever alone holds the state stays: checkpoints are for losing that
+        staying = holders(run, status()).intersection(members) - drained
+        victims = [member for member in members if staying - {member}]
+        if what == "scale" or not victims:
+            what = "scale"
+            run.controller.post(SizeRequested(rng.randint(1, 5)))
         elif what == "drain":
             deadline = rng.choice([None, time.monotonic() + 1.0])
-            run.controller.post(DrainNoticed(rng.choice(members), deadline))
+            drained.add(victim := rng.choice(victims))
+            run.controller.post(DrainNoticed(victim, deadline))
         else:
-            run.fleet.kill(rng.choice(members))
+            killed.add(victim := rng.choice(victims))
+            run.fleet.kill(victim)
         done.append(what)
 
-    script = [(step, disturb) for step in sorted(rng.sample(range(2, 75), 7))]
+    script = [*[(1, disturb)] * 5, (1, goes_on), (1, StopRequested("enough"))]
     outcome, _run = group(spec, train, script=script)
-    lost = "every worker that held the state is lost"
-    if outcome.error is not None and lost in outcome.error:
-        pytest.skip("this history killed all who held the state")  # checkpoints are for that
-    assert outcome.error is None, outcome.traceback
-    assert done
+    assert outcome.error is None, (outcome.error, outcome.traceback, seed, done)
+    calm = local(spec_of(steps=outcome.step, config=config), train)
     assert outcome.digest == calm.digest, (seed, done)

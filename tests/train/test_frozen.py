@@ -10,23 +10,28 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from elastic_dp.cluster.pulse import _look_at
+from elastic_dp.protocol.messages import StopRequested
 from elastic_dp.spec import FailureConfig
 from elastic_dp.train.faults import Fault
-from tests.runs import group, local, spec_of
+from tests.patience import PATIENCE_S, Stalls, eventually
+from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, plain
 
 FROZEN_S = 20.0
 SLOW_S = {"lock": 20.0, "forward": 60.0, "body": 60.0}
 
 
-def spec(**options):
+def spec(orphan_timeout_s=None, **options):
     made = spec_of(**options)
-    object.__setattr__(made, "failure", FailureConfig())
+    # Forming is not what is looked at, and four groups form at the same time.
+    failure = FailureConfig(forming_timeout_s=PATIENCE_S, orphan_timeout_s=orphan_timeout_s)
+    object.__setattr__(made, "failure", failure)
     return made
 
 
 def times(run, name, key="event"):
-    return [line["time"] for _, line in run.journal._kept if line.get(key) == name]
+    return [line["time"] for line in lines_of(run) if line.get(key) == name]
 
 
 def slow(ctx):
@@ -50,35 +55,82 @@ def slow(ctx):
 def one_is_slow(where):
     made = spec(steps=8, virtual=3, workers=3, min_workers=3, config={"where": where})
     began = time.monotonic()
-    outcome, run = group(made, slow, timeout_s=150.0)
+    outcome, run = group(made, slow)
     return outcome, run, time.monotonic() - began
 
 
-def one_is_frozen(path):
-    """Rank 1 is stopped within a step, and goes on 20 s later, when the others are far ahead."""
-    faults = (Fault("exchange", rank=1, world_size=3, settled=True, action="freeze", once=path),)
+def keeps_a_diary(folder):
+    """`plain`; each process writes down its generation, step and the time of each commit, as it makes it."""
+
+    def written(ctx):
+        session = ctx._session
+        commit = session.control.commit
+
+        def commits():
+            commit()
+            with open(folder / session.worker, "a", encoding="utf-8") as diary:
+                diary.write(f"{session.generation} {session.place.step + 1} {time.time()}\n")
+
+        session.control.commit = commits
+        plain(ctx)
+
+    return written
+
+
+def diary(path):
+    """(generation, step, time) of each commit."""
+    return [tuple(map(float, line.split())) for line in path.read_text("utf-8").splitlines()]
+
+
+def nobody_reaches_who_is_frozen(run, spared):
+    """As if its host had no network: no signal arrives there, and what its pulse should be told does not either."""
+    kill = run.fleet.kill
+
+    def kill_others(worker):
+        process = run.fleet.processes.get(worker)
+        if worker in spared or (process is not None and is_stopped(process)):
+            spared.append(worker)
+        else:
+            kill(worker)
+
+    run.fleet.kill = kill_others
+    run.controller.heartbeats.condemn = lambda worker, stuck: None
+
+
+def is_stopped(process):
+    return _look_at(process.pid)[0]
+
+
+def one_is_frozen(folder):
+    """Rank 1 is stopped within a step, and goes on 20 s later, when the others are far ahead. Nobody can kill it."""
+    frozen = folder / "frozen"
+    fault = Fault("exchange", rank=1, world_size=3, settled=True, action="freeze", once=str(frozen))
+    spared, before, codes = [], {}, []
 
     def thaw(run):
-        lines = [line for _, line in run.journal._kept]
-        victim = next(x["worker"] for x in lines if x.get("command") == "EvictWorker")
-        process = run.fleet.processes[victim]
-        time.sleep(max(0.0, os.stat(path).st_mtime + FROZEN_S - time.time()))
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)
-        process.join(10)
-        return process.exitcode
+        there = eventually(lambda: frozen.exists() and dict(run.fleet.processes))
+        worker = eventually(lambda: spared, run.controller.status)[0]
+        before[worker] = diary(folder / worker)
+        time.sleep(max(0.0, os.stat(frozen).st_mtime + FROZEN_S - time.time()))
+        assert is_stopped(there[worker])
+        os.kill(there[worker].pid, signal.SIGCONT)
+        eventually(lambda: worker not in run.fleet.processes, run.controller.status)
+        codes.append(there[worker].exitcode)
 
-    codes = []
-    made = spec(steps=150, config={"hold": {3: 3}, "body_s": 0.2}, min_workers=1)
-    script = [(40, lambda run: codes.append(thaw(run)))]
-    outcome, run = group(made, plain, faults=faults, script=script, timeout_s=150.0)
-    return outcome, run, made, codes
+    made = spec(steps=ENDLESS, config={"body_s": 0.2}, min_workers=1, orphan_timeout_s=FROZEN_S)
+    script = [
+        (0, lambda run: nobody_reaches_who_is_frozen(run, spared)),
+        (0, thaw),
+        (0, goes_on),
+        (0, StopRequested("enough")),
+    ]
+    outcome, run = group(made, keeps_a_diary(folder), faults=(fault,), script=script)
+    return outcome, run, codes, before
 
 
 def test_frozen_and_slow_are_told_apart(tmp_path):
-    path = str(tmp_path / "frozen")
-    with ThreadPoolExecutor() as pool:
-        frozen = pool.submit(one_is_frozen, path)
+    with Stalls() as stalls, ThreadPoolExecutor() as pool:
+        frozen = pool.submit(one_is_frozen, tmp_path)
         slow_ones = {where: pool.submit(one_is_slow, where) for where in SLOW_S}
 
     for where, future in slow_ones.items():  # nobody was evicted
@@ -88,11 +140,17 @@ def test_frozen_and_slow_are_told_apart(tmp_path):
         assert (outcome.generations, outcome.workers_lost) == (1, 0), where
         assert not times(run, "EvictWorker", "command")
 
-    outcome, run, made, codes = frozen.result()
+    outcome, run, codes, before = frozen.result()
     assert outcome.error is None, outcome.traceback
-    assert outcome.digest == local(made, plain).digest  # what thawed changed nothing
-    assert codes[0] not in (None, 0)  # it is gone, and did not finish anything
+    assert codes == [0]  # what thawed found that nobody wants it any more, and went
+    [(worker, was)] = before.items()
+    assert len(diary(tmp_path / worker)) <= len(was) + 1  # at most the step that it was in
+    undisturbed = local(spec(steps=outcome.step), plain)
+    assert outcome.digest == undisturbed.digest  # what thawed changed nothing
+    frozen_at, in_generation = os.stat(tmp_path / "frozen").st_mtime, was[-1][0]
     evicted = times(run, "EvictWorker", "command")[0]
-    reformed = [t for t in times(run, "FormGeneration", "command") if t > evicted]
-    assert evicted - os.stat(path).st_mtime < FailureConfig().heartbeat_timeout_s + 1.0
-    assert reformed[0] - evicted < 1.0
+    assert evicted - frozen_at < FailureConfig().heartbeat_timeout_s + 1.0 + stalls.lost_s
+    others = set(tmp_path.iterdir()) - {tmp_path / "frozen", tmp_path / worker}
+    commits = [commit for other in others for commit in diary(other)]
+    back = min(at for generation, _, at in commits if generation > in_generation)
+    assert back - frozen_at < 2 * FailureConfig().heartbeat_timeout_s + stalls.lost_s

@@ -4,29 +4,53 @@ The job keeps an average of the weights in the loop's body, which enters the los
 all, in any process, changes the final weights. The evaluation inside it is logged and compared, too.
 """
 
+import functools
+import os
+
 import pytest
 
-from elastic_dp.protocol.messages import Place
+from elastic_dp.distributed import transfer
+from elastic_dp.protocol.messages import Place, StopRequested
 from elastic_dp.spec import MapStyleData
 from elastic_dp.train.faults import POINTS, Fault
-from tests.runs import Points, group, local, spec_of
-from tests.train.jobs import average_and_plateau, batch_norm
+from elastic_dp.train.run import LocalRun
+from elastic_dp.train.seats import handing_over
+from tests.patience import eventually
+from tests.runs import Points, group, lines_of, local, spec_of
+from tests.train.jobs import (
+    average_and_plateau,
+    batch_norm,
+    evaluates_after_the_loop,
+    in_small_buckets,
+    plain,
+    scheduler_in_the_body,
+)
 
+ENDLESS = 1_000_000  # until it is stopped
 WHILE_FORMING = ("forming", "giving_state", "taking_state")
+IN_BUCKETS = ("sent", "exchange", "gather")  # the first and the last: between two of them
+WITH_CHECKPOINTS = ("restoring", "sharing", "keeping")  # see test_checkpoints, test_restoring
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
+# Of the four that form, rank 0 gives the state and rank 3, the joiner, takes it.
+SECONDS = [
+    *(tuple(("forming", rank) for rank in ranks) for ranks in [*VICTIMS, (3,), (0, 3)]),
+    (("giving_state", 0),),
+    (("taking_state", 3),),
+    (("giving_state", 0), ("taking_state", 3)),
+    (("forming", 1), ("giving_state", 0)),
+    (("forming", 0), ("taking_state", 3)),
+]
 
-STEPS = 240  # of which a planned end may take some thirty, and there are half a dozen
 
-
-def job(steps=STEPS, workers=3, **options):
+def job(steps=ENDLESS, workers=3, **options):
     config = {
         "eval": MapStyleData(Points(60), micro_batch_size=8),
-        "body_s": 0.008,
+        "body_s": 0.02,
         "hold": {0: workers},
         **options,
     }
-    return spec_of(steps=steps, workers=workers, min_workers=1, standby=1, config=config)
+    return spec_of(steps=steps, workers=workers, virtual=4, min_workers=1, standby=1, config=config)
 
 
 def one_after_another(point, tmp_path):
@@ -42,18 +66,32 @@ def one_after_another(point, tmp_path):
     return tuple(faults)
 
 
-@pytest.fixture(scope="module")
-def calm():
-    """Digest and last logged evaluation of the undisturbed run, by train function."""
-    return {f: local(job(), f) for f in (average_and_plateau, batch_norm)}
+@functools.cache
+def calm(steps, train):
+    return local(job(steps), train)
 
 
-def check(outcome, run, undisturbed, kills):
+def with_faults(spec, train, faults):
+    """A run that is stopped when all of them have happened, and the group makes steps again."""
+
+    def all_happened(run):
+        status, ended = run.controller.status, run.controller.ended.is_set
+        for fault in faults:
+            eventually(lambda file=fault.once: os.path.exists(file) or ended(), status)
+        at = status()["step"]
+        eventually(lambda: status()["step"] > at + 1 or ended(), status)
+
+    return group(
+        spec, train, faults=faults, script=[(1, all_happened), (1, StopRequested("enough"))]
+    )
+
+
+def check(outcome, run, train, kills):
     assert outcome.error is None, outcome.traceback
-    assert outcome.step == STEPS
+    undisturbed = calm(outcome.step, train)
     assert outcome.digest == undisturbed.digest
     assert outcome.workers_lost == kills  # the survivors kept their processes
-    lines = [line for _, line in run.journal._kept]
+    lines = lines_of(run)
     stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
     assert all(isinstance(place, Place) for place in stops)
     if undisturbed.logged:
@@ -61,44 +99,182 @@ def check(outcome, run, undisturbed, kills):
         assert metrics == {x["step"]: x["eval_loss"] for x in undisturbed.logged}
 
 
-@pytest.mark.parametrize("point", [p for p in POINTS if p not in WHILE_FORMING])
-def test_killed_at(point, calm, tmp_path):
+@pytest.mark.parametrize(
+    "point", [p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS)]
+)
+def test_killed_at(point, tmp_path):
     """Each of VICTIMS in turn, the group back at full size in between."""
     train = batch_norm if point == "buffers" else average_and_plateau
     faults = one_after_another(point, tmp_path)
-    outcome, run = group(job(), train, faults=faults)
-    assert outcome.error is None, outcome.traceback
-    assert len(list(tmp_path.iterdir())) == len(faults)  # all of them happened
-    check(outcome, run, calm[train], kills=len(faults))
+    trained = in_small_buckets(train) if point in IN_BUCKETS else train
+    outcome, run = with_faults(job(), trained, faults)
+    check(outcome, run, train, kills=len(faults))
     assert outcome.generations > len(VICTIMS)
 
 
-@pytest.mark.parametrize("point", WHILE_FORMING)
-@pytest.mark.parametrize("ranks", VICTIMS, ids=str)
-def test_killed_while_a_generation_forms(point, ranks, calm, tmp_path):
+def test_killed_between_two_buckets_in_fast_mode(tmp_path):
+    """Two virtual workers on two workers, or on the one that is left: even there both give the same sum."""
+    deaths = [("sent", 0), ("gather", 1), ("sent", 1), ("gather", 0)]
+    files = tuple(str(tmp_path / str(i)) for i in range(len(deaths)))
+    faults = tuple(
+        Fault(point, rank=rank, world_size=2, once=files[i], after=files[:i], settled=True)
+        for i, (point, rank) in enumerate(deaths)
+    )
+    options = {"virtual": 2, "workers": 2, "exact": False}
+    spec = spec_of(steps=ENDLESS, standby=1, config={"hold": {0: 2}, "body_s": 0.02}, **options)
+    outcome, _ = with_faults(spec, in_small_buckets(plain), faults)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == len(deaths)
+    assert outcome.digest == local(spec_of(steps=outcome.step, **options), plain).digest
+
+
+@pytest.mark.parametrize("seconds", SECONDS, ids=str)
+def test_killed_while_a_generation_forms(seconds, tmp_path):
     """A first kill makes a generation of three whole workers and a joiner form; then these die in that."""
     first = str(tmp_path / "first")
     faults = (
         Fault("after_step", rank=3, world_size=4, once=first, settled=True),
-        *(Fault(point, rank=r, once=str(tmp_path / f"second-{r}"), after=(first,)) for r in ranks),
+        *(
+            Fault(point, rank=r, once=str(tmp_path / f"{point}-{r}"), after=(first,))
+            for point, r in seconds
+        ),
     )
-    outcome, run = group(job(workers=4), average_and_plateau, faults=faults)
-    kills = len(list(tmp_path.iterdir()))
-    check(outcome, run, calm[average_and_plateau], kills)
+    outcome, run = with_faults(job(workers=4), average_and_plateau, faults)
+    check(outcome, run, average_and_plateau, kills=1 + len(seconds))
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_one_ran_the_next_body_and_one_is_still_behind(late, calm, tmp_path):
-    """Rank `late` is held before its commit of step 61; rank 2 commits, runs the body, and dies in step 62."""
+def in_pieces(train, folder):
+    """State travels in many pieces; who gives or takes it passes that point once more when two of them have arrived.
+    A taker leaves a file that says so: the generation, and the step that it was at."""
+
+    def torn(ctx):
+        session, together = ctx._session, transfer._together
+
+        def with_a_point(flats):
+            pieces = list(together(flats))
+            assert len(pieces) >= 4
+            yield from pieces[:2]
+            membership = session.membership
+            gives = membership.source == session.worker
+            if gives:
+                takers = handing_over(membership, session.rank, session.place)[1:]
+                arrived = [folder / f"{session.generation}-{r}" for r in takers]
+                over = session.control._over
+                eventually(lambda: all(file.exists() for file in arrived) or over())
+            else:
+                arrived = folder / f"{session.generation}-{session.rank}"
+                arrived.write_text(str(session.place.step), encoding="utf-8")
+            session.pass_point("giving_state" if gives else "taking_state")
+            yield from pieces[2:]
+
+        transfer._TOGETHER_BYTES, transfer._MAX_IN_FLIGHT = 256, 1
+        transfer._together = with_a_point
+        train(ctx)
+
+    return torn
+
+
+def taken_half_way(dead, folder):
+    """The steps at which those were who had taken two pieces when this fault happened."""
+    generation = dead.read_text(encoding="utf-8")
+    return {int(file.read_text(encoding="utf-8")) for file in folder.glob(f"{generation}-*")}
+
+
+@pytest.mark.parametrize(("point", "rank"), [("giving_state", 0), ("taking_state", 3)])
+def test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path):
+    """What has arrived is in the joiner's own tensors; they are void until the last piece is there, from whomever."""
+    first, dead = tmp_path / "first", tmp_path / "dead"
     faults = (
-        Fault("before_commit", 61, late, action="sleep", seconds=1.0, once=str(tmp_path / "held")),
-        Fault("before_forward", 62, rank=2, once=str(tmp_path / "dead")),
+        Fault("after_step", rank=3, world_size=4, once=str(first), settled=True),
+        Fault(point, rank=rank, nth=2, once=str(dead), after=(str(first),)),
     )
-    outcome, run = group(job(), average_and_plateau, faults=faults)
-    check(outcome, run, calm[average_and_plateau], kills=1)
-    stops = [
-        line["place"].step
-        for _, line in run.journal._kept
-        if line.get("event") == "WorkerStopped" and "planned" not in line["reason"]
-    ]
-    assert {s for s in stops if s < STEPS} == {60, 61}  # they really differed by one step
+    torn = in_pieces(average_and_plateau, tmp_path)
+    outcome, run = with_faults(job(workers=4), torn, faults)
+    check(outcome, run, average_and_plateau, kills=2)
+    assert taken_half_way(dead, tmp_path) == {0}
+
+
+def held_before_its_commit(train, step, rank, committed):
+    """That rank commits that step only when it has heard of a loss; then it cannot any more, unless it makes the step
+    again. Rank 2 does when the other one has, which says so by this file."""
+    waits = committed.with_name("waits")
+
+    def held(ctx):
+        session = ctx._session
+        control, commit = session.control, session.control.commit
+
+        def late():
+            here = session.place.step + 1 == step and not isinstance(session.link, LocalRun)
+            if here and session.rank == rank and not waits.exists():
+                waits.touch()
+                eventually(control._over)
+            if here and session.rank == 2:
+                eventually(committed.exists)
+            commit()
+            if here and session.rank == 1 - rank:
+                committed.touch()
+
+        control.commit = late
+        train(ctx)
+
+    return held
+
+
+@pytest.mark.parametrize(
+    ("late", "train"),
+    [(0, average_and_plateau), (1, average_and_plateau), (0, scheduler_in_the_body)],
+)
+def test_one_ran_the_next_body_and_one_is_still_behind(late, train, tmp_path):
+    """Rank `late` is held before its commit of step 22; rank 2 commits, runs the body, and dies in step 23."""
+    fault = Fault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
+    held = held_before_its_commit(train, 22, late, tmp_path / "committed")
+    outcome, run = with_faults(job(), held, (fault,))
+    check(outcome, run, train, kills=1)
+    lines = lines_of(run)
+    death = next(at for at, line in enumerate(lines) if line.get("event") == "WorkerLost")
+    died_in = max(
+        line["generation"] for line in lines[:death] if line.get("command") == "FormGeneration"
+    )
+    stops = [line for line in lines if line.get("event") == "WorkerStopped"]
+    steps = {stop["place"].step for stop in stops if stop["generation"] == died_in}
+    assert steps == {21, 22}  # they really differed by one step
+
+
+@pytest.mark.parametrize(("point", "step"), [("giving_state", 22), ("taking_state", 21)])
+def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path):
+    """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank 0 makes step 22 itself."""
+    dead = tmp_path / "dead"
+    faults = (
+        Fault("before_forward", 23, rank=2, once=str(tmp_path / "first")),
+        Fault(point, step, nth=2, once=str(dead)),
+    )
+    held = held_before_its_commit(average_and_plateau, 22, 0, tmp_path / "committed")
+    outcome, run = with_faults(job(), in_pieces(held, tmp_path), faults)
+    check(outcome, run, average_and_plateau, kills=2)
+    assert 21 in taken_half_way(dead, tmp_path)
+    torn = int(dead.read_text(encoding="utf-8"))
+    stops = [x for x in lines_of(run) if x.get("event") == "WorkerStopped"]
+    steps = {x["place"].step for x in stops if x["generation"] == torn and x["whole"]}
+    assert steps == ({21} if point == "giving_state" else {22})  # all of it, or nothing
+
+
+@pytest.mark.parametrize("exchange", [1, 4])
+def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
+    """The standby that takes the place knows which evaluations lay before the loop's end, and which come behind."""
+    there = tmp_path / "there"
+    spec = job(steps=12, standby_is_ready=str(there))
+    in_body = 2  # exchanges that rank 1 makes for one evaluation of these 60 rows: 8 micro-batches, 3 workers
+    fault = Fault("evaluate_exchange", 12, 1, nth=in_body + exchange, once=str(tmp_path / "dead"))
+
+    def ready(run):
+        stages = list(run.controller.status()["workers"].values())
+        return stages.count("member") == 3 and "ready" in stages
+
+    script = [(1, lambda run: eventually(lambda: ready(run))), (1, lambda run: there.touch())]
+    outcome, run = group(spec, evaluates_after_the_loop, faults=(fault,), script=script)
+    undisturbed = local(spec, evaluates_after_the_loop)
+    assert (tmp_path / "dead").exists()
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.step) == (undisturbed.digest, 12)
+    lines = [line for line in lines_of(run) if "final_3" in line]
+    assert [x["final_3"] for x in lines] == [x["final_3"] for x in undisturbed.logged[-1:]]

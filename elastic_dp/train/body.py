@@ -1,0 +1,198 @@
+"""What the loop's body must leave as it is: the parameters, the optimizer's groups of them, and its state.
+
+Each member runs each body once, on the state that the step gave it or that it took over from another member; so what
+a body writes there, one may have twice. Seen are, for some tens of microseconds a step:
+- a call of `optimizer.step()`, at once;
+- a parameter, buffer or module that was not there before the loop, also one that a forward pass made;
+- another tensor or module in the place of a parameter, and whatever raises a parameter's version;
+- of a few parameters in turn, the optimizer's state, and on the host also what goes round the version
+  (`p.data.mul_(…)`), by a sample of values, read through NumPy: an operator of torch costs ten times as much. So what is done to all of them is seen at once, and what is done to one
+  of them in each body is seen some steps later. On a device this comparison would make the host wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic_dp.errors import LoopError
+
+_WATCHED = 4  # so many parameters a step are looked at closely
+_SAMPLED_NUMEL = 16  # of each of them, spread over it
+_version = attrgetter("_version")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a module holds under a name: a parameter, or a module with parameters."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A view of some elements of a parameter whose memory began here."""
+
+    at: int
+    view: np.ndarray[Any, Any]
+
+
+class Untouched:
+    """Watches one model and its optimizer from `begin` to `check`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
+        held = list(_held(model))
+        self._held_names, self._held = [h.name for h in held], [h.value for h in held]
+        self._holders, self._keys = [h.holder for h in held], [h.key for h in held]
+        self._dicts, self._dict_names = _dicts(model)
+        self._entries = [set(d) for d in self._dicts]
+        self._sizes = list(map(len, self._dicts))
+        self._absent = [
+            (n, d, k)
+            for n, d in zip(self._dict_names, self._dicts, strict=True)
+            for k in d
+            if d[k] is None
+        ]
+        self._optimizer = optimizer
+        self._watching = False
+        self._window = range(0, 0)
+        self._samples: dict[int, _Sample] = {}
+        self._groups = _groups(optimizer)
+        optimizer.register_step_pre_hook(self._steps)
+
+    def begin(self) -> None:
+        """The body begins."""
+        self._versions = self._present_versions()
+        first = self._window.stop if self._window.stop < len(self._names) else 0
+        self._window = range(first, min(first + _WATCHED, len(self._names)))
+        self._values = [self._sample(i) for i in self._window]
+        self._states = [self._state(i) for i in self._window]
+        self._watching = True
+
+    def check(self) -> None:
+        """The body has ended. Raises LoopError."""
+        if not self._watching:
+            return
+        self._watching = False
+        if _groups(self._optimizer) != self._groups:
+            raise LoopError(
+                "the body of the loop over ctx.steps changed which parameters the optimizer has, e.g. by "
+                "add_param_group: a worker that joins could not tell. Make all groups before the loop, and in the body "
+                "set their lr, or requires_grad of their parameters"
+            )
+        grown = self._grown()
+        if grown is not None:
+            raise LoopError(
+                f"model.{grown} was added to the model, or taken from it, since the loop over ctx.steps began: a worker "
+                "that joins could not tell, and what a forward pass makes of its rows is another on each worker. Have all "
+                "parameters, buffers and modules there before the loop; a cache may be a plain attribute"
+            )
+        same = list(map(is_, map(dict.get, self._holders, self._keys), self._held))
+        if not all(same):
+            name = self._held_names[same.index(False)]
+            raise _wrote(f"put something else in the place of {name!r}")
+        versions = self._present_versions()
+        if versions != self._versions:
+            changed = next(
+                i for i, v in enumerate(zip(versions, self._versions, strict=True)) if v[0] != v[1]
+            )
+            raise _wrote(f"wrote to {self._names[changed % len(self._names)]!r}")
+        for i, values, state in zip(self._window, self._values, self._states, strict=True):
+            if values != self._sample(i):
+                raise _wrote(f"wrote to {self._names[i]!r}")
+            if state != self._state(i):
+                raise _wrote(f"wrote to the optimizer's state of {self._names[i]!r}")
+
+    # ------------------------------------------------------------------------------ private
+
+    def _grown(self) -> str | None:
+        """The name of a parameter, buffer or module that was not there, or None and is no more; or is gone."""
+        if list(map(len, self._dicts)) != self._sizes:
+            for prefix, d, before in zip(self._dict_names, self._dicts, self._entries, strict=True):
+                for key in before ^ set(d):
+                    return prefix + key
+        for prefix, d, key in self._absent:
+            if d[key] is not None:
+                return prefix + key
+        return None
+
+    def _steps(self, *_: Any) -> None:
+        if self._watching:
+            raise LoopError(
+                "the body of the loop over ctx.steps called optimizer.step(): when a body begins, the step has "
+                "been taken, and its gradients are gone"
+            )
+
+    def _present_versions(self) -> list[int]:
+        """And where their memory is, which `p.data = …` changes."""
+        places = map(torch.Tensor.data_ptr, self._parameters)
+        return [*map(_version, self._parameters), *places]
+
+    def _sample(self, i: int) -> bytes:
+        """Some elements of a parameter, bit by bit."""
+        p, sample = self._parameters[i], self._samples.get(i)
+        if sample is None or sample.at != p.data_ptr():
+            sample = self._samples[i] = _Sample(p.data_ptr(), _spread(p))
+        return sample.view.tobytes()
+
+    def _state(self, i: int) -> list[tuple[str, int, int]]:
+        entry = self._optimizer.state.get(self._parameters[i], {})
+        return [
+            (key, id(value), value._version if isinstance(value, torch.Tensor) else 0)
+            for key, value in entry.items()
+        ]
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _dicts(model: nn.Module) -> tuple[list[dict[str, Any]], list[str]]:
+    """All that hold parameters, buffers and modules, and what comes before the names in them."""
+    dicts, names = [], []
+    for prefix, module in model.named_modules():
+        dicts += [module._parameters, module._buffers, module._modules]
+        names += [f"{prefix}." if prefix else ""] * 3
+    return dicts, names
+
+
+def _held(model: nn.Module) -> Iterator[_Held]:
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for key, p in module._parameters.items():
+            if p is not None:
+                yield _Held(dot + key, module._parameters, key, p)
+        for key, child in module._modules.items():
+            if child is not None and next(child.parameters(), None) is not None:
+                yield _Held(dot + key, module._modules, key, child)
+
+
+def _spread(p: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A view of some elements; of none on a device."""
+    if p.device.type != "cpu" or p.numel() == 0:
+        return np.empty(0)
+    p = p.detach()
+    while p.dim() > 1:  # where it is not one vector, a line through its middle
+        p = p.view(-1) if p.is_contiguous() else p.select(0, p.shape[0] // 2)
+    few = p.view(-1)[:: math.ceil(p.numel() / _SAMPLED_NUMEL)]
+    return few.unsqueeze(-1).view(torch.uint8).numpy()
+
+
+def _wrote(what: str) -> LoopError:
+    return LoopError(
+        f"the body of the loop over ctx.steps {what}. Parameters, buffers and the optimizer's state may change only "
+        "inside the step; keep an average of them in a model of its own and pass it as state=, or evaluate another "
+        "model with ctx.evaluate(…, model=…)"
+    )

@@ -1,0 +1,111 @@
+"""A checkpoint against the job that goes on from it: what must be the same, and what may have changed.
+
+- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first thing that differs.
+- Other hyper-parameters (a learning rate) are told, and the checkpoint's go on, as after `load_state_dict` of a
+  PyTorch optimizer: what a scheduler or the loop's body has made of them is in there. They are compared as the code
+  makes them, before any step, so what a run changed itself is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from elastic_dp.errors import RunMismatch
+from elastic_dp.train.state import TrainState
+
+_FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
+
+
+def made_of(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What the code gave the optimizer and the scheduler, as texts; to be called before the first step."""
+    groups = [
+        {key: _text(value) for key, value in group.items() if key not in _FOLLOWS}
+        for group in optimizer.param_groups
+    ]
+    state = {} if scheduler is None else scheduler.state_dict()
+    return {
+        "optimizer": type(optimizer).__name__,
+        "groups": groups,
+        "scheduler": {
+            key: _text(value)
+            for key, value in state.items()
+            if key not in _FOLLOWS and not key.startswith("_")
+        },
+    }
+
+
+def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In words. `then` is empty in a checkpoint of before there was such a record."""
+    if not then:
+        return []
+    pairs = [
+        *(
+            (f"the optimizer's {key}{_of_group(i, now)}", old.get(key), new.get(key))
+            for i, (old, new) in enumerate(zip(then["groups"], now["groups"], strict=False))
+            for key in sorted(old | new)
+        ),
+        *(
+            (f"the scheduler's {key}", then["scheduler"].get(key), now["scheduler"].get(key))
+            for key in sorted(then["scheduler"] | now["scheduler"])
+        ),
+    ]
+    return [f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new]
+
+
+def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState) -> None:
+    """Raises RunMismatch where the tree of a checkpoint is not that of this job."""
+    for what, theirs, mine in _compared(tree, naming, state):
+        if theirs != mine:
+            raise RunMismatch(
+                f"{what}: {mine} here, {theirs} in the newest checkpoint of the run. Use a new name= for a new "
+                "run (elastic_dp.load_state gives it these weights), or the old code to go on with this one"
+            )
+
+
+def _compared(
+    tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState
+) -> Iterator[tuple[str, Any, Any]]:
+    step, body = tree["step"], tree["body"]
+    names = {p: name for name, p in state.parameters.items()}
+    called = naming.get("parameters", [*state.parameters])
+    if len(called) == len(step["parameters"]):
+        theirs = dict(zip(called, step["parameters"], strict=True))
+        yield from _tensors("parameter", theirs, state.parameters)
+    yield "the parameters", called, [*state.parameters]
+    yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
+    kind = type(state.optimizer).__name__
+    yield "the optimizer", naming.get("made", {}).get("optimizer", kind), kind
+    groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]
+    yield "the optimizer's groups", naming.get("groups", groups), groups
+    yield "a scheduler", body["scheduler"] is not None, state.scheduler is not None
+    yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
+    yield "the keys of state=", sorted(body["user"]), sorted(state.user)
+
+
+def _tensors(
+    what: str, theirs: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in [*mine, *theirs]:
+        yield f"{what} {name}", _shape(theirs.get(name)), _shape(mine.get(name))
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _of_group(number: int, made: Mapping[str, Any]) -> str:
+    return f" (group {number})" if len(made["groups"]) > 1 else ""
+
+
+def _text(value: Any) -> str:
+    """Empty for what has no text that is the same in each process."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, list | tuple):
+        texts = [_text(x) for x in value]
+        return f"[{', '.join(texts)}]" if all(texts) else ""
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else ""

@@ -1,0 +1,16 @@
+"""Between whom state is handed over as a generation begins; all members draw the same conclusion."""
+
+from elastic_dp.protocol.messages import Membership, Place
+
+
+def handing_over(membership: Membership, rank: int, place: Place) -> list[int]:
+    """The ranks between which state is handed over, the source first; empty if `rank` (at `place`) is not one."""
+    seats = membership.seats
+    source = membership.rank(membership.source)
+    first = not any(seat.whole for seat in seats)
+    truth = place if first else seats[source].place
+    receivers = [
+        r for r, seat in enumerate(seats) if r != source and (not seat.whole or seat.place < truth)
+    ]
+    involved = [source, *receivers]
+    return involved if receivers and rank in involved else []

@@ -1,0 +1,65 @@
+"""How fast this worker computes: its seconds per virtual worker, told to those who deal them.
+
+Counted is what it does itself: from a forward pass whose batch is at hand to the end of the backward pass and its sums,
+not the waits for data and for other workers. Always: what is told is of the present generation alone, and the median of
+its last steps; before there are `STEPS` of them it is 0. On a GPU, which works behind its host, events in the stream tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+STEPS = 16
+
+
+class Speed:
+    """`tell` gets the number after each step; None: nobody wants to know, and nothing is measured."""
+
+    def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
+        self._tell, self._on_gpu = tell, device.type == "cuda"
+        self._instant: Callable[[], Any] = _event if self._on_gpu else time.perf_counter
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._instants: list[Any] = []  # of this step: begin, end, begin, end, …
+
+    def open(self) -> None:
+        """A new generation."""
+        self._steps.clear()
+        if self._tell is not None:
+            self._tell(0.0)
+
+    def begin(self) -> None:
+        """A new step, or the same one again."""
+        self._instants.clear()
+
+    def starts(self) -> None:
+        if self._tell is not None:
+            self._instants.append(self._instant())
+
+    def stops(self) -> None:
+        if len(self._instants) % 2:
+            self._instants.append(self._instant())
+
+    def stepped(self) -> None:
+        """The device has finished all of this step's virtual workers."""
+        if self._tell is None or not self._instants:
+            return
+        begins, ends = self._instants[::2], self._instants[1::2]
+        took = _on_gpu_s(begins, ends) if self._on_gpu else sum(ends) - sum(begins)
+        self._steps.append(took / len(ends))
+        if len(self._steps) == STEPS:
+            self._tell(sorted(self._steps)[STEPS // 2])
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _on_gpu_s(begins: Sequence[Any], ends: Sequence[Any]) -> float:
+    return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)) / 1e3

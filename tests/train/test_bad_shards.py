@@ -1,0 +1,99 @@
+"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way by every fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.data import read_index
+from elastic_dp.errors import BadShard
+from elastic_dp.spec import DataConfig, JobSpec
+from tests.runs import group, lines_of, local, resize, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+SHARDS, GROUPS, ROWS = 4, 3, 16  # 192 rows: 6 steps an epoch
+
+
+def points(folder: Path, bad: tuple[int, ...] = (5,)) -> DataConfig:
+    """Shards of points; row groups with these numbers are overwritten with garbage."""
+    rng = np.random.default_rng(0)
+    for shard in range(SHARDS):
+        x = rng.standard_normal((GROUPS * ROWS, 16)).astype(np.float32)
+        table = pa.table(
+            {
+                "x": pa.FixedSizeListArray.from_arrays(x.ravel(), 16),
+                "y": x[:, :4].argmax(axis=1),
+            }
+        )
+        pq.write_table(table, folder / f"part-{shard}.parquet", row_group_size=ROWS)
+    config = DataConfig(str(folder), micro_batch_size=4, on_bad_shard="skip")
+    index = read_index(config)
+    for number in bad:
+        path = folder / f"{index.name(index.shard_of(number))}"
+        content = bytearray(path.read_bytes())
+        start, end = int(index.starts[number]), int(index.ends[number])
+        content[start:end] = b"\xff" * (end - start)
+        path.write_bytes(content)
+    return config
+
+
+def job(data: DataConfig, **options: Any) -> JobSpec:
+    return dataclasses.replace(spec_of(steps=20, **options), data=data)
+
+
+def train(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    for step in ctx.steps(model, optimizer, cross_entropy, clip_norm=1.0):
+        ctx.log({"weight": step.weight})
+        hold(ctx, step)
+    ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"]))
+
+
+def test_every_fleet_leaves_out_the_same_rows(tmp_path):
+    config = points(tmp_path)
+    evaluation = dataclasses.replace(config, micro_batch_size=10)
+    calm = local(job(config, config={"eval": evaluation}), train)
+    weights = [line["weight"] for line in calm.logged if "weight" in line]
+    assert sum(weights[:6]) == SHARDS * GROUPS * ROWS - ROWS
+    for sizes in ({0: 1}, {0: 3}, {2: 2, 5: 4, 12: 1}):
+        spec = job(
+            config,
+            workers=min(sizes.values()) if 0 in sizes else 1,
+            min_workers=1,
+            config={"eval": evaluation, "hold": sizes},
+        )
+        script = [resize(step, size) for step, size in sizes.items()]
+        outcome, run = group(spec, train, script=script)
+        assert outcome.error is None, outcome.traceback
+        assert outcome.digest == calm.digest
+        assert outcome.skipped == ("row group 2 of part-1.parquet",)
+        said = [line["text"] for line in lines_of(run) if line.get("command") == "Explain"]
+        assert any("without" in text and "part-1.parquet" in text for text in said)
+
+
+def test_micro_batches_of_bad_rows_only_weigh_nothing(tmp_path):
+    """Every row group but one: most micro-batches have no row left, some virtual workers none in any step."""
+    config = points(tmp_path, bad=tuple(range(1, SHARDS * GROUPS)))
+    evaluation = dataclasses.replace(config, micro_batch_size=10)
+    spec = job(config, min_workers=3, config={"eval": evaluation})
+    calm = local(spec, train)
+    assert sum(line["weight"] for line in calm.logged[:6]) == ROWS
+    outcome, _ = group(spec, train)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == calm.digest and len(outcome.skipped) == SHARDS * GROUPS - 1
+
+
+def test_the_default_names_the_shard(tmp_path):
+    config = dataclasses.replace(points(tmp_path), on_bad_shard="fail")
+    spec = job(config, config={"eval": config})
+    with pytest.raises(BadShard, match=r"row group 2 of part-1\.parquet"):
+        local(spec, train)
+    outcome, _ = group(spec, train)
+    assert outcome.error is not None and "row group 2 of part-1.parquet" in outcome.error

@@ -1,0 +1,86 @@
+"""What a run makes of its data: the same bits from processes in any fleet, and no other data set on its second start."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig
+from elastic_dp.errors import RunMismatch
+from elastic_dp.train.faults import Fault
+from tests.runs import group, local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+
+def write(folder: Path, shard: int, rows: int = 96) -> None:
+    x = np.random.default_rng(shard).standard_normal((rows, 16)).astype(np.float32)
+    column = pa.FixedSizeListArray.from_arrays(x.ravel(), 16)
+    table = pa.table({"x": column, "y": x[:, :4].argmax(axis=1)})
+    pq.write_table(table, folder / f"part-{shard}.parquet", row_group_size=12)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (folder := tmp_path / "data").mkdir()
+    for shard in range(3):
+        write(folder, shard)
+    return folder
+
+
+def jitter(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Draws as torchvision and albumentations do, from the generators that all threads share."""
+    noise = random.gauss(0, 0.1) + np.random.randn(16) / 10 + torch.randn(16).numpy() / 10
+    return batch | {"x": (batch["x"] + noise).astype(np.float32)}
+
+
+def train(ctx: Any) -> None:
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy, clip_norm=1.0):
+        hold(ctx, step)
+
+
+def test_a_transform_in_processes_gives_the_same_bits_in_any_fleet(folder):
+    def job(workers: int, **options: Any) -> Any:
+        spec = spec_of(steps=16, workers=2, min_workers=2, virtual=4, **options)
+        data = DataConfig(str(folder), micro_batch_size=4, transform=jitter, workers=workers)
+        return dataclasses.replace(spec, data=data)
+
+    calm = local(job(0), train)
+    fault = Fault("before_forward", step=9, rank=1, once=str(folder.parent / "dead"))
+    outcome, _ = group(job(1), train, faults=(fault,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1 and outcome.digest == calm.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: write(f, 1, 97), r"shard part-1.parquet was rewritten"),
+        (lambda f: write(f, 3), r"shard part-3.parquet is new"),
+        (lambda f: (f / "part-2.parquet").unlink(), r"shard part-2.parquet is gone"),
+    ],
+)
+def test_a_data_set_that_changed_between_two_starts(folder, tmp_path, change, said):
+    def fit(steps: int) -> Any:
+        trainer = ElasticTrainer(
+            train,
+            data=DataConfig(str(folder), micro_batch_size=4),
+            name="run",
+            storage_path=str(tmp_path / "runs"),
+            scaling=ScalingConfig(virtual_workers=2),
+            max_steps=steps,
+        )
+        return trainer.fit(local=True)
+
+    fit(2)
+    change(folder)
+    with pytest.raises(RunMismatch, match=rf"{said}.*Use a new name="):
+        fit(4)

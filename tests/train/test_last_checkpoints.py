@@ -1,0 +1,131 @@
+"""The last checkpoint: of a fleet that a notice takes away, of an operator's stop, of Ctrl-C.
+
+None of these jobs is told to make checkpoints by itself, unless it says so.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+from elastic_dp.protocol import keeping
+from elastic_dp.protocol.messages import DrainNoticed, StopRequested
+from elastic_dp.spec import CheckpointConfig
+from tests.patience import PATIENCE_S, eventually
+from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
+from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy
+from tests.train.test_checkpoints import job, steps_of
+
+NONE = CheckpointConfig()
+
+
+def short(steps=ENDLESS, checkpoint=NONE):
+    """Of two workers, who begin together."""
+    return job(steps, workers=2, least=2, body_s=0.05, checkpoint=checkpoint)
+
+
+def calm(outcome):
+    return local(short(outcome.step), average_and_plateau).digest
+
+
+def take_away(*workers):
+    """Their machines go soon, and there is no room for others before they have left. So much of the notice is margin that
+    they have to leave in a second, and have minutes for it."""
+
+    def act(run):
+        run.fleet.allow(2)
+        object.__setattr__(run.controller.coordinator.rules, "drain_margin_s", PATIENCE_S)
+        for worker in workers:
+            run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))
+        alive = [run.fleet.processes[worker].is_alive for worker in workers]
+        eventually(lambda: not any(is_alive() for is_alive in alive), run.controller.status)
+
+    return act
+
+
+def told(run, kind, **fields):
+    """Where in the journal a command, an event or a text stands first."""
+    for at, line in enumerate(lines_of(run)):
+        named = kind in (line.get("event"), line.get("command"))
+        if named and all(str(line.get(name, "")).startswith(v) for name, v in fields.items()):
+            return at
+    raise AssertionError(f"no {kind} {fields}")
+
+
+def test_when_all_must_go_no_step_is_made_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "NOTICES_S", PATIENCE_S)  # both notices are of one moment
+    script = [(5, take_away("w1", "w2")), (5, goes_on), (5, StopRequested("enough"))]
+    outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm(outcome))
+    stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
+    last = max(line["place"].step for line in stops if line["worker"] in ("w1", "w2"))
+    told(run, "Explain", text=f"all who held the state are lost; back to step {last}")
+    assert len(steps_of(tmp_path)) <= 2 and last in steps_of(tmp_path), "at the notice and the end"
+    assert outcome.workers_lost == 0
+
+
+def test_when_too_few_are_left_they_wait_and_the_state_is_sealed(tmp_path):
+    """And who holds it goes on, when another has come."""
+    script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
+    outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm(outcome))
+    last = max(steps_of(tmp_path))
+    sealed = told(run, "Explain", text=f"checkpoint of step {last} is sealed")
+    assert told(run, "KeepState") < sealed < told(run, "ReleaseWorker", worker="w2")
+    assert not any("all who held the state" in line.get("text", "") for line in lines_of(run))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_operators_stop_keeps_the_end(tmp_path, keep):
+    """Where checkpoints are made at all, or where it is asked for."""
+    made = NONE if keep else CheckpointConfig(every_s=1000.0)
+    script = [(5, StopRequested("enough", keep))]
+    spec = short(checkpoint=made)
+    outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.reason) == (None, "enough")
+    assert steps_of(tmp_path) == [outcome.step]
+    outcome, _ = group(short(outcome.step + 5), average_and_plateau, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm(outcome))
+
+
+def interrupted(times):
+    """The job, with Ctrl-C in a body; by a fixed step, so what was made in vain shows."""
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            for _ in range(times if step.number == 7 and ctx.config["interrupts"] else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            ctx.log({"step": step.number})
+
+    return train
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_local_run(tmp_path, times):
+    """The first one keeps what there is, the second one ends at once."""
+    calm = local(spec_of(steps=12, config={"interrupts": False}), interrupted(times))
+    handler = signal.getsignal(signal.SIGINT)
+    spec = spec_of(steps=12, config={"interrupts": True})
+    with pytest.raises(KeyboardInterrupt):
+        local(spec, interrupted(times), url=str(tmp_path))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert steps_of(tmp_path) == ([7] if times == 1 else [])
+    again = local(
+        spec_of(steps=12, config={"interrupts": False}), interrupted(times), str(tmp_path)
+    )
+    assert again.digest == calm.digest
+    assert again.logged[0]["step"] == (8 if times == 1 else 1)
+
+
+def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        local(spec_of(steps=3), train, url=str(tmp_path))

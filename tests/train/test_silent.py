@@ -1,0 +1,37 @@
+"""A node that is gone without a word: its worker and the process that sends its heartbeats stop at once."""
+
+import dataclasses
+
+from benchmarks.silence import SPARE_S, silence
+from elastic_dp.protocol.messages import StopRequested
+from tests.patience import Stalls, eventually
+from tests.runs import ENDLESS, PATIENT, goes_on, group, local, spec_of
+from tests.train.jobs import plain
+
+TIMEOUT_S = 5.0
+
+
+def test_a_silent_node_is_found_in_time_and_the_result_is_the_same():
+    spec = dataclasses.replace(
+        spec_of(steps=ENDLESS, config={"body_s": 0.02}, min_workers=2),
+        failure=dataclasses.replace(PATIENT, heartbeat_timeout_s=TIMEOUT_S),
+    )
+    found = []
+
+    def whole(status):
+        return (status["phase"], status["world_size"]) == ("running", 3)
+
+    def node_gone(run):
+        eventually(lambda: whole(run.controller.status()), run.controller.status)
+        seats = run.controller.coordinator.membership.seats
+        with Stalls() as stalls:
+            found.append(silence(run, seats[-1].worker))
+        found.append(stalls.lost_s)
+
+    script = [(10, node_gone), (10, goes_on), (10, StopRequested("enough"))]
+    outcome, _ = group(spec, plain, script=script)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec_of(steps=outcome.step), plain).digest
+    found_s, lost_s = found
+    assert TIMEOUT_S / 2 < found_s <= TIMEOUT_S + SPARE_S + lost_s
+    assert outcome.workers_lost == 1

@@ -1,0 +1,145 @@
+"""A worker that lives and does not go on is found by where its heartbeats say it is, and replaced; its peers wait."""
+
+import ctypes
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_dp.cluster import controller, pulse
+from elastic_dp.spec import MapStyleData
+from elastic_dp.train.faults import Fault
+from tests.patience import PATIENCE_S, eventually
+from tests.runs import PATIENT, Points, group, lines_of, local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
+
+HANGS_S = 600.0
+HANG_TIMEOUT_S = 4.0  # who computes has six times that, so a busy machine makes nobody stuck
+FAILURE = dataclasses.replace(PATIENT, hang_timeout_s=HANG_TIMEOUT_S)
+
+
+@pytest.fixture(autouse=True)
+def _pulses_have_time(monkeypatch):
+    """To take stacks: nobody kills the worker before."""
+    monkeypatch.setattr(controller, "STACKS_S", PATIENCE_S)
+
+
+def lines(run, key, name):
+    return [line for line in lines_of(run) if line.get(key) == name]
+
+
+def until_it_is_gone(gate):
+    """A script: no run ends before its stuck worker's stacks and its loss are known. The body of step 8 waits."""
+
+    def gone(run):
+        known = [lines(run, "event", "StacksTaken"), lines(run, "event", "WorkerLost")]
+        return all(known) or run.controller.ended.is_set()
+
+    def act(run):
+        eventually(lambda: gone(run))
+        gate.touch()
+
+    return [(0, act)]
+
+
+def judged(outcome, run, spec, train=plain):
+    """One was evicted, as stuck, with its stacks; the result is the same."""
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(spec, train).digest
+    evicted = lines(run, "command", "EvictWorker")[0]
+    assert evicted["stuck"] and evicted["reason"].startswith("stuck: ")
+    taken = lines(run, "event", "StacksTaken")[0]
+    assert {line["worker"] for line in lines(run, "command", "EvictWorker")} == {evicted["worker"]}
+    (lost,) = lines(run, "event", "WorkerLost")[:1]
+    assert evicted["worker"] == taken["worker"] == lost["worker"]
+    assert taken["time"] <= lost["time"]
+    assert len(taken["stacks"]) <= 16384
+    return evicted, taken["stacks"]
+
+
+@pytest.mark.parametrize(
+    ("point", "phase"),
+    [("exchange", "collective"), ("optimizer", "apply")],
+)
+def test_the_one_that_stands_still_is_replaced_and_not_those_who_wait_for_it(
+    point, phase, tmp_path
+):
+    once = str(tmp_path / "hangs")
+    fault = Fault(point, 6, 1, action="sleep", seconds=HANGS_S, once=once, settled=True)
+    gate = tmp_path / "gate"
+    spec = dataclasses.replace(
+        spec_of(min_workers=3, config={"gates": {8: str(gate)}}), failure=FAILURE
+    )
+    outcome, run = group(spec, plain, faults=(fault,), script=until_it_is_gone(gate))
+    evicted, stacks = judged(outcome, run, spec)
+    assert f"in {phase!r}" in evicted["reason"]
+    assert "in _act" in stacks and "in attempt" in stacks
+
+
+def holds_the_lock(ctx):
+    model = classifier()
+
+    def loss_fn(m, batch):
+        if ctx.rank == 1 and ctx.generation == 1 and ctx._session.place.step == 5:
+            ctypes.PyDLL(None).usleep(int(HANGS_S * 1e6))  # PyDLL keeps the interpreter's lock
+        return cross_entropy(m, batch)
+
+    for step in ctx.steps(model, adamw(model), loss_fn):
+        hold(ctx, step)
+
+
+def test_one_that_holds_the_interpreters_lock(tmp_path):
+    """It hears no abort and writes no Python; its stacks come all the same."""
+    gate = tmp_path / "gate"
+    spec = dataclasses.replace(
+        spec_of(min_workers=3, config={"gates": {8: str(gate)}}), failure=FAILURE
+    )
+    outcome, run = group(spec, holds_the_lock, script=until_it_is_gone(gate))
+    evicted, stacks = judged(outcome, run, spec, holds_the_lock)
+    assert "in 'compute'" in evicted["reason"]
+    assert "in loss_fn" in stacks
+
+
+def test_stacks_are_whole_also_where_they_are_written_with_pauses(tmp_path, monkeypatch):
+    """As on a busy machine."""
+    now, late = [0.0], {0.1: b"of one thread\n", 0.25: b"of another\n"}
+    with open(tmp_path / "stacks", "w+b", buffering=0) as file:
+
+        def sleep(seconds):
+            now[0] += seconds
+            for at in [at for at in late if at <= now[0]]:
+                file.write(late.pop(at))
+
+        system = SimpleNamespace(kill=lambda *_: None, fstat=os.fstat, pread=os.pread)
+        monkeypatch.setattr(pulse, "os", system)
+        clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+        monkeypatch.setattr(pulse, "time", clock)
+        assert pulse._take_stacks(1, file.fileno()) == "of one thread\nof another\n"
+    assert now[0] < controller.STACKS_S
+
+
+class Late(Points):
+    """One row does not come before `path` is there."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def __getitem__(self, i):
+        if i == 7:
+            eventually(self.path.exists)
+        return super().__getitem__(i)
+
+
+def test_waiting_for_data_is_said_and_is_no_hang(tmp_path):
+    spec, comes = spec_of(min_workers=3), tmp_path / "comes"
+    data = MapStyleData(Late(comes), micro_batch_size=4)
+    spec = dataclasses.replace(spec, data=data, failure=FAILURE)
+
+    def said(run):
+        return any("waits for data" in line["text"] for line in lines(run, "command", "Explain"))
+
+    script = [(0, lambda run: eventually(lambda: said(run))), (0, lambda run: comes.touch())]
+    outcome, _ = group(spec, plain, script=script)
+    assert (outcome.error, outcome.generations, outcome.workers_lost) == (None, 1, 0)
