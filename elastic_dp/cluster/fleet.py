@@ -6,8 +6,9 @@ of them waits or raises for a worker that is gone: what happens to workers comes
 
 from typing import Protocol
 
+from elastic_dp.cluster.worker import Request
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import Command, WorkerId
+from elastic_dp.protocol.messages import WorkerId
 
 
 class Fleet(Protocol):
@@ -15,7 +16,7 @@ class Fleet(Protocol):
         """Ask for one more process under this identity; it may never come."""
         ...
 
-    def send(self, worker: WorkerId, command: Command, rendezvous: Rendezvous | None) -> None: ...
+    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None: ...
 
     def kill(self, worker: WorkerId) -> None: ...
 

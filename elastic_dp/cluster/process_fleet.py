@@ -13,25 +13,28 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 
 from elastic_dp.cluster.controller import Controller, Outcome
-from elastic_dp.cluster.worker import Job, Worker, prepare_environment
+from elastic_dp.cluster.logs import print_to_file, print_whatever_fits
+from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import Command, Event, ReleaseWorker, WorkerId, WorkerLost
+from elastic_dp.protocol.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.faults import Fault
+from elastic_dp.train.link import Written
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
+# The first optimizer of a process imports torch._dynamo, which takes a second.
 _context.set_forkserver_preload(
     ["elastic_dp.cluster.worker", "elastic_dp.cluster.process_fleet", "torch._dynamo"]
-)  # the first optimizer of a process imports torch._dynamo, which takes a second
+)
 
 
 class ProcessFleet:
@@ -40,24 +43,23 @@ class ProcessFleet:
     def __init__(
         self,
         job: Job,
-        post: Callable[[Event], None],
-        log: Callable[[int, int, Mapping[str, Any]], None],
+        controller: Controller,
         limit: int | None = None,
     ) -> None:
-        self._job, self._post, self._log = job, post, log
+        self._job, self._controller = job, controller
         self.limit = limit
         self._lock = threading.Lock()
         self._pipes: dict[WorkerId, Connection] = {}
         self._outboxes: dict[WorkerId, queue.SimpleQueue[Any]] = {}
         self._pending: list[WorkerId] = []
-        self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}
+        self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}  # until they end
 
     def start(self, worker: WorkerId) -> None:
         with self._lock:
             self._pending.append(worker)
         self._place()
 
-    def send(self, worker: WorkerId, command: Command, rendezvous: Rendezvous | None) -> None:
+    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
         with self._lock:
             outbox = self._outboxes.get(worker)
             pending = worker in self._pending
@@ -70,7 +72,7 @@ class ProcessFleet:
         with self._lock:
             if worker in self._pending:  # it never came to be
                 self._pending.remove(worker)
-                self._post(WorkerLost(worker, "was still pending"))
+                self._controller.post(WorkerLost(worker, "was still pending"))
         process = self.processes.get(worker)
         if process is not None:
             process.kill()
@@ -81,9 +83,10 @@ class ProcessFleet:
         self._place()
 
     def close(self) -> None:
-        for process in self.processes.values():
+        processes = list(self.processes.values())
+        for process in processes:
             process.kill()
-        for process in self.processes.values():
+        for process in processes:
             process.join()
 
     def _place(self) -> None:
@@ -108,11 +111,8 @@ class ProcessFleet:
     def _read(self, worker: WorkerId, pipe: Connection) -> None:
         try:
             while True:
-                kind, *content = pipe.recv()
-                if kind == "event":
-                    self._post(content[0])
-                else:
-                    self._log(*content)
+                method, *content = pipe.recv()
+                getattr(self._controller, method)(*content)
         except (EOFError, OSError):
             pass
         process = self.processes[worker]
@@ -120,7 +120,9 @@ class ProcessFleet:
         with self._lock:
             del self._pipes[worker]
             self._outboxes.pop(worker).put(None)
-        self._post(WorkerLost(worker, f"its process ended with {process.exitcode}"))
+        pipe.close()
+        del self.processes[worker]  # which holds a descriptor, too
+        self._controller.post(WorkerLost(worker, f"its process ended with {process.exitcode}"))
         self._place()
 
 
@@ -131,16 +133,25 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
 
 
 class _PipeLink:
-    """Implements `train.session.Link`."""
+    """Implements `train.link.Link`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
 
     def post(self, event: Event) -> None:
-        self._send("event", event)
+        self._send("post", event)
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
         self._send("log", step, call, dict(metrics))
+
+    def say(self, text: str) -> None:
+        self._send("say", text)
+
+    def wrote(self, worker: WorkerId, written: Written) -> None:
+        self._send("wrote", worker, written)
+
+    def skipped(self, row_groups: Sequence[str]) -> None:
+        self._send("skip", tuple(row_groups))
 
     def _send(self, *message: Any) -> None:
         with self._lock, contextlib.suppress(OSError):
@@ -148,6 +159,9 @@ class _PipeLink:
 
 
 def _main(identity: WorkerId, job: Job, pipe: Connection) -> None:
+    if job.url is not None:  # then what is printed is kept there
+        print_to_file()
+        print_whatever_fits()
     worker = Worker(identity, job, _PipeLink(pipe), _HOST)
 
     def listen() -> None:
@@ -172,24 +186,27 @@ class ProcessRun:
         train: Callable[..., None],
         *,
         faults: tuple[Fault, ...] = (),
-        manifest: Any = None,
+        index: Any = None,
         limit: int | None = None,
         journal: Journal | None = None,
+        url: str | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
         token = secrets.token_hex(8)
         self.journal = Journal(None) if journal is None else journal
-        self.controller = Controller(spec, f"run-{token}", _HOST, token, self.journal)
+        self.controller = Controller(spec, f"run-{token}", _HOST, token, self.journal, url=url)
         job = Job(
             cloudpickle.dumps((spec, train)),
-            manifest,
+            index,
             f"run-{token}",
+            url,
             _HOST,
             self.controller.heartbeats.port,
             token,
+            self.controller.ledger.facts.lease_token,
             faults,
         )
-        self.fleet = ProcessFleet(job, self.controller.post, self.controller.log, limit)
+        self.fleet = ProcessFleet(job, self.controller, limit)
 
     def __enter__(self) -> ProcessRun:
         self.controller.open(self.fleet)

@@ -3,32 +3,41 @@
 Run as a script with only the standard library, so it starts in milliseconds. It reads where the worker stands
 from shared memory, sends that as a datagram, and writes down when the controller answered, which is the worker's
 lease. It stays silent while the worker is stopped (SIGSTOP) and ends with it. A worker whose identity is no longer
-known is killed from here, also when it is frozen or holds the GIL.
+known is killed from here, also when it is frozen or holds the GIL; of one that is stuck it first sends what its threads
+are doing, which `faulthandler` writes down on SIGUSR2 without the GIL.
 
 It also brings the news of the worker's death. A killed process first gives back its memory, which takes tens of
 milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux sends PR_SET_PDEATHSIG at the
 beginning of that, and once all threads are exiting none of them will run any code of its own again.
 
-Layout of the shared page: generation and step as int64, the phase as 16 bytes, the sending time of the last
-answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host share).
+What it says of the death is what nobody else can: which micro-batch the worker ran, whether the kernel has killed
+for want of memory since, and the last words that it printed (if its output is a file, which this process shares).
+
+Layout of the shared page: generation and step as int64, the phase as 16 bytes ("data 7", "compute 7" while virtual
+worker 7 is run), the seconds per virtual worker as float64, the sending time of the last answered heartbeat as float64
+(CLOCK_MONOTONIC, which all processes of a host share), and the controller's address as "host:port" in 64 bytes: it is
+read for each heartbeat, since a controller that took over has another one.
 """
 
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
 
-PAGE = struct.Struct("<qq16sd")
-_RENEWED_AT = struct.Struct("<d")
-_RENEWED_AT_OFFSET = PAGE.size - _RENEWED_AT.size
+PAGE = struct.Struct("<qq16sdd64s")
 WHERE = struct.Struct("<qq16s")
+SPEED = struct.Struct("<d")  # behind it
+_RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
+_ADDRESS, _ADDRESS_OFFSET = struct.Struct("<64s"), _RENEWED_AT_OFFSET + _RENEWED_AT.size
 
 
 def read_renewed_at(page: mmap.mmap) -> float:
@@ -39,18 +48,48 @@ def write_renewed_at(page: mmap.mmap, at: float) -> None:
     _RENEWED_AT.pack_into(page, _RENEWED_AT_OFFSET, at)
 
 
-def _is_stopped(pid: int) -> bool:
-    """Stopped or dead, as Linux says it; elsewhere a worker always counts as running."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in "TtZX"
-    except OSError:
-        return False
+def read_address(page: mmap.mmap) -> tuple[str, int]:
+    text = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").decode()
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def write_address(page: mmap.mmap, host: str, port: int) -> None:
+    _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host}:{port}".encode())
 
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4
-_FLAGS, _STATE = 6, 0  # fields of /proc/…/stat after the command's name
+_STATE, _FLAGS, _UTIME, _STIME = 0, 6, 11, 12  # fields of /proc/…/stat after the command's name
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# In one datagram; the oldest threads, the training thread among them, come last.
+_MAX_STACKS_BYTES = 16384
+_STACKS_S = 1.5  # for all of them
+_STILL_S = 0.2  # after this time without a further byte nothing is missing
+
+
+def _look_at(pid: int) -> tuple[bool, float]:
+    """(stopped or dead, processor time used) as Linux says it; elsewhere a worker always counts as running."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            words = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False, 0.0
+    return words[_STATE] in "TtZX", (int(words[_UTIME]) + int(words[_STIME])) / _TICKS_PER_S
+
+
+def _take_stacks(pid: int, file: int) -> str:
+    """What all threads are doing, as far as it is written in time."""
+    os.kill(pid, signal.SIGUSR2)
+    size, grew_at = 0, math.inf
+    until = time.monotonic() + _STACKS_S
+    while time.monotonic() < min(until, grew_at + _STILL_S):
+        time.sleep(0.02)
+        before, size = size, os.fstat(file).st_size
+        if size > before:
+            grew_at = time.monotonic()
+    start = max(0, size - _MAX_STACKS_BYTES)
+    return os.pread(file, _MAX_STACKS_BYTES, start).decode(errors="replace")
 
 
 def _tell_when_parent_exits() -> int:
@@ -78,45 +117,81 @@ def _is_exiting(pid: int) -> bool:
     return True
 
 
+def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -> int:
+    """How many processes of our control group (version 2 or 1) the kernel has killed for want of memory; Linux only."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(groups, encoding="utf-8") as file:
+            lines = [line.strip().split(":", 2) for line in file]
+        for _, controllers, group in sorted(lines, key=lambda line: line[1] != "memory"):
+            events = {"": f"{root}{group}/memory.events", "memory": f"{root}/memory{group}/memory.oom_control"}  # fmt: skip
+            with contextlib.suppress(OSError), open(events.get(controllers, ""), encoding="utf-8") as file:  # fmt: skip
+                counts = dict(line.split() for line in file)
+                return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def last_words(limit: int = 3000) -> str:
+    """The end of what was printed to the files that standard output and standard error are; empty if they are none."""
+    seen, words = set(), []
+    for fd in (1, 2):
+        with contextlib.suppress(OSError), open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_ino not in seen:
+                seen.add(status.st_ino)
+                file.seek(max(0, status.st_size - limit))
+                words.append(file.read(limit).decode(errors="replace"))
+    return "\n".join(words)
+
+
 def main(
-    path: str, host: str, port: str, worker: str, token: str, interval_s: str, parent_pid: str
+    page_file: str, stacks_file: str, worker: str, token: str, interval_s: str, parent_pid: str
 ) -> None:
+    """The files are the worker's own, by their descriptors."""
     parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
-    with open(path, "r+b") as file:
-        page = mmap.mmap(file.fileno(), PAGE.size)
-    os.unlink(path)
+    page = mmap.mmap(int(page_file), PAGE.size)
+    stacks = int(stacks_file)
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.setblocking(False)
-    address = (host, int(port))
+
+    def say_gone() -> None:
+        _, step, phase = WHERE.unpack_from(page, 0)
+        me = {"token": token, "worker": worker}
+        gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
+        short = {"out_of_memory": oom_kills() > killed_before}
+        for message in (me | gone | short, me | {"words": last_words()}):
+            with contextlib.suppress(OSError, ValueError):
+                sock.sendto(json.dumps(message).encode(), read_address(page))
+
+    killed_before = oom_kills()
     due = time.monotonic()
     exits = _tell_when_parent_exits()
     while os.getppid() == parent:
         now = time.monotonic()
         if now >= due:
             due = now + interval
-            if not _is_stopped(parent):
+            is_stopped, cpu_s = _look_at(parent)
+            if not is_stopped:
                 generation, step, phase = WHERE.unpack_from(page, 0)
                 beat = {
                     "token": token,
                     "worker": worker,
                     "generation": generation,
                     "step": step,
-                    "phase": phase.rstrip(b"\0").decode(),
+                    "phase": phase.rstrip(b"\0").decode().partition(" ")[0],
                     "at": now,
+                    "cpu_s": cpu_s,
+                    "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
                 }
-                with contextlib.suppress(OSError):
-                    sock.sendto(json.dumps(beat).encode(), address)
+                with contextlib.suppress(OSError, ValueError):  # an address that is being changed
+                    sock.sendto(json.dumps(beat).encode(), read_address(page))
         inputs: list[socket.socket | int] = [sock, exits]
         ready = select.select(inputs, [], [], max(0.0, due - time.monotonic()))[0]
         if exits in ready:
             os.read(exits, 64)
             for _ in range(20):  # all threads follow the first within a few milliseconds
                 if _is_exiting(parent):
-                    gone = {"token": token, "worker": worker, "exits": True}
-                    with contextlib.suppress(OSError):
-                        sock.sendto(json.dumps(gone).encode(), address)
-                    return
+                    return say_gone()
                 time.sleep(0.001)
         if sock not in ready:
             continue
@@ -125,9 +200,14 @@ def main(
             if answer.get("token") != token:
                 continue
             if answer.get("die"):
+                if answer.get("stuck"):
+                    last = {"token": token, "worker": worker}
+                    last["stacks"] = _take_stacks(parent, stacks)
+                    sock.sendto(json.dumps(last).encode(), read_address(page))
                 os.kill(parent, signal.SIGKILL)
             else:
                 write_renewed_at(page, max(answer["at"], read_renewed_at(page)))
+    say_gone()  # on a busy machine it took longer than we looked
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a user's script calls: `ElasticTrainer(...).fit()`, and the `Run` that `start()` gives.
+"""What a user's script calls: `ElasticTrainer(...).fit()`, or `start()`, which gives a `Run`.
 
 Everything that can be wrong with a job is found here, before anything starts.
 """
@@ -6,21 +6,31 @@ Everything that can be wrong with a job is found here, before anything starts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
-
-import elastic_dp.errors as errors
-from elastic_dp.cluster.controller import Outcome
-from elastic_dp.cluster.record import Result, RunRecord, read_result, write_result
+from elastic_dp.checkpoint.proving import prove
+from elastic_dp.cluster.overrides import in_force
+from elastic_dp.cluster.record import (
+    Limits,
+    Result,
+    RunRecord,
+    finished,
+    virtual_workers_of,
+    write_result,
+)
+from elastic_dp.cluster.run import Run
+from elastic_dp.cluster.starts import Start, last_start
 from elastic_dp.cluster.worker import pick_device, prepare_environment
-from elastic_dp.data import open_data
-from elastic_dp.errors import ClusterError, SpecError, TrainError, UserCodeError
+from elastic_dp.data import Dataset, open_data
+from elastic_dp.errors import RunMismatch, SpecError
+from elastic_dp.protocol.messages import Explain
+from elastic_dp.shipping import shipped
 from elastic_dp.spec import (
     CheckpointConfig,
     DataConfig,
@@ -29,21 +39,25 @@ from elastic_dp.spec import (
     MapStyleData,
     ScalingConfig,
 )
+from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import Progress
 from elastic_dp.train.faults import Fault
+from elastic_dp.train.inputs import check_function
+from elastic_dp.train.kind import why_inexact
 from elastic_dp.train.run import LocalRun, TrainFunction
-
-_FOLLOW_S = 1.0
 
 
 class ElasticTrainer:
     """A job: a train function, its data, and how it may scale.
 
     `train(ctx)` runs in every worker. A run is (`storage_path`, `name`): running a finished one again returns
-    its stored result. `config` is handed to the train function as `ctx.config`. With `exact=True` the result
+    its stored result, unless a limit was raised since; one that an operator stopped goes on. `config` is handed to the train function as `ctx.config`. With `exact=True` the result
     is the same to the last bit on any fleet of one kind of machine. The run ends after `max_steps`, the data's
     `epochs`, `max_time_s`, or `ctx.stop`, whichever comes first. `runtime_env` is Ray's, for workers and controller.
+    `loggers` are called with each record, in the process that waits for the run; what they raise is said, and the run
+    goes on. `labels`: texts of yours that the run's status carries.
     """
 
     def __init__(
@@ -52,7 +66,7 @@ class ElasticTrainer:
         *,
         data: DataConfig | MapStyleData,
         name: str | None = None,
-        storage_path: str | None = None,
+        storage_path: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
         scaling: ScalingConfig | None = None,
         checkpoint: CheckpointConfig | None = None,
@@ -64,25 +78,39 @@ class ElasticTrainer:
         labels: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
-        if not callable(train):
-            raise SpecError(
-                f"train is a {type(train).__name__}, must be a function of one argument (ctx)"
-            )
+        check_function("train", train, 1, "one argument (ctx)")
+        for field, given in {
+            "config": config,
+            "labels": labels,
+            "runtime_env": runtime_env,
+        }.items():
+            if not isinstance(given, Mapping | None):
+                raise SpecError(f"{field} is a {type(given).__name__}, must be a dict")
+        if not isinstance(loggers, Sequence) or not all(map(callable, loggers)):
+            raise SpecError(f"loggers is {loggers!r}, must be a list of functions of one dict")
+        if not isinstance(storage_path, str | os.PathLike | None):
+            raise SpecError(f"storage_path is {storage_path!r}, must be a path or URL")
         self.train = train
-        self.spec = JobSpec(
-            name=name or f"{getattr(train, '__name__', 'run')}-{time.strftime('%Y%m%d-%H%M%S')}",
-            data=data,
-            config=dict(config or {}),
-            scaling=scaling or ScalingConfig(),
-            checkpoint=checkpoint or CheckpointConfig(),
-            failure=failure or FailureConfig(),
-            exact=exact,
-            max_steps=max_steps,
-            max_time_s=max_time_s,
-        )
-        self.storage_path = storage_path or os.path.expanduser("~/elastic_dp_runs")
+        job: dict[str, Any] = {
+            "name": name or f"{getattr(train, '__name__', 'run')}-{time.strftime('%Y%m%d-%H%M%S')}",
+            "storage_path": os.fspath(storage_path or "")
+            or os.path.expanduser("~/elastic_dp_runs"),
+            "data": data,
+            "config": dict(config or {}),
+            "scaling": scaling or ScalingConfig(),
+            "checkpoint": checkpoint or CheckpointConfig(),
+            "failure": failure or FailureConfig(),
+            "exact": exact,
+            "max_steps": max_steps,
+            "max_time_s": max_time_s,
+            "labels": {} if labels is None else labels,
+        }
+        overrides = in_force()
+        job = overrides.applied(job)
+        self.storage_path: str = job.pop("storage_path")
+        self.spec = JobSpec(**job)
+        overrides.urls.append(self.url)
         self.loggers = tuple(loggers)
-        self.labels = dict(labels or {})
         self.runtime_env = dict(runtime_env or {})
 
     @property
@@ -91,42 +119,94 @@ class ElasticTrainer:
         return f"{self.storage_path.rstrip('/')}/{self.spec.name}"
 
     def fit(self, local: bool = False) -> Result:
-        """Train to the end. `local`: in this process, without Ray; the same bits."""
+        """Train to the end. `local`: in this process, without Ray; the same bits.
+
+        Ctrl-C: a run that would end with this process (`local`, or on a Ray that this process started) makes a
+        checkpoint first, and goes on from there when it is run again; a second Ctrl-C ends it at once. On a cluster
+        the run goes on.
+        """
         if local:
             return self._fit_local()
-        run = self.start()
-        return run.result(progress=Progress())
+        run, progress = self.start(), Progress()
+        try:
+            return run.result(progress=progress)
+        except KeyboardInterrupt:
+            run.interrupted(progress)
+            raise
 
     def start(self, *, faults: Sequence[Fault] = ()) -> Run:
-        """Start the run on Ray (a local one, if none is connected) and return at once.
+        """Start the run on Ray (a local one, if none is connected) and return at once; a live one is attached to.
 
         `faults` are for tests: where workers die or freeze, by point, step and rank.
         """
-        data = open_data(self.spec.data, virtual_workers=self.spec.scaling.num_virtual_workers)
-        pickled = self._pickle()
-        stored = self._check_record(data)
-        if stored is not None:
-            return Run(self, None, stored)
-        return Run(self, _start_controller(self, pickled, data.manifest, tuple(faults)), None)
+        self._take_over()
+        with contextlib.closing(self._open_data()) as data:
+            pickled = self._pickle()
+            stored = self._check_record(data)
+            if stored is not None:
+                return Run(self.spec, self.url, stored=stored)
+            from elastic_dp.cluster import starting
+
+            job = pickled, data.index, tuple(faults)
+            controller, is_new = starting.lead(self.spec, self.url, *job, self.runtime_env)
+            for note in self._note_start() if is_new else ():
+                controller.say.remote(note)
+            return Run(self.spec, self.url, controller, self.loggers)
 
     # ------------------------------------------------------------------------------ private
 
+    def _take_over(self) -> None:
+        """What this job leaves open and the run's first start has fixed."""
+        scaling = self.spec.scaling
+        fixed = virtual_workers_of(self.url) if scaling.virtual_workers is None else None
+        if fixed is None:
+            return
+        if fixed < scaling.max_workers:
+            raise RunMismatch(
+                f"max_workers is {scaling.max_workers}, but the run at {redact_url(self.url)} was started with "
+                f"virtual_workers={fixed}, which are fixed from then on: lower max_workers to at most {fixed}, "
+                "or use a new name= for a new run"
+            )
+        scaling = dataclasses.replace(scaling, virtual_workers=fixed)
+        self.spec = dataclasses.replace(self.spec, scaling=scaling)
+
+    def _open_data(self, **options: Any) -> Dataset:
+        return open_data(
+            self.spec.data,
+            virtual_workers=self.spec.scaling.num_virtual_workers,
+            timeout_s=self.spec.failure.storage_timeout_s,
+            **options,
+        )
+
     def _fit_local(self) -> Result:
+        self._take_over()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
-        data = open_data(self.spec.data, virtual_workers=self.spec.scaling.num_virtual_workers)
+        device = pick_device(self.spec.scaling.resources_per_worker)
+        progress = Progress()
+
+        def say(text: str) -> None:
+            progress.show({"command": "Explain", "text": text})
+
+        data = self._open_data(pin=device.type == "cuda", on_wait=say)
         stored = self._check_record(data)
         if stored is not None:
+            data.close()
             return stored
         started_at = time.time()
-        journal, progress = Journal(self.url), Progress()
-        device = pick_device(self.spec.scaling.resources_per_worker)
-        run = LocalRun(self.spec, data, device)
+        journal = Journal(self.url)
+        for note in self._note_start():
+            journal.command(Explain(note))
+
+        def tell(text: str) -> None:
+            journal.command(Explain(text))
+            say(text)
+
+        run = LocalRun(self.spec, data, device, on_say=tell, url=self.url)
 
         def show(record: dict[str, Any]) -> None:
             journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"})
             progress.show(record)
-            for logger in self.loggers:
-                logger(record)
+            log_to(self.loggers, record)
 
         run.on_log = show
         try:
@@ -134,7 +214,7 @@ class ElasticTrainer:
         finally:
             journal.close()
             data.close()
-        because = tuple(dict.fromkeys(session.inexact_because))
+        because = why_inexact(session.inexact_because, session.state.kinds)
         metrics = {k: v for record in run.logged for k, v in record.items() if k != "step"}
         result = Result(
             name=self.spec.name,
@@ -144,26 +224,28 @@ class ElasticTrainer:
             weights_sha256=run.digest,
             exact=self.spec.exact and not because,
             inexact_because=because,
+            skipped=session.skipped,
             metrics=metrics,
             generations=session.generation,
             workers_lost=0,
             wall_s=time.time() - started_at,
         )
-        write_result(self.url, result)
+        write_result(self.url, result, Limits.of(self.spec))
         return result
 
     def _pickle(self) -> bytes:
         try:
-            with _by_value(self.train):
-                return bytes(cloudpickle.dumps((self.spec, self.train)))
+            return shipped((self.spec, self.train))
         except Exception as error:  # pickling runs the user's own code
             raise SpecError(
                 f"train, config or data cannot be sent to workers: {type(error).__name__}: {error}. Open files, "
                 "locks and connections inside the train function, not outside of it"
             ) from error
 
-    def _check_record(self, data: Any) -> Result | None:
-        """The stored result of a finished run; raises RunMismatch for another job's run."""
+    def _check_record(self, data: Dataset) -> Result | None:
+        """The stored result of a finished run; raises RunMismatch for another job's run, StorageError where the run's
+        folder cannot hold it."""
+        prove(Store(self.url), secrets.token_hex(8))
         record = RunRecord(
             virtual_workers=self.spec.scaling.num_virtual_workers,
             micro_batch_size=self.spec.data.micro_batch_size,
@@ -171,151 +253,30 @@ class ElasticTrainer:
             data=data.fingerprint,
             exact=self.spec.exact,
         )
-        record.check_or_write(self.url)
-        result = read_result(self.url)
-        wanted = self.spec.max_steps
-        if result is not None and wanted is not None and result.step < wanted:
-            return None  # a longer run than the stored one
-        return result
+        record.check_or_write(self.url, data.index)
+        stored = finished(self.url, Limits.of(self.spec), data.steps_per_epoch)
+        before = None if stored is None else last_start(Store(self.url))
+        if before is not None:
+            for text in Start.of(self.spec, self.train).code_changed(before):
+                _warn(f"{text}; the result that was stored is returned all the same")
+        return stored
+
+    def _note_start(self) -> list[str]:
+        """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""
+        store = Store(self.url)
+        start, before = Start.of(self.spec, self.train), last_start(store)
+        start.write(store)
+        if before is None:
+            return []
+        odd = [*start.limits_changed(before, raised=False), *start.code_changed(before)]
+        notes = [
+            f"since the last start of this run: {text}"
+            for text in (*start.limits_changed(before, raised=True), *odd)
+        ]
+        for note in notes[len(notes) - len(odd) :]:
+            _warn(note)
+        return notes
 
 
-class Run:
-    """A run that goes on by itself. All methods may be called from any driver thread."""
-
-    def __init__(self, trainer: ElasticTrainer, controller: Any, stored: Result | None) -> None:
-        self._trainer, self.controller, self._stored = trainer, controller, stored
-
-    def status(self) -> dict[str, Any]:
-        """Phase and why, generation, world size, step, workers by stage, newest metrics."""
-        return self._ask("status") if self.controller else {"phase": "over", "reason": "finished"}
-
-    def scale(self, size: int) -> None:
-        """Ask for `size` workers from now on, within 1..virtual_workers."""
-        limit = self._trainer.spec.scaling.num_virtual_workers
-        if not 1 <= size <= limit:
-            raise SpecError(f"size is {size}, must be within 1..{limit} (virtual_workers)")
-        self._ask("scale", size)
-
-    def stop(self, reason: str = "asked by an operator") -> None:
-        """End the run at the next step; `result()` returns it."""
-        self._ask("stop", reason)
-
-    def drain(self, worker: str, within_s: float | None = None) -> None:
-        """Let one worker leave once it is replaced, or in time before `within_s` have passed."""
-        self._ask("drain", worker, within_s)
-
-    def pids(self) -> dict[str, int]:
-        """The process id of each worker that is up."""
-        return self._ask("pids")
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Every event, decision and metric as it comes, to the end of the run."""
-        import ray
-
-        position, ended = 0, False
-        while self.controller is not None:
-            position, lines = ray.get(self.controller.follow.remote(position, _FOLLOW_S))
-            yield from lines
-            if ended and not lines:
-                return
-            ended = ray.get(self.controller.wait.remote(0.0)) is not None
-
-    def result(self, *, progress: Progress | None = None) -> Result:
-        """Wait for the end. Raises UserCodeError, another TrainError, or ClusterError where it failed."""
-        if self._stored is not None:
-            return self._stored
-        import ray
-
-        for line in self.events():
-            if progress is not None:
-                progress.show(line)
-            if "event" not in line and "command" not in line:
-                for logger in self._trainer.loggers:
-                    logger(line)
-        outcome: Outcome = ray.get(self.controller.wait.remote(None))
-        logged = ray.get(self.controller.status.remote())["metrics"]
-        ray.get(self.controller.close.remote())
-        ray.kill(self.controller)
-        self.controller = None
-        if outcome.error is not None:
-            raise error_of(outcome)
-        self._stored = Result(
-            name=self._trainer.spec.name,
-            path=self._trainer.url,
-            step=outcome.step,
-            reason=outcome.reason,
-            weights_sha256=outcome.digest,
-            exact=self._trainer.spec.exact and not outcome.inexact_because,
-            inexact_because=outcome.inexact_because,
-            metrics=logged,
-            generations=outcome.generations,
-            workers_lost=outcome.workers_lost,
-            wall_s=outcome.wall_s,
-        )
-        write_result(self._trainer.url, self._stored)
-        return self._stored
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        import ray
-
-        if self.controller is None:
-            raise ClusterError(
-                f"the run {self._trainer.spec.name!r} is over; {method} needs a live one"
-            )
-        return ray.get(getattr(self.controller, method).remote(*args))
-
-
-@contextlib.contextmanager
-def _by_value(train: TrainFunction) -> Iterator[None]:
-    """Send the train function's own module along, unless it is an installed one that workers have, too."""
-    module = sys.modules.get(getattr(train, "__module__", ""))
-    path = getattr(module, "__file__", None)
-    if module is None or path is None or module.__name__ == "__main__" or "site-packages" in path:
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def error_of(outcome: Outcome) -> Exception:
-    """The exception a failed run raises in the driver."""
-    text = outcome.error or ""
-    kind, _, message = text.partition(": ")
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, SpecError | TrainError):
-        if known is not UserCodeError:
-            return known(message)
-    elif outcome.traceback:
-        return UserCodeError(outcome.error_worker, text, outcome.traceback)
-    return ClusterError(text)
-
-
-def _start_controller(
-    trainer: ElasticTrainer, pickled: bytes, manifest: Any, faults: tuple[Fault, ...]
-) -> Any:
-    import ray
-
-    from elastic_dp.cluster.ray_actors import NAMESPACE, ControllerActor
-
-    if not ray.is_initialized():
-        if "RAY_ADDRESS" in os.environ:
-            ray.init(log_to_driver=False)
-        else:
-            ray.init(address="local", log_to_driver=False, include_dashboard=False)
-    name = f"{trainer.spec.name}/controller"
-    with contextlib.suppress(ValueError):
-        ray.get_actor(name, namespace=NAMESPACE)
-        raise ClusterError(
-            f"a run named {trainer.spec.name!r} is live on this cluster; wait for it, stop it, or give this "
-            "one another name"
-        )
-    token = secrets.token_hex(8)
-    run = f"{trainer.spec.name}-{token[:4]}"
-    controller = ControllerActor.options(  # type: ignore[attr-defined]
-        name=name, namespace=NAMESPACE, lifetime="detached", runtime_env=trainer.runtime_env or None
-    ).remote(pickled, manifest, run, token, trainer.url, faults)
-    ray.get(controller.start.remote())
-    return controller
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)  # at the user's call of fit or start

@@ -9,26 +9,36 @@ from dataclasses import dataclass
 import cloudpickle
 import torch
 
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.heartbeats import Page
-from elastic_dp.data import Manifest, open_data
+from elastic_dp.cluster.logs import LogKeeper
+from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.protocol.messages import (
+    START,
     AbortGeneration,
     BeginTraining,
     Command,
     EndGeneration,
     FormGeneration,
+    KeepState,
     ReleaseWorker,
     ReportYourself,
     StopTraining,
+    TakeCheckpoint,
     WorkerId,
+    WorkerReported,
     WorkerStarted,
 )
 from elastic_dp.spec import JobSpec
-from elastic_dp.train.control import Control
+from elastic_dp.storage import Store
+from elastic_dp.train.checkpoints import Checkpoints
+from elastic_dp.train.code import code_of
+from elastic_dp.train.control import ORPHANED, Control
 from elastic_dp.train.faults import Fault, Faults
-from elastic_dp.train.run import run_worker
-from elastic_dp.train.session import Link, Session
+from elastic_dp.train.link import Link
+from elastic_dp.train.run import fail_worker, run_worker
+from elastic_dp.train.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +46,26 @@ class Job:
     """What a worker is given to run: the spec and the train function, pickled once by the driver."""
 
     pickled: bytes  # cloudpickle of (JobSpec, train function)
-    manifest: Manifest | None
+    index: Index | None
     run: str  # unique: prefixes the rendezvous
+    url: str | None  # the run's folder; None: nothing is kept
     heartbeat_host: str
     heartbeat_port: int
     token: str
+    lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WriteParts:
+    """Write these parts of the checkpoint after `step`, too: who should have is lost."""
+
+    worker: WorkerId
+    step: int
+    parts: tuple[int, ...]
+
+
+Request = Command | WriteParts
 
 
 class Worker:
@@ -57,18 +81,22 @@ class Worker:
         self._page = Page()
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
-        self._control = Control(lease_s=spec.failure.lease, renewed_at=self._page.renewed_at)
-        torch.set_num_threads(spec.scaling.num_threads)
-        use_interface(address)
-        self._page.start_pulse(
-            job.heartbeat_host,
-            job.heartbeat_port,
-            identity,
-            job.token,
-            spec.failure.heartbeat_interval_s,
+        self._control = Control(
+            lease_s=spec.failure.lease,
+            orphan_timeout_s=spec.failure.orphan_timeout,
+            renewed_at=self._page.renewed_at,
         )
+        torch.set_num_threads(spec.scaling.num_threads)
+        self._log = None if job.url is None else LogKeeper(Store(job.url), identity).start()
+        use_interface(address)
+        self.hear_from(job.heartbeat_host, job.heartbeat_port)
+        self._page.start_pulse(identity, job.token, spec.failure.heartbeat_interval_s)
 
-    def deliver(self, command: Command, rendezvous: Rendezvous | None) -> None:
+    def hear_from(self, host: str, port: int) -> None:
+        """From now on the controller is there: the first one, or one that took over."""
+        self._page.point_at(host, port)
+
+    def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
         control = self._control
         match command:
             case BeginTraining(is_source=is_source):
@@ -81,32 +109,57 @@ class Worker:
                 control.end(generation, after_step)
             case AbortGeneration(generation=generation):
                 control.abort(generation)
-            case StopTraining(reason=reason):
-                control.stop(reason)
+            case StopTraining(reason=reason, keep=keep):
+                control.stop(reason, keep)
             case ReleaseWorker(reason=reason):
                 control.release(reason)
                 self._begin.set()
-            case ReportYourself():
-                if self._session is not None:
-                    self._link.post(self._session.reported())
-                elif not self._begin.is_set():
-                    self._link.post(WorkerStarted(self.identity))
+            case WriteParts(step=step, parts=parts):
+                if self._session is not None and self._session.checkpoints is not None:
+                    self._session.checkpoints.write(step, parts)
+            case TakeCheckpoint():
+                control.keep()
+            case KeepState(generation=generation, writers=writers):
+                control.keep_state(generation, writers)
+            case ReportYourself(asked=asked):
+                self._link.post(self._reported(asked))
             case _:
                 raise AssertionError(f"not for a worker: {command}")
 
+    def _reported(self, asked: int) -> WorkerReported:
+        """Where this worker stands; before it has a session it holds nothing, and can be begun."""
+        if self._session is not None:
+            return self._session.reported(asked)
+        return WorkerReported(self.identity, 0, START, False, True, None, True, 0, asked)
+
     def run(self) -> str:
         """Announce this worker, wait to begin, train. Returns why it was released."""
+        try:
+            return self._run()
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    def _run(self) -> str:
         self._link.post(WorkerStarted(self.identity))
-        self._begin.wait()
+        while not self._begin.wait(self._control.orphaned_in_s()):
+            if self._control.orphaned_in_s() <= 0:
+                return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
         device = pick_device(self._spec.scaling.resources_per_worker)
         nccl = self._spec.scaling.resources_per_worker.get("GPU", 0) >= 1
-        data = open_data(
-            self._spec.data,
-            virtual_workers=self._spec.scaling.num_virtual_workers,
-            manifest=self._job.manifest,
-        )
+        try:
+            data = open_data(
+                self._spec.data,
+                virtual_workers=self._spec.scaling.num_virtual_workers,
+                index=self._job.index,
+                pin=device.type == "cuda",
+                timeout_s=self._spec.failure.storage_timeout_s,
+                on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
+            )
+        except Exception as error:  # also what a user's dataset raises
+            return fail_worker(self.identity, self._link, self._control, error)
         self._session = Session(
             spec=self._spec,
             worker=self.identity,
@@ -117,9 +170,28 @@ class Worker:
             status=self._page,
             control=self._control,
             is_source=self._is_source,
+            checkpoints=self._checkpoints(),
+            code=code_of(self._train, constants=False),
             faults=Faults(self._job.faults, self.identity),
         )
         return run_worker(self._train, self._session)
+
+    def _checkpoints(self) -> Checkpoints | None:
+        if self._job.url is None:
+            return None
+        store = Store(
+            self._job.url,
+            timeout_s=self._spec.failure.storage_timeout_s,
+            on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
+        )
+        return Checkpoints(
+            Catalog(store),
+            self._spec.checkpoint,
+            self.identity,
+            self._link,
+            self._job.lease_token,
+            self._spec.failure.run_lease_s,
+        )
 
 
 def pick_device(resources: Mapping[str, float]) -> torch.device:

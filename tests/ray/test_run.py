@@ -1,98 +1,57 @@
 """The whole path on a real Ray: detached actors, a real kill, and the weights of the undisturbed run."""
 
+import importlib
+import json
 import os
 import signal
-import time
+from itertools import accumulate
 
 import pytest
 
 import elastic_dp as edp
-from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
-from tests.runs import Points
-from tests.train.jobs import Average, adamw, classifier, cross_entropy, hold
+from elastic_dp.errors import ClusterError, UserCodeError
+from tests.patience import eventually
+from tests.ray import clusters
+from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, undisturbed, wait_for
+from tests.train.jobs import adamw, classifier, cross_entropy
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    import tests
-
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.path.dirname(os.path.dirname(tests.__file__))}},
-    )
-    yield
-    ray.shutdown()
-
-
-def train(ctx):
-    model = classifier()
-    optimizer = adamw(model)
-    average = Average(model)
-    for step in ctx.steps(model, optimizer, cross_entropy, state={"ema": average}, clip_norm=1.0):
-        average.update(model)
-        ctx.log({"loss": step.loss, "world": ctx.world_size})
-        hold(ctx, step)
-
-
-def trainer(tmp_path, name, train=train, steps=60, workers=3, standby=0, **config):
-    return edp.ElasticTrainer(
-        train,
-        name=name,
-        storage_path=str(tmp_path),
-        config=config,
-        data=edp.MapStyleData(Points(), micro_batch_size=4),
-        scaling=edp.ScalingConfig(
-            min_workers=1, max_workers=workers, virtual_workers=8, standby=standby
-        ),
-        max_steps=steps,
-    )
-
-
-def wait_for(run, condition, timeout_s=60.0):
-    until = time.monotonic() + timeout_s
-    while not condition(status := run.status()):
-        assert time.monotonic() < until, status
-        time.sleep(0.02)
-    return status
+    with clusters.nodes(3):
+        yield
 
 
 def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
-    calm = trainer(tmp_path, "calm").fit(local=True)
-    run = trainer(tmp_path, "kill", hold={10: 3, 40: 3}, standby=1).start()
-    wait_for(run, lambda s: s["world_size"] == 3)
-    before = run.pids()
-    victim = sorted(before)[1]
+    run = trainer(tmp_path, "kill", steps=FOR_EVER, workers=2, standby=1, body_s=0.05).start()
+    whole = wait_for(run, lambda s: is_whole(s, 2) and "ready" in s["workers"].values())
+    before = pids_of(run, whole["workers"])
+    victim = members(whole)[-1]
     os.kill(before[victim], signal.SIGKILL)
-    wait_for(run, lambda s: s["world_size"] == 3 and victim not in s["workers"])
-    after = run.pids()
-    assert all(after[w] == pid for w, pid in before.items() if w in after and w != victim)
-    assert len(set(before) & set(after)) >= 2  # survivors kept their processes
+    again = wait_for(run, lambda s: is_whole(s, 2) and victim not in s["workers"])
+    after = members(again)
+    survivors = [worker for worker in after if worker in before]
+    assert len(survivors) == 2  # the standby, too
+    assert pids_of(run, survivors) == {worker: before[worker] for worker in survivors}
+    logs = tmp_path / "kill" / "logs"
+    for name in (f"{victim}.last.log", *(f"{worker}.log" for worker in after)):
+        eventually(lambda n=name: "the words of a worker" in read(logs / n), run.status)
+    wait_for(run, lambda s: s["step"] >= again["step"] + 5)
+    run.stop("enough")
     result = run.result()
-    assert result.weights_sha256 == calm.weights_sha256
+    assert result.weights_sha256 == undisturbed(tmp_path, result.step)
     assert result.exact
-    assert result.generations >= 2
-    lines = (tmp_path / "kill" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 60  # once per step
+    assert result.generations >= 2 and result.workers_lost == 1
+    records = [json.loads(line) for line in read(tmp_path / "kill/metrics.jsonl").splitlines()]
+    assert [x["best"] for x in records] == list(accumulate([x["loss"] for x in records], min))
+    assert [record["step"] for record in records] == list(range(1, result.step + 1))
 
 
-def test_scaling_up_and_down(tmp_path):
-    calm = trainer(tmp_path, "calm", steps=150).fit(local=True)
-    hold_at = {10: 2} | dict.fromkeys((100, 115, 130, 145), 3)  # joiners may come one by one
-    run = trainer(tmp_path, "scale", steps=150, workers=2, hold=hold_at).start()
-    with pytest.raises(SpecError, match=r"within 1\.\.8"):
-        run.scale(9)
-    wait_for(run, lambda s: s["world_size"] == 2)
-    run.scale(1)
-    wait_for(run, lambda s: s["world_size"] == 1)
-    run.scale(3)
-    wait_for(run, lambda s: s["world_size"] == 3)
-    assert run.result().weights_sha256 == calm.weights_sha256
+def read(path):
+    return path.read_text() if path.exists() else ""
 
 
 def test_user_errors_arrive_with_their_own_traceback(tmp_path):
@@ -102,33 +61,46 @@ def test_user_errors_arrive_with_their_own_traceback(tmp_path):
             if step.number == 3:
                 {}["missing key"]
 
-    with pytest.raises(UserCodeError, match="missing key") as caught:
-        trainer(tmp_path, "broken", broken).fit()
-    assert str(caught.value).count('{}["missing key"]') == 1
+    run = trainer(tmp_path, "broken", broken).start()
+    for _ in range(2):
+        with pytest.raises(UserCodeError, match="missing key") as caught:
+            run.result()
+        assert str(caught.value).count('{}["missing key"]') == 1
+        status = run.status()
+        assert (status["phase"], status["reason"][:17]) == ("over", "failed: KeyError:"), status
+    with pytest.raises(ClusterError, match="is over"):
+        run.scale(1)
 
 
-def test_models_that_differ_between_workers(tmp_path):
-    def differing(ctx):
-        model = classifier(16) if ctx.is_source else classifier(17)
-        for step in ctx.steps(model, adamw(model), cross_entropy):
-            hold(ctx, step)
+def test_a_name_is_one_run(tmp_path):
+    """On a cluster at a time; when one has ended, the next start goes on, and a finished one keeps its result."""
+    first = trainer(tmp_path, "one", steps=FOR_EVER).start()
+    with pytest.raises(ClusterError, match=f"live on this cluster, at {tmp_path}/one"):
+        trainer(tmp_path / "elsewhere", "one").start()
+    with pytest.warns(UserWarning, match=r"live with other limits, .*max_steps=1.*not .*=50"):
+        again = trainer(tmp_path, "one", steps=50).start()
+    again.stop("before it began")
+    assert ray.get(first.controller.wait.remote(None)) is not None
 
-    with pytest.raises(ModelError, match=r"names, shapes or dtypes .* differ"):
-        trainer(tmp_path, "differing", differing, hold={3: 3}).fit()
+    with pytest.warns(UserWarning, match="max_steps is 60 now, was 100000"):
+        second = trainer(tmp_path, "one").start()
+    assert ray.get(second.controller.wait.remote(None)) is not None  # nobody takes the result
+    third = trainer(tmp_path, "one").start()
+    assert third.status()["reason"].startswith("finished after step 60")
+    assert third.result() == second.result() == first.result()  # whose controller is gone
+    assert set(third.status()) == set(second.status())
+    with pytest.raises(ClusterError, match="is over"):
+        third.stop()
 
 
-def test_a_live_run_cannot_be_started_twice(tmp_path):
-    run = trainer(tmp_path, "twice", body_s=0.2, workers=1).start()
-    with pytest.raises(ClusterError, match="live"):
-        trainer(tmp_path, "twice", body_s=0.2, workers=1).start()
-    run.stop("enough")
-    assert run.result().reason == "enough"
-
-
-def test_more_workers_than_fit_hold_nobody_up(tmp_path):
-    calm = trainer(tmp_path, "calm").fit(local=True)
-    result = trainer(tmp_path, "pending", workers=8).fit()  # four CPUs: four stay pending
-    assert result.weights_sha256 == calm.weights_sha256
+def test_an_installed_package_that_only_the_driver_has(tmp_path, monkeypatch):
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "only_here.py").write_text("def train(ctx): ...")
+    monkeypatch.syspath_prepend(packages)
+    only_here = importlib.import_module("only_here")
+    with pytest.raises(ClusterError, match=r"(?s)runtime_env.*No module named 'only_here'"):
+        trainer(tmp_path, "module", lambda ctx: only_here.train(ctx)).start()
 
 
 def test_resources_that_no_node_has_are_said_and_waited_for(tmp_path):

@@ -1,0 +1,342 @@
+"""`elastic-dp run`, `submit`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
+
+What needs ray or torch is imported where it is used, since `elastic-dp` starts without them. With --json, standard
+output is JSON and nothing else; what the script of `run` prints goes to standard error then. `run` ends with the
+exit code of its script: 0 where it returned, 1 where it or the run failed, 2 where the job cannot be as it was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from elastic_dp.errors import ElasticError, SpecError
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.run import Run
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+_Address = Annotated[
+    str | None,
+    typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster. Default: the one here."),
+]
+_Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+_Job = Annotated[
+    Path,
+    typer.Argument(metavar="JOB.py", exists=True, dir_okay=False, help="A script that trains."),
+]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change the job: scaling.max_workers=8, max_steps=100, config.width=512.",
+    ),
+]
+_Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="For the script itself.")
+]
+
+
+def run(
+    job: _Job,
+    arguments: _Arguments = None,
+    set_: _Set = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Run a job's script, with fields of the job set from here. Running it again attaches, or resumes."""
+    raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
+
+
+def submit(
+    job: _Job,
+    arguments: _Arguments = None,
+    set_: _Set = None,
+    address: _Address = None,
+    working_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Sent along. Default: the script's folder.")
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="For the script. Ray logs it: no secrets."),
+    ] = None,
+    submission_id: Annotated[str | None, typer.Option(help="Ray's name for the job.")] = None,
+    python: Annotated[str, typer.Option(help="On the cluster.")] = "python",
+    follow: Annotated[
+        bool, typer.Option(help="Stay, print its output, exit with its code.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Have the cluster run a job's script, by Ray's Jobs API: `elastic-dp run` there."""
+    from elastic_dp.cluster.finding import follow_job
+    from elastic_dp.cluster.finding import submit as submit_job
+    from elastic_dp.cluster.overrides import Overrides
+
+    Overrides(set_ or [])  # a text that is none is told here, and not by a job that fails
+    folder = (working_dir or job.parent).resolve()
+    if not job.resolve().is_relative_to(folder):
+        raise SpecError(f"{job} is not in the working directory {folder}, which is what is sent")
+    words = [python, "-m", "elastic_dp.cli", "run", str(job.resolve().relative_to(folder))]
+    words += [word for text in set_ or [] for word in ("--set", text)]
+    words += ["--", *arguments] if arguments else []
+    pairs = [text.partition("=") for text in env or []]
+    client, name = submit_job(
+        address,
+        shlex.join(words),
+        working_dir=str(folder),
+        env={key: value for key, _, value in pairs},
+        submission_id=submission_id,
+    )
+    _say({"submission_id": name}, f"submitted as {name}", as_json)
+    if follow:
+        show = sys.stderr if as_json else sys.stdout
+        raise typer.Exit(follow_job(client, name, lambda text: print(text, end="", file=show)))
+
+
+def list_(address: _Address = None, as_json: _Json = False) -> None:
+    """The runs of the cluster."""
+    from elastic_dp.cluster.finding import connect, runs
+
+    connect(address)
+    rows = runs()
+    if as_json:
+        print(json.dumps(rows, default=str))
+        return
+    table = Table("run", "phase", "step", "workers", "generation", "why", box=None)
+    for row in rows:
+        world = f"{row.get('world_size', '?')} of {row.get('size', '?')}"
+        numbers = str(row.get("step", "?")), world, str(row.get("generation", "?"))
+        table.add_row(row["name"], row["phase"], *numbers, row["reason"])
+    _out().print(table if rows else "no runs on this cluster")
+
+
+def status(name: _Name, address: _Address = None, as_json: _Json = False) -> None:
+    """How a run stands, and why."""
+    said = _attach(name, address).status()
+    if as_json:
+        print(json.dumps({"name": name} | said, default=str))
+        return
+    out = _out()
+    out.print(f"{name}: {said['phase']}: {said['reason']}")
+    out.print(
+        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of {said['size']} workers"
+    )
+    for because in said["inexact_because"]:
+        out.print(f"not exact: {because}")
+    if said["waits_for"]:
+        out.print(f"waits for a node: {said['waits_for']}")
+    for worker, stage in said["workers"].items():
+        out.print(f"  {worker}  {stage}")
+    for metric, value in said["metrics"].items():
+        out.print(f"  {metric} = {value}")
+
+
+def events(
+    name: _Name,
+    follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Every event, decision and metric, one a line; with --json one JSON object a line."""
+    for line in _attach(name, address).events(follow=follow):
+        print(json.dumps(line, default=str) if as_json else _told(line), flush=True)
+
+
+def logs(
+    name: _Name,
+    worker: Annotated[str | None, typer.Option(help="Only of this one. Default: all.")] = None,
+    tail: Annotated[int, typer.Option(min=1, help="So many last lines of each.")] = 100,
+    follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """What the workers that are up printed. (Of those that are gone Ray keeps it: `ray logs`.)"""
+    for each, line in _attach(name, address).logs(worker, tail=tail, follow=follow):
+        words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
+        print(words, flush=True)
+
+
+def scale(
+    name: _Name,
+    size: Annotated[
+        int | None, typer.Argument(help="Workers at most, within min_workers..virtual_workers.")
+    ] = None,
+    min_workers: Annotated[
+        int | None, typer.Option(help="Train with no fewer. Default: as it is.")
+    ] = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Change how many workers a run has at most, or needs at least."""
+    found = _attach(name, address)
+    status = found.status()
+    found.scale(size, min_workers=min_workers)
+    present = status["world_size"]
+    wanted = status["size"] if size is None else size
+    kind = f"a scale-down: {present - wanted} leave" if wanted < present else f"{present} train now"
+    least = "" if min_workers is None else f", at least {min_workers} needed"
+    facts = {"name": name, "size": wanted, "present": present}
+    facts |= {} if min_workers is None else {"min_workers": min_workers}
+    _say(facts, f"{wanted} workers asked for{least}; {kind}", as_json)
+
+
+def drain(
+    name: _Name,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
+    within_s: Annotated[float | None, typer.Option(help="It must be gone by then.")] = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Let one worker leave once it is replaced."""
+    _attach(name, address).drain(worker, within_s)
+    _say({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
+
+
+def stop(
+    name: _Name,
+    reason: Annotated[str, typer.Option(help="Kept with the result.")] = "asked by an operator",
+    keep: Annotated[
+        bool, typer.Option("--checkpoint/--no-checkpoint", help="To go on from, later.")
+    ] = True,
+    wait: Annotated[bool, typer.Option(help="Until it has ended; print its result.")] = False,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """End a run after one of its next steps; running it again goes on from its checkpoint."""
+    found = _attach(name, address)
+    found.stop(reason, keep=keep)
+    if not wait:
+        _say({"name": name, "reason": reason}, f"{name} ends after one of its next steps", as_json)
+        return
+    result = found.result()
+    _say(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
+
+
+def checkpoint(name: _Name, address: _Address = None, as_json: _Json = False) -> None:
+    """Make a checkpoint of one of the next steps."""
+    _attach(name, address).checkpoint()
+    _say({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
+
+
+def restart(
+    name: _Name,
+    job: _Job,
+    arguments: _Arguments = None,
+    set_: _Set = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Seal and stop a run, and go on with it by its script as it is now: for new code, or another image."""
+    from elastic_dp.cluster.overrides import Overrides
+
+    Overrides(set_ or [])  # told before anything is stopped
+    found = _attach(name, address)
+    found.stop("to be started again", keep=True)
+    ended = found.result()
+    print(f"{name} is stopped after step {ended.step}", file=sys.stderr)
+    raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
+
+
+def add_to(app: typer.Typer) -> None:
+    for verb in (run, submit, status, events, logs, scale, drain, stop, checkpoint, restart):
+        app.command()(verb)
+    app.command("list")(list_)
+
+
+# ---------------------------------------------------------------------------------- private
+
+
+def _run(
+    job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
+) -> int:
+    from elastic_dp.cluster.finding import connect
+    from elastic_dp.cluster.overrides import Overrides, using
+    from elastic_dp.cluster.record import read_result
+
+    overrides = Overrides(texts)
+    if address is not None:
+        connect(address)
+    with contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(using(overrides))
+        stack.enter_context(_as_script(job, arguments))
+        code = _execute(job)
+    if texts and not overrides.urls and code == 0:
+        raise SpecError(f"--set changed nothing: {job} makes no ElasticTrainer")
+    if as_json:
+        results = [(url, read_result(url)) for url in overrides.urls]
+        ended = [{"url": url} | (asdict(result) if result else {}) for url, result in results]
+        print(json.dumps({"exit_code": code, "runs": ended}, default=str))
+    return code
+
+
+def _execute(job: Path) -> int:
+    """As Python itself would, but for our own errors: those say what happened without a traceback of this process."""
+    try:
+        runpy.run_path(str(job), run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except ElasticError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, SpecError) else 1
+    except Exception:  # the script's own
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
+    """Imports and arguments as under `python JOB.py`."""
+    argv, path = sys.argv, [*sys.path]
+    sys.argv = [str(job), *arguments]
+    sys.path.insert(0, str(job.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _attach(name: str, address: str | None) -> Run:
+    from elastic_dp.cluster.finding import connect
+    from elastic_dp.cluster.starting import attach
+
+    connect(address)
+    return attach(name)
+
+
+def _say(facts: dict[str, Any], words: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts, default=str))
+    else:
+        _out().print(words)
+
+
+def _told(line: dict[str, Any]) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(line["time"]))
+    kind = line.get("event") or line.get("command") or "metrics"
+    if kind == "Explain":
+        return f"{at}  {line['text']}"
+    rest = {key: value for key, value in line.items() if key not in ("time", "event", "command")}
+    return f"{at}  {kind}  " + "  ".join(f"{key}={value}" for key, value in rest.items())
+
+
+def _out() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,151 @@
+"""What workers print, kept in the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log` of those that died.
+
+- A worker's output is a file on its node (Ray makes it so; a fleet of processes does, too). A thread looks at it and
+  writes a copy, at most every `EVERY_S`, so what was printed can be read some seconds later, also when the node is gone.
+- A copy is one object that is written anew: stores cannot append, and numbered pieces would have to be cleared away. It
+  is bounded: of a long output the first `HEAD_BYTES`, which say what the worker was, and the last `TAIL_BYTES`.
+- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its own thread. Its pulse
+  outlives it, and sends the last few kilobytes to the controller, which writes them.
+
+A node's disk that is full loses what is printed meanwhile, and nothing else.
+
+Not through a pipe: whoever reads it would need the interpreter, and a library that prints while it holds the interpreter
+would wait for that reader for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import queue
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from elastic_dp.errors import StorageError
+from elastic_dp.storage import Store
+
+EVERY_S = 5.0
+HEAD_BYTES = 64 << 10
+TAIL_BYTES = 192 << 10
+
+
+class LogKeeper:
+    """Of one worker; `fds`: what it prints to. A store that is away costs the copy, not the training."""
+
+    def __init__(self, store: Store, worker: str, fds: Sequence[int] = (1, 2)) -> None:
+        self._store, self._path = store, _path(store, f"{worker}.log")
+        self._files = _files_behind(fds)
+        self._sizes: list[int] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="logs", daemon=True)
+
+    def start(self) -> LogKeeper:
+        self._thread.start()
+        return self
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """What was printed up to now is written, if the store takes it in time."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            self._copy()
+        self._copy()
+
+    def _copy(self) -> None:
+        with contextlib.suppress(StorageError, OSError):  # the next look tries again
+            sizes = [os.stat(path).st_size for path in self._files]
+            if sizes != self._sizes and any(sizes):
+                self._store.write(self._path, b"".join(map(_bounded, self._files)))
+                self._sizes = sizes
+
+
+class LastWords:
+    """Of workers that died, as their pulses tell them. One thread writes; a store that is away loses them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="last words", daemon=True)
+        self._thread.start()
+
+    def keep(self, worker: str, words: str) -> None:
+        self._queue.put((worker, words))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(10.0)
+
+    def _work(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            worker, words = entry
+            with contextlib.suppress(StorageError, OSError):
+                self._store.write(_path(self._store, f"{worker}.last.log"), words.encode())
+
+
+def print_whatever_fits() -> None:
+    """From now on this process prints line by line, and what its disk has no room for is lost."""
+    sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+
+
+class _LossyFile(io.FileIO):
+    """A line that cannot be printed is no reason to end a run."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return memoryview(content).nbytes
+
+
+def _lossy(stream: TextIO) -> TextIO:
+    try:
+        stream.flush()
+        file = _LossyFile(stream.fileno(), "wb", closefd=False)
+    except (AttributeError, OSError):  # a notebook's
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
+    )
+
+
+def print_to_file() -> None:
+    """From now on this process, and all that it starts, print to a file without a name, which goes with them."""
+    with tempfile.TemporaryFile() as file:
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+
+
+def _files_behind(fds: Sequence[int]) -> list[str]:
+    """Where they can be read, each once; without those that are a terminal or a pipe. Linux only."""
+    found: dict[tuple[int, int], str] = {}
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{fd}")
+            if stat.S_ISREG(status.st_mode):
+                found.setdefault((status.st_dev, status.st_ino), f"/proc/self/fd/{fd}")
+    return list(found.values())
+
+
+def _bounded(path: str) -> bytes:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= HEAD_BYTES + TAIL_BYTES:
+            return file.read(size)
+        head = file.read(HEAD_BYTES)
+        file.seek(size - TAIL_BYTES)
+        left_out = size - HEAD_BYTES - TAIL_BYTES
+        return head + f"\n… {left_out} bytes are left out here …\n".encode() + file.read(TAIL_BYTES)
+
+
+def _path(store: Store, name: str) -> str:
+    return f"{store.path.rstrip('/')}/logs/{name}" if store.path else f"logs/{name}"

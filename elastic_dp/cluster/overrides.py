@@ -1,0 +1,148 @@
+"""What `elastic-dp run JOB.py --set scaling.max_workers=8` changes of a job, by the name and type of its fields.
+
+The script is not changed: the overrides are in force while it runs, and each `ElasticTrainer` that it makes takes
+them before the job is checked, all of a config at once, so that two fields that bound each other may change together.
+A name that a job does not have is an error that says which there are; a field of `config` must be one that the
+script gives, since a misspelt one would be read by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elastic_dp.errors import SpecError
+from elastic_dp.spec import JobSpec
+
+_Changes = dict[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
+
+
+class Overrides:
+    """`urls`: the folders of the runs whose trainers were made under them."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._changes: _Changes = {}
+        self.urls: list[str] = []
+        for text in texts:
+            name, equals, value = text.partition("=")
+            if not equals or not all(name.split(".")):
+                raise SpecError(f"--set {text!r} must be FIELD=VALUE, as in scaling.max_workers=8")
+            self._changes[tuple(name.split("."))] = value
+
+    def applied(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """`job`, the arguments of an ElasticTrainer, with what is set."""
+        hints = {**typing.get_type_hints(JobSpec), "storage_path": str}
+        return _changed_fields("", job, {name: hints[name] for name in job}, self._changes)
+
+
+_in_force = Overrides(())
+
+
+@contextlib.contextmanager
+def using(overrides: Overrides) -> Iterator[None]:
+    global _in_force
+    before, _in_force = _in_force, overrides
+    try:
+        yield
+    finally:
+        _in_force = before
+
+
+def in_force() -> Overrides:
+    return _in_force
+
+
+def _changed(name: str, value: Any, hint: Any, changes: _Changes) -> Any:
+    """`value`, of the field `name`, with `changes` of it or of what is in it."""
+    if () in changes:
+        if len(changes) > 1 or dataclasses.is_dataclass(value):
+            raise SpecError(f"{name} cannot be set as a whole; set fields of it: {_names(value)}")
+        return _read(name, changes[()], hint)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = typing.get_type_hints(type(value))
+        present = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        new = _changed_fields(name, present, hints, changes)
+        return dataclasses.replace(value, **{path[0]: new[path[0]] for path in changes})
+    if isinstance(value, Mapping):
+        of_any = (*typing.get_args(hint), Any, Any)[1]
+        hints = {key: _kind(held) if of_any is Any else of_any for key, held in value.items()}
+        if of_any is not Any:  # any key is one: a resource that the script does not name
+            hints |= {path[0]: of_any for path in changes}
+        return _changed_fields(name, value, hints, changes)
+    raise SpecError(f"{name} is {value!r}, and has no fields to set")
+
+
+def _changed_fields(
+    name: str, values: Mapping[str, Any], hints: Mapping[str, Any], changes: _Changes
+) -> dict[str, Any]:
+    new = dict(values)
+    for first in dict.fromkeys(path[0] for path in changes):
+        inner = f"{name}.{first}".lstrip(".")
+        if first not in hints:
+            raise SpecError(
+                f"{inner} is no field of {name or 'a job'}, which has {', '.join(hints)}"
+            )
+        own = {path[1:]: text for path, text in changes.items() if path[0] == first}
+        new[first] = _changed(inner, values.get(first), hints[first], own)
+    return new
+
+
+def _read(name: str, text: str, hint: Any) -> Any:
+    """`text` as a value of the type `hint`."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    arms = typing.get_args(hint) if union else (hint,)
+    for arm in sorted(arms, key=lambda arm: arm is not type(None)):
+        with contextlib.suppress(ValueError, KeyError):
+            return _as(arm, text)
+    raise SpecError(f"{name} is {text!r}, must be {' or '.join(_words(arm) for arm in arms)}")
+
+
+def _as(arm: Any, text: str) -> Any:
+    if arm is type(None):
+        return {"none": None, "null": None}[text.lower()]
+    if arm is bool:
+        return {"true": True, "false": False}[text.lower()]
+    if arm in (int, float, str):
+        return arm(text)
+    if arm is Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    origin = typing.get_origin(arm)
+    if origin is typing.Literal and text in typing.get_args(arm):
+        return text
+    kind = {Mapping: dict, Sequence: list}.get(origin)
+    if kind is list and not text.startswith("["):
+        return [part.strip() for part in text.split(",")]
+    if kind is not None and isinstance(value := json.loads(text), kind):
+        return value
+    raise ValueError(text)
+
+
+def _kind(value: Any) -> Any:
+    """The type of a value of `config`, which a new one must be of."""
+    return type(value) if isinstance(value, bool | int | float | str) else Any
+
+
+def _words(arm: Any) -> str:
+    known = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+    if typing.get_origin(arm) is typing.Literal:
+        return " or ".join(typing.get_args(arm))
+    if typing.get_origin(arm) is Mapping:
+        return "a JSON object"
+    return known.get(arm, "what the script alone can give")
+
+
+def _names(value: Any) -> str:
+    fields = (
+        (field.name for field in dataclasses.fields(value))
+        if dataclasses.is_dataclass(value)
+        else value
+    )
+    return ", ".join(fields)

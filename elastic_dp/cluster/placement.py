@@ -1,0 +1,84 @@
+"""Where Ray may put the next worker: not on a node where workers failed again and again (avoidance.py decides).
+
+A worker is kept from a node by a label selector, since Ray has no other word for "anywhere but there"; it then waits,
+as demand the autoscaler sees, until another node has room. A selector is fixed when the actor is asked for: who waits
+because of a node that is not avoided any more is asked for anew. Where a lost actor ran is known to Ray after its death.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+from ray._private.state import actors
+
+from elastic_dp.cluster import placing
+from elastic_dp.cluster.avoidance import Avoidance
+from elastic_dp.cluster.placing import Labels
+from elastic_dp.protocol.messages import WorkerId
+
+
+class Placement:
+    """Any thread may call it. `needs`: resources of one worker."""
+
+    def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
+        self._needs, self._say = needs, say
+        self._avoidance, self._lock = Avoidance(), threading.Lock()
+        self._kept_from: dict[
+            WorkerId, tuple[list[Labels], list[str]]
+        ] = {}  # its wishes, the nodes
+        self.avoided: dict[str, int] = {}  # the node's failures, as of the last look
+
+    def without_avoided(self, worker: WorkerId, asked: list[Labels]) -> list[Labels]:
+        """The wishes for this new worker's node, each without those that are avoided."""
+        avoided = self._look(asked)
+        if not avoided:
+            return asked
+        self._kept_from[worker] = asked, avoided
+        elsewhere = {"ray.io/node-id": f"!in({','.join(avoided)})"}
+        return [labels | elsewhere for labels in asked or [{}]]
+
+    def in_vain(self, placed: Collection[WorkerId], there: Collection[WorkerId]) -> list[WorkerId]:
+        """Those of `there` that wait, and are kept from a node that is not avoided any more."""
+        found = []
+        for worker, (asked, avoided) in list(self._kept_from.items()):
+            free = worker in there and not {*avoided} <= {*self._look(asked)}
+            if free and worker not in placed:
+                found.append(worker)
+            if free or worker in placed or worker not in there:
+                del self._kept_from[worker]
+        return found
+
+    def failed(self, actor_id: str) -> None:
+        """A worker was lost, by no wish of ours and no preemption."""
+        node = str((actors(actor_id) or {}).get("Address", {}).get("NodeID") or "")
+        if not node:
+            return  # it was never placed
+        with self._lock:
+            is_new = self._avoidance.failed(node, time.monotonic())
+        if is_new and node in self._look([]):
+            self._say(
+                f"node {node} is avoided for now: {self.avoided[node]} workers failed on it within 30 minutes"
+            )
+
+    def _look(self, asked: list[Labels]) -> list[str]:
+        candidates = {
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"]
+            and can_hold(self._needs, node)
+            and not placing.missing(asked, [node["Labels"]])
+        }
+        with self._lock:
+            now = time.monotonic()
+            avoided = self._avoidance.avoided(candidates, now)
+            self.avoided = {node: self._avoidance.failures(node, now) for node in avoided}
+        return avoided
+
+
+def can_hold(needs: Mapping[str, float], node: Mapping[str, Any]) -> bool:
+    """A worker, if it were idle."""
+    return all(node["Resources"].get(name, 0) >= need for name, need in needs.items())

@@ -1,0 +1,124 @@
+"""What a driver asks of a run, where its controller answers as it must here."""
+
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+import elastic_dp as edp
+from elastic_dp import cli
+from elastic_dp.cluster import commands
+from elastic_dp.cluster.record import Limits, Result, write_result
+from elastic_dp.cluster.run import Run
+from elastic_dp.errors import ClusterError, SpecError
+from tests.runs import spec_of
+
+
+class Asked:
+    """A run that writes down what is asked of it."""
+
+    def __init__(self):
+        self.asked = []
+
+    def stop(self, reason, keep=False):
+        self.asked.append(("stop", keep))
+
+    def checkpoint(self):
+        self.asked.append("checkpoint")
+
+    def result(self):
+        return types.SimpleNamespace(step=7)
+
+
+@pytest.mark.parametrize(
+    ("words", "keep"),
+    [
+        (("stop", "job"), True),
+        (("stop", "job", "--no-checkpoint"), False),
+        (("restart", "job", __file__), True),
+    ],
+)
+def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words, keep):
+    run = Asked()
+    monkeypatch.setattr(commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(commands, "_run", lambda *_: 0)
+    told = CliRunner().invoke(cli.app, words)
+    assert told.exit_code == 0, told.output
+    assert run.asked == [("stop", keep)]
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_only_who_starts_a_controller_notes_a_start(monkeypatch, tmp_path, is_new):
+    pytest.importorskip("ray")
+    from elastic_dp.cluster import starting
+
+    monkeypatch.setattr(starting, "lead", lambda *_: (object(), is_new))
+    shards = tmp_path / "data"
+    shards.mkdir()
+    rows(shards)
+    data = edp.DataConfig(str(shards), micro_batch_size=4)
+    made = edp.ElasticTrainer(print, data=data, name="job", storage_path=str(tmp_path), max_steps=1)
+    made.start()
+    assert (tmp_path / "job" / "start.json").exists() == is_new
+
+
+def rows(folder):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"x": list(range(64))}), folder / "part-0.parquet", row_group_size=8)
+
+
+def result_of(url):
+    numbers = {"step": 1, "generations": 1, "workers_lost": 0, "wall_s": 1.0}
+    texts = {"name": "job", "path": url, "reason": "enough", "weights_sha256": ""}
+    return Result(**texts, **numbers, exact=True, inexact_because=(), skipped=(), metrics={})
+
+
+def test_who_follows_the_logs_of_a_run_that_ends_well_sees_them_end(monkeypatch, tmp_path):
+    url = str(tmp_path)
+    run = Run(spec_of(), url, controller=object())
+
+    def ask(method, *args):
+        if method == "printed":
+            return {"w1": {"out": (4, "one\n")}}
+        write_result(url, result_of(url), Limits())  # and another driver takes it
+        raise ClusterError("the controller is gone")
+
+    monkeypatch.setattr(run, "_ask", ask)
+    assert list(run.logs(follow=True)) == [("w1", "one")]
+
+
+def test_the_result_of_a_run_that_had_ended_is_its_own(tmp_path):
+    url = str(tmp_path)
+    write_result(url, result_of(url), Limits())
+    assert Run(spec_of(), url, controller=object())._stored() is None
+    assert Run(spec_of(), url, controller=object(), ended=True)._stored() == result_of(url)
+
+
+@pytest.fixture
+def answered(monkeypatch, tmp_path):
+    """A run of two workers."""
+    run = Run(spec_of(), str(tmp_path), controller=object())
+    answers = {"status": {"min_workers": 1, "size": 2}, "drain": ["w1", "w2"]}
+    monkeypatch.setattr(run, "_ask", lambda method, *args: answers[method])
+    return run
+
+
+@pytest.mark.parametrize("size", [9, 0, 2.5, True, "3", None])
+def test_a_size_that_cannot_be(answered, size):
+    with pytest.raises(SpecError, match=r"size is .* within 1\.\.8"):
+        answered.scale(size)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("nobody",), "worker is 'nobody', must be one of w1, w2"),
+        (("w1", -1), "within_s is -1"),
+        (("w1", "soon"), "within_s is 'soon'"),
+    ],
+)
+def test_a_drain_that_cannot_be(answered, asked, words):
+    with pytest.raises(SpecError, match=words):
+        answered.drain(*asked)

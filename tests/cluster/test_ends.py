@@ -1,0 +1,180 @@
+"""How a run on processes ends, and what it says of that: the reason, whose fault, how many were lost."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_dp.cluster.controller import Outcome
+from elastic_dp.cluster.run import error_of
+from elastic_dp.data import open_data
+from elastic_dp.errors import (
+    BadShard,
+    ClusterError,
+    DataError,
+    ModelError,
+    StorageError,
+    UserCodeError,
+)
+from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.spec import MapStyleData
+from elastic_dp.storage.faults import ObjectMissing
+from elastic_dp.train.run import LocalRun
+from tests.patience import eventually
+from tests.runs import Points, group, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+
+def stops(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        if step.number == ctx.config.get("stop_at"):
+            ctx.stop(ctx.config["reason"])
+
+
+def run_local(spec, train):
+    data = open_data(spec.data, virtual_workers=spec.scaling.num_virtual_workers)
+    return LocalRun(spec, data, torch.device("cpu")).run(train)
+
+
+@pytest.mark.parametrize(
+    ("config", "step", "reason"),
+    [
+        ({"stop_at": 5, "reason": "converged"}, 5, "converged"),
+        ({"stop_at": 5, "reason": ""}, 5, "asked without a reason"),
+        ({}, 12, "the last step"),
+    ],
+)
+def test_the_reason_is_the_job_s_own(config, step, reason):
+    spec = spec_of(config=config, workers=2)
+    outcome, _ = group(spec, stops)
+    assert (outcome.step, outcome.reason, outcome.error) == (step, reason, None)
+    assert outcome.result.reason == reason
+    session = run_local(spec, stops)
+    assert (session.place.step, session.ended) == (step, reason)
+
+
+@pytest.mark.parametrize("where", ["local", "group"])
+def test_the_time_limit(where):
+    spec = dataclasses.replace(spec_of(workers=1), max_steps=None, max_time_s=1.0)
+    if where == "local":
+        assert run_local(spec, stops).ended == "max_time_s reached"
+    else:
+        assert group(spec, stops)[0].reason == "max_time_s reached"
+
+
+@pytest.mark.parametrize("code", [0, "no such file"])
+def test_an_exit_is_an_error_of_the_job_and_not_a_death(code):
+    def exits(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            if step.number == 2:
+                sys.exit(code)
+
+    outcome, _ = group(spec_of(workers=2), exits)
+    error = error_of(outcome)
+    assert isinstance(error, UserCodeError)
+    assert error.description.startswith("SystemExit") and repr(code) in error.description
+    assert "sys.exit(code)" in error.remote_traceback
+    assert outcome.workers_lost == 0
+
+
+def test_who_was_asked_to_leave_is_not_lost():
+    def wait_for(run, size, gone=""):
+        def so():
+            status = run.controller.status()
+            return status["world_size"] == size and gone not in status["workers"]
+
+        eventually(so, run.controller.status)
+        return run.controller.coordinator.membership.seats[0].worker
+
+    def leave_one_by_one(run):
+        wait_for(run, 3)
+        run.controller.post(SizeRequested(2))
+        drained = wait_for(run, 2)
+        run.controller.post(DrainNoticed(drained, None))
+        killed = wait_for(run, 2, gone=drained)
+        run.fleet.kill(killed)
+        wait_for(run, 2, gone=killed)
+        run.controller.post(StopRequested("enough"))
+
+    spec = spec_of(workers=3, steps=100_000)
+    outcome, _ = group(spec, stops, script=[(1, leave_one_by_one)])
+    assert (outcome.error, outcome.reason, outcome.workers_lost) == (None, "enough", 1)
+
+
+def test_what_fails_while_data_is_opened_is_told_as_it_is():
+    outcome, _ = group(spec_of(workers=2, rows=0), stops)
+    error = error_of(outcome)
+    assert type(error) is DataError and "is empty" in str(error)
+    assert outcome.workers_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (BadShard("part-3.parquet", 7, "it was cut off"), BadShard),
+        (ObjectMissing("no such object"), StorageError),
+    ],
+)
+def test_an_error_of_ours_arrives_as_it_was(raised, kind):
+    def raises(ctx):
+        raise raised
+
+    error = error_of(group(spec_of(workers=1), raises)[0])
+    assert type(error) is kind and error.args == raised.args
+
+
+def test_what_user_code_raises_in_a_data_process_is_its_own():
+    def collate(items):
+        raise KeyError("not a column")
+
+    data = MapStyleData(Points(), micro_batch_size=4, collate_fn=collate, workers=1)
+    outcome, _ = group(dataclasses.replace(spec_of(workers=1), data=data), stops)
+    error = error_of(outcome)
+    assert isinstance(error, UserCodeError) and error.worker == "w1"
+    assert 'raise KeyError("not a column")' in error.remote_traceback
+    assert "not a column" in error.description and "step 1, virtual worker" in error.description
+
+
+def test_a_failure_of_the_controller_is_not_the_user_s():
+    outcome = Outcome(error="the controller failed: TypeError: …", traceback="Traceback …")
+    assert type(error_of(outcome)) is ClusterError and "Traceback …" in str(error_of(outcome))
+
+
+DIFFERENCES = {  # of a model: what makes it, and the two lines that the error names
+    "shape": (
+        lambda model: model.__setitem__(0, nn.Linear(17, 32)),
+        ("parameter 0.weight (32, 17) torch.float32", "parameter 0.weight (32, 16) torch.float32"),
+    ),
+    "name": (
+        lambda model: setattr(model[1], "scale", model[1].__dict__["_parameters"].pop("bias")),
+        ("parameter 1.scale (32,) torch.float32", "parameter 1.bias (32,) torch.float32"),
+    ),
+    "dtype": (
+        lambda model: model[4].double(),
+        ("parameter 4.weight (4, 32) torch.float64", "parameter 4.weight (4, 32) torch.float32"),
+    ),
+    "buffer": (
+        lambda model: model[4].register_buffer("seen", torch.zeros(3)),
+        ("buffer 4.seen (3,) torch.float32", "optimizer AdamW"),
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_models_that_differ_are_an_error_of_the_job_that_names_the_first_difference(difference):
+    change, (its, ours) = DIFFERENCES[difference]
+
+    def differs(ctx):
+        model = classifier()
+        if not ctx.is_source:
+            change(model)
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            hold(ctx, step)
+
+    outcome, _ = group(spec_of(workers=2, config={"hold": {3: 2}}), differs)
+    assert type(error_of(outcome)) is ModelError
+    assert str(error_of(outcome)).endswith(f"{its!r}, not {ours!r}")

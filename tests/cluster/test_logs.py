@@ -1,0 +1,90 @@
+"""What workers print is in the run's folder, bounded, soon, and also of those that died."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_dp.cluster import logs
+from elastic_dp.cluster.logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
+from elastic_dp.storage import Store
+from tests.patience import eventually
+from tests.runs import group, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+
+@pytest.fixture
+def printed(tmp_path):
+    """A file as a worker's output, and its keeper."""
+    with open(tmp_path / "out", "a+b", buffering=0) as file:
+        yield file, LogKeeper(Store(str(tmp_path / "run")), "w1", [file.fileno()])
+
+
+def kept(tmp_path, name="w1.log"):
+    path = tmp_path / "run" / "logs" / name
+    return path.read_bytes() if path.exists() else b""
+
+
+def test_a_long_output_keeps_its_beginning_and_its_end(printed, tmp_path):
+    file, keeper = printed
+    file.write(b"first" + b"x" * (HEAD_BYTES + TAIL_BYTES) + b"last")
+    keeper.start().close(60.0)
+    copy = kept(tmp_path)
+    assert copy.startswith(b"firstx") and copy.endswith(b"xlast")
+    assert "… 9 bytes are left out".encode() in copy
+    assert len(copy) < HEAD_BYTES + TAIL_BYTES + 100
+
+
+def test_it_is_copied_while_the_worker_lives_and_only_if_there_is_more(
+    printed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(logs, "EVERY_S", 0.01)
+    file, keeper = printed
+    writes = []
+    write = Store.write
+    monkeypatch.setattr(Store, "write", lambda *args: writes.append(args[1]) or write(*args))
+    keeper.start()
+    for words in (b"one ", b"two "):
+        file.write(words)
+        eventually(lambda n=words: kept(tmp_path).endswith(n))
+    keeper.close(60.0)
+    assert kept(tmp_path) == b"one two " and len(writes) == 2
+
+
+def test_a_store_that_fails_costs_the_copy_alone(tmp_path):
+    (tmp_path / "run").write_text("a file, and no folder")
+    with open(tmp_path / "out", "w+b", buffering=0) as file:
+        file.write(b"words")
+        keeper = LogKeeper(Store(str(tmp_path / "run")), "w1", [file.fileno()]).start()
+        keeper.close(60.0)
+    assert not keeper._thread.is_alive()
+
+
+def talks(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        hold(ctx, step)
+        print(f"step {step.number} of rank {ctx.rank}")
+        if step.number == 5 and ctx.rank == 1 and ctx.generation == 1:
+            os.write(2, b"the last words of a process\n")  # as a C library does
+            os.abort()
+        if step.number == 6:  # they are told by its pulse, which may be slow
+            eventually(lambda: [*Path(ctx.config["logs"]).glob("*.last.log")])
+        print("no secret", file=sys.stderr)
+
+
+def test_each_worker_s_output_is_in_the_run_s_folder(tmp_path):
+    config = {"hold": {1: 2}, "logs": str(tmp_path / "run" / "logs")}
+    spec = spec_of(workers=2, min_workers=2, virtual=2, steps=8, config=config)
+    outcome, _ = group(spec, talks, url=str(tmp_path / "run"))
+    assert outcome.error is None, outcome.traceback
+    names = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    last = [name for name in names if name.endswith(".last.log")]
+    assert len(last) == 1
+    words = kept(tmp_path, last[0]).decode()
+    assert "step 5 of rank 1" in words and words.endswith("the last words of a process\n")
+    survivor = "w1.log" if last == ["w2.last.log"] else "w2.log"
+    assert {survivor, "w3.log"} <= names
+    assert "step 8 of rank" in kept(tmp_path, survivor).decode()
+    assert kept(tmp_path, survivor).count(b"no secret\n") == 8

@@ -1,0 +1,97 @@
+"""What is set on the command line reaches the job by name and type, and nothing else does."""
+
+import pytest
+
+from elastic_dp.cluster.overrides import Overrides, in_force, using
+from elastic_dp.cluster.trainer import ElasticTrainer
+from elastic_dp.errors import SpecError
+from elastic_dp.spec import DataConfig, ScalingConfig
+
+
+def made(*texts: str) -> ElasticTrainer:
+    with using(Overrides(texts)):
+        return ElasticTrainer(
+            print,
+            name="job",
+            storage_path="/runs",
+            config={"width": 8, "lr": 0.1, "deep": {"on": True}, "eval": data(), "any": None},
+            data=data(),
+            scaling=ScalingConfig(min_workers=1, max_workers=2),
+        )
+
+
+def data() -> DataConfig:
+    return DataConfig("/rows", micro_batch_size=4, epochs=1)
+
+
+def test_fields_are_set_by_name_and_type() -> None:
+    trainer = made(
+        "scaling.min_workers=4",  # more than the script's max_workers: both change together
+        "scaling.max_workers=8",
+        "scaling.resources_per_worker.GPU=1",
+        "checkpoint.every_s=2.5",
+        "failure.lease_s=none",
+        "exact=false",
+        "max_steps=10",
+        "data.url=s3://b/a=b",
+        "data.columns=a, b",
+        "data.tail=short",
+        "config.lr=1",
+        "config.deep.on=false",
+        "config.eval.micro_batch_size=16",
+        'config.any={"a": [1]}',
+    )
+    spec = trainer.spec
+    assert (spec.scaling.min_workers, spec.scaling.max_workers) == (4, 8)
+    assert spec.scaling.resources_per_worker == {"CPU": 1, "GPU": 1.0}
+    assert (spec.checkpoint.every_s, spec.failure.lease_s) == (2.5, None)
+    assert (spec.exact, spec.max_steps) == (False, 10)
+    assert (spec.data.url, spec.data.columns, spec.data.tail) == ("s3://b/a=b", ["a", "b"], "short")
+    assert spec.config["lr"] == 1.0 and isinstance(spec.config["lr"], float)
+    assert spec.config["deep"] == {"on": False} and spec.config["any"] == {"a": [1]}
+    assert spec.config["eval"].micro_batch_size == 16
+
+
+def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> None:
+    overrides = Overrides(["name=other", "storage_path=/there"])
+    with using(overrides):
+        trainer = ElasticTrainer(print, data=data())
+    assert overrides.urls == [trainer.url] == ["/there/other"]
+    assert in_force() is not overrides
+    assert made().spec.scaling.max_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "scaling.max_worker=8",
+            "scaling.max_worker is no field of scaling, which has min_workers",
+        ),
+        ("size=8", "size is no field of a job, which has name, storage_path, data"),
+        ("config.widht=8", "config.widht is no field of config, which has width, lr"),
+        ("scaling.max_workers=eight", "scaling.max_workers is 'eight', must be a whole number"),
+        ("scaling.max_workers=2.0", "must be a whole number"),
+        ("scaling.virtual_workers=x", "must be a whole number or none"),
+        ("exact=1", "exact is '1', must be true or false"),
+        ("config.width=wide", "config.width is 'wide', must be a whole number"),
+        ("data.tail=cut", "data.tail is 'cut', must be drop or short"),
+        (
+            "data.transform=f",
+            "data.transform is 'f', must be what the script alone can give or none",
+        ),
+        ("scaling.resources_per_worker=4", "must be a JSON object"),
+        (
+            "scaling=8",
+            "scaling cannot be set as a whole; set fields of it: min_workers, max_workers",
+        ),
+        ("max_steps.more=8", "max_steps is None, and has no fields to set"),
+        ("scaling.max_workers", "must be FIELD=VALUE, as in scaling.max_workers=8"),
+        ("scaling..x=1", "must be FIELD=VALUE"),
+        ("scaling.max_workers=0", "ScalingConfig.max_workers is 0, must be at least 1"),
+    ],
+)
+def test_what_is_set_wrongly_is_said(text: str, said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        made(text)
+    assert said in str(caught.value)

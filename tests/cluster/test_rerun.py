@@ -1,0 +1,272 @@
+"""Running it again: each row of the table in docs/design.md."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_dp as edp
+from elastic_dp.errors import CheckpointError, RunMismatch
+from elastic_dp.train.code import code_of
+from tests.runs import Points, group, spec_of
+from tests.train.jobs import Average, adamw, classifier, cross_entropy
+
+
+def trains(width=16, lr=1e-3, **loop):
+    def train(ctx):
+        model = classifier(width)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        rate = torch.optim.lr_scheduler.StepLR(optimizer, loop.get("period", 100))
+        state = {"ema": Average(model)} if loop.get("average") else None
+        for step in ctx.steps(model, optimizer, cross_entropy, scheduler=rate, state=state):
+            ctx.log({"lr": step.lr})
+
+    return train
+
+
+FIRST = trains()
+
+
+def fit(path, train=FIRST, max_steps=4, seed=0, virtual=2, rows=192, size=4, exact=True):
+    """With what it warned of."""
+    data = edp.MapStyleData(Points(rows), micro_batch_size=size, seed=seed)
+    trainer = edp.ElasticTrainer(
+        train,
+        name="again",
+        storage_path=str(path),
+        data=data,
+        scaling=edp.ScalingConfig(max_workers=2, virtual_workers=virtual),
+        checkpoint=edp.CheckpointConfig(every_steps=2),
+        max_steps=max_steps,
+        exact=exact,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = trainer.fit(local=True)
+    return result, [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def said(path):
+    lines = (path / "again" / "events.jsonl").read_text().splitlines()
+    return [line["text"] for line in map(json.loads, lines) if line.get("command") == "Explain"]
+
+
+def test_a_finished_one_returns_its_stored_result(tmp_path):
+    first, _ = fit(tmp_path)
+    assert fit(tmp_path) == (first, [])
+
+
+def test_a_larger_max_steps_continues(tmp_path):
+    fit(tmp_path)
+    result, warned = fit(tmp_path, max_steps=6)
+    assert result.step == 6
+    assert warned == []
+    assert "since the last start of this run: max_steps is 6 now, was 4" in said(tmp_path)
+    assert result.weights_sha256 == fit(tmp_path / "at once", max_steps=6)[0].weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"seed": 1}, "seed is 1, .* 0"),
+        ({"virtual": 4}, "virtual_workers is 4, .* 2"),
+        ({"rows": 96}, "data"),
+        ({"size": 8}, "micro_batch_size is 8, .* 4"),
+        ({"exact": False}, "exact is False, .* True"),
+    ],
+)
+def test_what_decides_the_result_must_not_change(tmp_path, other, words):
+    fit(tmp_path)
+    with pytest.raises(RunMismatch, match=words):
+        fit(tmp_path, **other)
+
+
+def no_optimizer_of_this_kind(ctx):
+    model = classifier(16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=rate):
+        pass
+
+
+def one_layer_more(ctx):
+    model = nn.Sequential(classifier(16), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in ctx.steps(model, optimizer, cross_entropy):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (trains(width=17), r"parameter 0\.weight: \(32, 17\) of torch.float32 here, \(32, 16\)"),
+        (one_layer_more, r"parameter 0\.0\.weight: .* here, absent in"),
+        (no_optimizer_of_this_kind, "the optimizer: SGD here, AdamW in"),
+        (trains(average=True), r"the keys of state=: \['ema'\] here, \[\] in"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_named(tmp_path, other, words):
+    fit(tmp_path)
+    with pytest.raises(RunMismatch, match=words):
+        fit(tmp_path, other, max_steps=6)
+
+
+def test_another_learning_rate_is_told_and_the_checkpoint_s_goes_on(tmp_path):
+    fit(tmp_path)
+    result, warned = fit(tmp_path, trains(lr=0.5), max_steps=6)
+    assert result.metrics["lr"] == 1e-3
+    assert any("the code of the train function" in text for text in warned)
+    told = [text for text in said(tmp_path) if "the optimizer's lr is 0.5" in text]
+    assert len(told) == 1 and "was 0.001" in told[0] and "step 4 count" in told[0]
+    fit(tmp_path, trains(lr=0.5), max_steps=8)  # once
+    assert len([text for text in said(tmp_path) if "lr is 0.5" in text]) == 1
+
+
+def test_what_the_run_changed_itself_is_no_difference(tmp_path):
+    """The scheduler is to lower the rate after one step; that is no change of the code."""
+    fit(tmp_path, trains(period=1))
+    result, warned = fit(tmp_path, trains(period=1), max_steps=6)
+    assert result.metrics["lr"] == pytest.approx(1e-3 * 0.1**5)
+    assert warned == []
+    assert not [text for text in said(tmp_path) if text.startswith("WARNING")]
+
+
+def test_other_code_is_told(tmp_path):
+    def train(ctx):
+        FIRST(ctx)
+
+    fit(tmp_path)
+    _, warned = fit(tmp_path, train)
+    assert len(warned) == 1 and "stored is returned" in warned[0]
+    _, warned = fit(tmp_path, train, max_steps=6)
+    assert len(warned) == 1 and "the code of the train function" in warned[0]
+    assert warned[0] in said(tmp_path)
+    assert fit(tmp_path, train, max_steps=8)[1] == []
+
+
+def test_a_lower_limit_is_told(tmp_path):
+    first, _ = fit(tmp_path)
+    result, warned = fit(tmp_path, max_steps=3)
+    assert result == first and len(warned) == 1 and "under other limits" in warned[0]
+    (tmp_path / "again" / "result.json").unlink()  # as if it had not finished
+    result, warned = fit(tmp_path, max_steps=4)
+    assert warned == []
+    (tmp_path / "again" / "result.json").unlink()
+    _, warned = fit(tmp_path, max_steps=3)
+    assert warned == ["since the last start of this run: max_steps is 3 now, was 4"]
+
+
+def test_workers_say_the_same_of_a_checkpoint_that_does_not_fit(tmp_path):
+    fit(tmp_path)
+    spec = spec_of(virtual=2, workers=1, steps=6)
+    outcome, _ = group(spec, trains(width=17), url=str(tmp_path / "again"))
+    assert outcome.error.startswith("RunMismatch: parameter 0.weight")
+
+
+def test_once_made_on_another_kind_of_machine_it_stays_inexact(tmp_path, monkeypatch):
+    first, _ = fit(tmp_path)
+    assert first.exact
+    monkeypatch.setattr("elastic_dp.train.session.kind_of", lambda device, exact: "an abacus")
+    for steps in (6, 8):  # the second finds a checkpoint that an abacus made
+        result, _ = fit(tmp_path, max_steps=steps)
+        assert not result.exact
+        assert "several kinds of machine: torch" in result.inexact_because[0]
+        assert result.inexact_because[0].endswith(" | an abacus")
+    assert sum("goes on from step 4 on 'an abacus'" in text for text in said(tmp_path)) == 1
+
+
+def test_a_checkpoint_of_a_newer_version(tmp_path):
+    fit(tmp_path)
+    for seal in tmp_path.glob("again/checkpoints/seals/step-*"):
+        stored = json.loads(seal.read_text())
+        seal.write_text(json.dumps(stored | {"elastic_dp_checkpoint": 99}))
+    with pytest.raises(CheckpointError, match=r"format 99.*install the version that wrote it"):
+        fit(tmp_path, max_steps=6)
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_a_record_of_a_newer_version(tmp_path, name):
+    fit(tmp_path)
+    path = tmp_path / "again" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "more": 1}))
+    with pytest.raises(RunMismatch, match="format 99"):
+        fit(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- code
+
+SCRIPT = """
+RATES = {"a", "b", "c", "d"}
+class Net:
+    depth = 3
+    def forward(self, x):
+        return helper(x) if self.training else x
+def helper(x):
+    return x * RATE
+RATE = 2
+def train(ctx):
+    net, names = Net(2, 2), {n for n in RATES if n in {"a", "b", "c"}}
+    for _ in ctx.steps(net, None, lambda model, batch: model(batch)):
+        pass
+max_steps = 10
+"""
+
+
+def code_in_a_process(script, tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(script + "\nfrom elastic_dp.train.code import code_of\nprint(code_of(train))")
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": "random"}
+    command = [sys.executable, path]
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+
+
+def test_two_starts_of_a_script_have_one_code(tmp_path):
+    once = code_in_a_process(SCRIPT, tmp_path)
+    assert len(once.split()[0]) == 16
+    other = SCRIPT.replace("max_steps = 10", "# a remark\n\nmax_steps = 20")
+    assert code_in_a_process(other, tmp_path) == once
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("RATE = 2", "RATE = 3"),
+        ("x * RATE", "x + RATE"),
+        ("depth = 3", "depth = 4"),
+        ("if self.training else", "if x is None else"),
+        ("model(batch)", "model(batch, 1)"),
+        ('"a", "b", "c"}}', '"a", "b", "d"}}'),
+        ("Net(2, 2)", "Net(2, 3)"),
+    ],
+)
+def test_each_change_of_it_is_another(old, new):
+    def run(script):
+        # As where the script itself is at hand no more: in a worker.
+        names = {"__name__": "a_job"}
+        exec(compile(textwrap.dedent(script), "nowhere.py", "exec"), names)
+        return code_of(names["train"])
+
+    assert old in SCRIPT
+    assert run(SCRIPT) == run(SCRIPT) != run(SCRIPT.replace(old, new))
+
+
+def test_workers_compare_code_and_not_what_a_module_found_on_its_machine():
+    def at(host, body="return host"):
+        names = {"__name__": "a_job", "host": host}
+        exec(f"def train(ctx):\n    {body}", names)
+        return names["train"]
+
+    assert code_of(at("a")) != code_of(at("b"))
+    assert code_of(at("a"), constants=False) == code_of(at("b"), constants=False)
+    assert code_of(at("a"), constants=False) != code_of(at("a", "return 1"), constants=False)
+
+
+def test_closures_and_partials_count():
+    assert code_of(trains()) == code_of(trains()) != code_of(trains(lr=2e-3))
+    assert code_of(adamw)

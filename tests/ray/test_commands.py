@@ -1,0 +1,204 @@
+"""The command line against a real run: the script of a user, asked and steered from outside, and run again."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+import elastic_dp as edp
+from elastic_dp import cli
+from tests.patience import eventually
+from tests.ray import clusters
+from tests.runs import Points
+from tests.train.jobs import adamw, classifier, loop
+
+ray = pytest.importorskip("ray")
+from ray.job_submission import JobStatus  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+JOB = """
+import sys
+import time
+
+import elastic_dp as edp
+from tests.runs import Points
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+
+def train(ctx):
+    model = classifier()
+    print("hello from", ctx.config["word"])
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log({"loss": step.loss})
+        time.sleep(ctx.config["body_s"])
+
+
+if __name__ == "__main__":
+    print("the script has", sys.argv[1:])
+    trainer = edp.ElasticTrainer(
+        train,
+        name="job",
+        storage_path="RUNS",
+        config={"word": "nobody", "body_s": 0.0},
+        data=edp.MapStyleData(Points(), micro_batch_size=4),
+        scaling=edp.ScalingConfig(min_workers=1, max_workers=1, virtual_workers=4),
+        max_steps=10,
+    )
+    trainer.start() if "start" in sys.argv else trainer.fit()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with clusters.nodes(2):
+        yield
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(JOB.replace("RUNS", str(tmp_path / "runs")))
+    return path
+
+
+def asked(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def said(verb, *arguments):
+    """The JSON that a verb prints, and nothing else."""
+    return json.loads(asked(verb, "--json", *arguments).stdout)
+
+
+def live():
+    found = {row["name"]: row for row in said("list")}
+    trains = "job" in found and found["job"]["step"] > 0 and found["job"]["phase"] == "running"
+    return trains and found["job"]
+
+
+@pytest.mark.filterwarnings("ignore:since the last start of this run")
+def test_a_run_from_its_start_to_its_restart(job, tmp_path):
+    assert "no run named 'job' is live on this cluster" in asked("status", "job", code=2).stderr
+    long = ("--set", "config.body_s=0.2", "--set", "max_steps=100000")
+    asked("run", job, *long, "--set", "config.word=cli", "--", "start")
+    row = eventually(live)
+    assert row["size"] == 1
+    assert "job" in asked("list").stdout
+
+    assert said("scale", "job", "2") == {"name": "job", "size": 2, "present": 1}
+    assert "within 1..4" in asked("scale", "job", "9", code=2).stderr
+    eventually(lambda: said("status", "job")["world_size"] == 2)
+    assert "w1  member" in asked("status", "job").stdout
+    assert "must be one of w1, w2" in asked("drain", "job", "nobody", code=2).stderr
+    assert said("drain", "job", "w2", "--within-s", "600")["worker"] == "w2"
+    assert "a scale-down: 1 leave" in asked("scale", "job", "1", "--min-workers", "1").stdout
+    eventually(lambda: list(said("status", "job")["workers"]) == ["w1"])
+
+    asked("checkpoint", "job")  # no other is asked for until the restart
+    lines = eventually(
+        lambda: "is sealed" in (out := asked("events", "job", "--json").stdout) and out.splitlines()
+    )
+    assert {"StartWorker", "SizeRequested"} <= {
+        line.get("command") or line.get("event") for line in map(json.loads, lines)
+    }
+    assert "starting 1 workers" in asked("events", "job").stdout
+    assert "w1  hello from cli" in asked("logs", "job", "--worker", "w1").stdout
+    assert "must be one that is up: w1" in asked("logs", "job", "--worker", "w9", code=2).stderr
+
+    more = said("status", "job")["step"] + 300  # a lower limit than before, which warns
+    again = said("restart", "job", job, "--set", f"max_steps={more}")
+    assert again["exit_code"] == 0
+    metrics = (tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in metrics]
+    went_back = next((last - now for last, now in pairwise(steps) if now <= last), 0)
+    assert went_back < 10  # it went on from where it was stopped
+    (ended,) = again["runs"]
+    assert (ended["url"], ended["step"]) == (str(tmp_path / "runs" / "job"), more)
+    result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
+    assert result["weights_sha256"] == undisturbed(tmp_path, more)
+
+
+def undisturbed(path, steps):
+    return (
+        edp.ElasticTrainer(
+            lambda ctx: loop(ctx, model := classifier(), adamw(model)),
+            name="calm",
+            storage_path=str(path),
+            data=edp.MapStyleData(Points(), micro_batch_size=4),
+            scaling=edp.ScalingConfig(virtual_workers=4),
+            max_steps=steps,
+        )
+        .fit(local=True)
+        .weights_sha256
+    )
+
+
+def test_run_ends_with_the_code_of_its_script(tmp_path):
+    def code_of(text, *more):
+        (tmp_path / "script.py").write_text(text)
+        result = CliRunner().invoke(cli.app, ["run", str(tmp_path / "script.py"), *more])
+        return result.exit_code, result.stderr.strip().splitlines()[-1:]
+
+    assert code_of("import sys; sys.exit(3)") == (3, [])
+    assert code_of("raise SystemExit('no')") == (1, ["no"])
+    assert code_of("{}['x']") == (1, ["KeyError: 'x'"])
+    ours = "import elastic_dp.errors as e; raise e.{}"
+    assert code_of(ours.format("SpecError('size')")) == (2, ["SpecError: size"])
+    assert code_of(ours.format("ClusterError('full')")) == (1, ["ClusterError: full"])
+    code, told = code_of("", "--set", "max_steps=3")
+    assert code == 2 and "makes no ElasticTrainer" in told[0]
+
+
+class Jobs:
+    """As much of Ray's client as is used: the job runs here, as a process, when somebody asks how it is."""
+
+    def __init__(self, address):
+        if address == "http://nobody":
+            raise ConnectionError("Failed to connect to Ray at address: http://nobody.")
+        if address == "http://guarded":
+            raise ray.exceptions.AuthenticationError("Invalid authentication token")
+
+    def submit_job(self, *, entrypoint, submission_id, runtime_env):
+        self.entrypoint, self.runtime_env = entrypoint, runtime_env
+        return submission_id or "raysubmit_1"
+
+    def get_job_info(self, job):
+        self.ended = subprocess.run(
+            shlex.split(self.entrypoint),
+            cwd=self.runtime_env["working_dir"],
+            env=os.environ | self.runtime_env["env_vars"],
+            capture_output=True,
+            text=True,
+        )
+        code = self.ended.returncode
+        status = JobStatus.FAILED if code else JobStatus.SUCCEEDED
+        return types.SimpleNamespace(status=status, driver_exit_code=code)
+
+    def get_job_logs(self, job):
+        return self.ended.stdout + self.ended.stderr
+
+
+def test_a_job_by_rays_own_api(tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Jobs)
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(sys.argv[1:], os.environ['WHO']); sys.exit(7)")
+    given = (f"--env=PYTHONPATH={clusters.ROOT}", "--env=WHO=me", f"--python={sys.executable}")
+    arguments = ("submit", script, *given, "--", "a b")
+    assert asked(*arguments).stdout == "submitted as raysubmit_1\n"
+    followed = asked("submit", "--follow", "--submission-id", "mine", *arguments[1:], code=7)
+    assert followed.stdout == "submitted as mine\n['a b'] me\n"
+    refused = asked(*arguments[:2], "--address", "http://nobody", code=2)
+    assert "Failed to connect to Ray at address: http://nobody." in refused.stderr
+    stranger = asked(*arguments[:2], "--address", "http://guarded", code=2)
+    assert "Ray's dashboard does not take the job: Invalid authentication token" in stranger.stderr
+    outside = asked("submit", script, "--working-dir", "/usr", code=2)
+    assert "is not in the working directory /usr" in outside.stderr

@@ -1,0 +1,158 @@
+"""Nodes of a real Ray come, go with notice, and are where workers die again and again; then its GCS dies, too.
+
+All on one cluster, whose GCS keeps what it knows in a folder; Redis would do the same.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import time
+import types
+
+import pytest
+
+from elastic_dp.protocol.messages import Cause
+from tests.patience import eventually
+from tests.ray import clusters
+from tests.ray.jobs import (
+    FOR_EVER,
+    is_whole,
+    members,
+    pid_of_controller,
+    pids_of,
+    trainer,
+    undisturbed,
+    wait_for,
+)
+from tests.runs import spec_of
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A head with one place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_gcs_storage", "rocksdb")
+        patch.setenv("RAY_gcs_storage_path", str(tmp_path_factory.mktemp("gcs")))
+        with clusters.nodes(1) as cluster:
+            yield cluster
+
+
+@pytest.fixture(autouse=True)
+def alone(cluster):
+    """A test that fails leaves nobody in the places of the next."""
+    yield
+    for left in ray.util.list_named_actors(all_namespaces=True):
+        with contextlib.suppress(ValueError):  # it has ended since
+            ray.kill(ray.get_actor(left["name"], left["namespace"]))
+
+
+@pytest.fixture
+def two(cluster):
+    """With a node more."""
+    if len(there()) < 2:
+        cluster.add_node(num_cpus=1)
+    eventually(lambda: len(there()) == 2, ray.nodes)
+    return cluster
+
+
+def there():
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def drain(node, within_s):
+    """As a SIGTERM to its `ray start --block` does."""
+    from ray.core.generated import autoscaler_pb2
+
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    gcs = ray._private.worker.global_worker.gcs_client
+    deadline_ms = int((time.time() + within_s) * 1000)
+    accepted, why = gcs.drain_node(node.node_id, reason, "taken back", deadline_ms)
+    assert accepted, why
+
+
+def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, tmp_path):
+    pause = tmp_path / "pause"
+    config = {"body_s": 0.05, "pause": str(pause)}
+    run = trainer(tmp_path, "pending", steps=FOR_EVER, workers=2, **config).start()
+    before = wait_for(run, lambda s: is_whole(s, 1) and s["step"] >= 5)
+    assert sorted(before["workers"].values()) == ["member", "starting"]
+    wait_for(run, lambda s: s["step"] >= before["step"] + 20)  # it holds nobody up
+    node = cluster.add_node(num_cpus=1)
+    after = wait_for(run, lambda s: is_whole(s, 2))
+    assert members(after) == sorted(before["workers"])  # the one that waited
+    cluster.add_node(num_cpus=1)
+    pause.touch()  # nobody goes on before it has heard of the planned end
+    asked_at = time.time()
+    drain(node, within_s=600.0)
+    (left,) = set(before["workers"]) - set(members(before))
+    wait_for(run, lambda s: is_whole(s, 2) and left not in s["workers"])
+    run.stop("enough")
+    result = run.result()
+    assert (result.reason, result.workers_lost) == ("enough", 0)
+    lines = (tmp_path / "pending" / "events.jsonl").read_text().splitlines()
+    told = [x for x in map(json.loads, lines) if x["time"] >= asked_at]
+    kinds = [kind for x in told if (kind := x.get("event") or x.get("command")) != "Explain"]
+    noticed = kinds.index("DrainNoticed")
+    assert kinds[noticed + 1] == "StartWorker", "nothing was waited for"
+    stopped = [x for x in told if x.get("event") == "WorkerStopped"]
+    ended = [x for x in stopped if x["generation"] == stopped[0]["generation"]]
+    stops = {x["worker"]: x for x in reversed(ended)}.values()  # the first word of each
+    assert {x["reason"] for x in stops} == {"planned end"}
+    assert len({tuple(x["place"]) for x in stops}) == 1, "nobody makes a step again"
+    assert result.weights_sha256 == undisturbed(tmp_path, result.step)
+    cluster.remove_node(node)
+
+
+def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
+    from ray._private.state import actors
+
+    from elastic_dp.cluster import ray_actors
+
+    class Dies:
+        def __init__(self, identity, job, controller, term):
+            pass
+
+        def run(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(ray_actors, "WorkerActor", ray.remote(Dies))
+    lost, said = queue.Queue(), []
+    ledger = types.SimpleNamespace(facts=types.SimpleNamespace(term=1))
+    controller = types.SimpleNamespace(post=lost.put, say=said.append, ledger=ledger)
+    job = types.SimpleNamespace(run="avoided")
+    fleet = ray_actors.RayFleet(job, spec_of(), controller, None)
+
+    def dies(worker):
+        fleet.start(worker)
+        actor = fleet.actors()[worker]._actor_id.hex()
+        assert lost.get().cause is Cause.UNKNOWN
+        return actor, actors(actor)["Address"]["NodeID"]
+
+    actor, bad = dies("w1")
+    fleet.placement.failed(actor)
+    assert said == []
+    fleet.placement.failed(actor)
+    assert said == [f"node {bad} is avoided for now: 3 workers failed on it within 30 minutes"]
+    assert fleet.placement.avoided == {bad: 3}
+    assert {dies("w2")[1]} == there() - {bad}
+
+
+def test_a_run_outlives_the_gcs(two, tmp_path):
+    """And its controller, which dies meanwhile."""
+    run = trainer(tmp_path, "head", steps=FOR_EVER, workers=2, body_s=0.05).start()
+    whole = wait_for(run, lambda s: is_whole(s, 2) and s["step"] >= 5)
+    pids, controller = pids_of(run, members(whole)), pid_of_controller("head")
+    two.head_node.kill_gcs_server()
+    os.kill(controller, signal.SIGKILL)
+    two.head_node.start_gcs_server()
+    wait_for(run, lambda s: is_whole(s, 2))
+    assert pid_of_controller("head") != controller
+    assert pids_of(run, members(whole)) == pids
+    run.stop("enough")
+    result = run.result()
+    assert result.weights_sha256 == undisturbed(tmp_path, result.step)
