@@ -1,0 +1,250 @@
+"""What must fit together across fields and files: names, times, users, volumes, the image, the job's own command; and
+what Ray's autoscaler makes of the cluster, asked of Ray's own code.
+"""
+
+import importlib
+import itertools
+import re
+import shlex
+
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import (
+    _derive_autoscaling_config_from_ray_cr,
+)
+
+from elastic_dp.cluster import overrides
+from elastic_dp.spec import JobSpec
+from tests.k8s.fields import SETTLE_S, is_field
+from tests.k8s.manifests import (
+    CLUSTERS,
+    K8S,
+    OVERLAYS,
+    ROOT,
+    RUNS,
+    build,
+    cluster,
+    containers,
+    environment,
+    groups,
+    of_kind,
+    ray_object,
+    templates,
+)
+
+NOTICE_S = {
+    "eks-spot": 120,
+    "eks-shared": 120,
+    "gke-spot": 15,
+    "gke-shared": 15,
+}  # of a spot reclaim
+INSTANCE = "app.kubernetes.io/instance"
+
+
+@pytest.mark.parametrize("folder", [f"overlays/{name}" for name in NOTICE_S])
+def test_a_spot_worker_is_done_before_its_machine_goes(folder):
+    pod = groups(build(folder))["spot"]["template"]["spec"]
+    drain = float(environment(pod["containers"][0])["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert drain + SETTLE_S <= pod["terminationGracePeriodSeconds"] <= NOTICE_S[folder[9:]]
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_one_name_selects_the_pods_of_one_run(folder):
+    objects = build(folder)
+    name = ray_object(objects)["metadata"]["name"]
+    for template in templates(objects).values():
+        assert template["metadata"]["labels"][INSTANCE] == name
+    [policy] = of_kind(objects, "NetworkPolicy")
+    own = {"podSelector": {"matchLabels": {INSTANCE: name}}}
+    assert policy["spec"]["podSelector"] == own["podSelector"]
+    # Among themselves on every port: NCCL's and Gloo's are known only when they listen.
+    assert {"from": [own]} in policy["spec"]["ingress"] and {"to": [own]} in policy["spec"][
+        "egress"
+    ]
+    budgets = of_kind(objects, "PodDisruptionBudget")
+    assert {b["metadata"]["name"] for b in budgets} == {f"{name}-head", f"{name}-workers"}
+    assert {b["spec"]["selector"]["matchLabels"][INSTANCE] for b in budgets} == {name}
+    # Not a percentage and not maxUnavailable: those need a scale subresource, which a RayCluster has not.
+    assert {b["spec"]["minAvailable"] for b in budgets} == {1}
+    assert "NAME" not in yaml.safe_dump(objects)
+
+
+@pytest.mark.parametrize("folder", RUNS)
+def test_a_retry_is_the_same_run(folder):
+    """name= and storage_path= are in the command, so that a new RayCluster goes on where the lost one was."""
+    objects = build(folder)
+    job = ray_object(objects)
+    given = _sets(job["spec"]["entrypoint"])
+    assert given["name"] == job["metadata"]["name"]
+    _outlives_pods(objects, given["storage_path"])
+
+
+@pytest.mark.parametrize("folder", RUNS)
+def test_the_entrypoint_sets_fields_that_a_job_has(folder):
+    objects = build(folder)
+    words = shlex.split(ray_object(objects)["spec"]["entrypoint"])
+    assert words[:2] == ["elastic-dp", "run"] and (ROOT / words[2]).is_file()
+    given = _sets(" ".join(words))
+    for name in set(given) - {"storage_path"}:
+        assert is_field(JobSpec, name.split(".")), name
+    most = sum(group["maxReplicas"] for group in groups(objects).values())
+    assert int(given["scaling.max_workers"]) <= most
+    gpus = given.get("scaling.resources_per_worker.GPU", "0")
+    for group in groups(objects).values():
+        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu", "0") == gpus
+
+
+@pytest.mark.parametrize("folder", RUNS)
+def test_the_entrypoint_makes_that_run(folder, monkeypatch):
+    """The job's own script under the manifest's --set, up to where it would start."""
+    words = shlex.split(ray_object(build(folder))["spec"]["entrypoint"])
+    given = _sets(" ".join(words))
+    job = importlib.import_module(words[2].removesuffix(".py").replace("/", "."))
+    monkeypatch.setattr(job, "write_shards", lambda *_: None)
+    changes = overrides.Overrides([f"{name}={value}" for name, value in given.items()])
+    with overrides.using(changes):
+        trainer = job.make_trainer(data="/unread")
+    assert trainer.url == f"{given['storage_path']}/{given['name']}"
+    assert trainer.spec.scaling.max_workers == int(given["scaling.max_workers"])
+    assert trainer.spec.scaling.virtual_workers == int(given["scaling.virtual_workers"])
+    gpus = trainer.spec.scaling.resources_per_worker.get("GPU", 0)
+    assert gpus == float(given.get("scaling.resources_per_worker.GPU", 0))
+    assert trainer.spec.checkpoint.enabled
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_volumes_that_are_mounted_are_there(folder):
+    objects = build(folder)
+    claims = {claim["metadata"]["name"] for claim in of_kind(objects, "PersistentVolumeClaim")}
+    for template in templates(objects).values():
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        for container in template["spec"]["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+        used = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}  # fmt: skip
+        assert used <= claims
+    for claim in of_kind(objects, "PersistentVolumeClaim"):
+        assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+        assert claim["spec"]["resources"]["requests"]["storage"]
+    head = {volume["name"] for volume in templates(objects)["head"]["spec"]["volumes"]}
+    mounts = cluster(objects)["autoscalerOptions"]["volumeMounts"]
+    assert {mount["name"] for mount in mounts} <= head  # its pod is the head's
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_service_accounts_are_made_for_the_namespace(folder):
+    made = build("namespaces/base")
+    accounts = {account["metadata"]["name"] for account in of_kind(made, "ServiceAccount")}
+    pods = templates(build(folder))
+    assert {pod["spec"]["serviceAccountName"] for pod in pods.values()} == accounts
+    assert pods["head"]["spec"]["serviceAccountName"] != pods["spot"]["spec"]["serviceAccountName"]
+
+
+def test_what_is_bound_are_roles_that_there_are():
+    made = build("namespaces/base")
+    roles = {role["metadata"]["name"]: role for role in of_kind(made, "Role")}
+    assert {binding["roleRef"]["name"] for binding in of_kind(made, "RoleBinding")} == set(roles)
+    for role in roles.values():
+        for rule in role["rules"]:
+            assert "*" not in [*rule["verbs"], *rule["resources"]]
+            if "secrets" in rule["resources"]:
+                assert rule["resourceNames"] == ["elastic-dp-auth"]
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_the_image_is_one_and_its_tag_says_which(folder):
+    images = {c["image"] for where, c in containers(build(folder)) if where != "autoscaler"}
+    assert len(images) == 1
+    assert images.pop().endswith(":cpu" if folder == "overlays/cpu-smoke" else ":0.1.0-cuda")
+
+
+def test_the_image_is_built_from_what_is_there():
+    text = (K8S / "Dockerfile").read_text()
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"torch=={_default(text, 'TORCH')}" in constraints
+    assert f"ray=={_default(text, 'RAY')}" in constraints
+    for folder in OVERLAYS:
+        assert cluster(build(folder))["rayVersion"] == _default(text, "RAY")
+    ignored = (K8S / "Dockerfile.dockerignore").read_text().splitlines()
+    for source in re.findall(r"^COPY (.+) \S+$", text, re.M):
+        for name in source.split():
+            assert (ROOT / name).exists() and f"!{name}" in ignored, name
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for extra in re.search(r"'\.\[(.+?)\]'", text)[1].split(","):
+        assert re.search(rf"^{extra} = \[", pyproject, re.M), extra
+    assert "USER 1000:1000" in text and "ENTRYPOINT [" not in text
+
+
+@pytest.mark.parametrize("folder", OVERLAYS)
+def test_what_rays_autoscaler_reads(folder):
+    objects = build(folder)
+    resource = {"metadata": {"name": "c", "namespace": "n"}, "spec": cluster(objects)}
+    config = _derive_autoscaling_config_from_ray_cr(resource)
+    types = config["available_node_types"]
+    assert types["headgroup"]["resources"]["CPU"] == 0
+    gpu = {} if folder == "overlays/cpu-smoke" else {"GPU": 1}
+    for name in ("spot", "on-demand"):
+        assert types[name]["labels"] == {"ray.io/market-type": name}
+        assert {k: v for k, v in types[name]["resources"].items() if k == "GPU"} == gpu
+        assert types[name]["resources"]["CPU"] >= 1 and types[name]["resources"]["memory"] > 2**31
+        assert types[name]["min_workers"] == 0
+    assert types["spot"]["priority"] > types["on-demand"]["priority"]
+    assert config["idle_timeout_minutes"] == 1
+
+
+@pytest.mark.parametrize("folder", CLUSTERS)
+def test_a_cluster_that_stays_survives_its_head(folder):
+    objects = build(folder)
+    options = cluster(objects)["gcsFaultToleranceOptions"]
+    if options["backend"] == "redis":
+        password = options["redisPassword"]["valueFrom"]["secretKeyRef"]
+        assert password == {"name": "redis", "key": "password"}  # as the README says to make it
+        [policy] = of_kind(objects, "NetworkPolicy")
+        port = int(options["redisAddress"].rpartition(":")[2])
+        assert port in [p["port"] for rule in policy["spec"]["egress"] for p in rule.get("ports", [])]  # fmt: skip
+    else:
+        disk = options["storage"]
+        assert disk["size"] and disk["accessModes"] == ["ReadWriteOnce"]
+        assert disk["deletionPolicy"] == "DeleteWithCluster"
+
+
+def test_kueue_covers_what_a_run_asks_for():
+    job = ray_object(build("overlays/eks-spot"))
+    objects = build("admin/kueue")
+    queues = {queue["metadata"]["name"]: queue for queue in of_kind(objects, "LocalQueue")}
+    local = queues[job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]]
+    assert local["metadata"]["namespace"] == job["metadata"]["namespace"]
+    [priority] = of_kind(objects, "WorkloadPriorityClass")
+    assert (
+        job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == priority["metadata"]["name"]
+    )
+    assert job["metadata"]["annotations"] == {"kueue.x-k8s.io/elastic-job": "true"}  # it scales
+    [queue] = of_kind(objects, "ClusterQueue")
+    assert local["spec"]["clusterQueue"] == queue["metadata"]["name"]
+    [group] = queue["spec"]["resourceGroups"]
+    flavors = {flavor["metadata"]["name"]: flavor for flavor in of_kind(objects, "ResourceFlavor")}
+    assert {flavor["name"] for flavor in group["flavors"]} == set(flavors)
+    for name, worker in groups(build("overlays/eks-spot")).items():
+        pod = worker["template"]["spec"]
+        assert pod["nodeSelector"] == flavors[name]["spec"]["nodeLabels"]
+        asked = set(pod["containers"][0]["resources"]["requests"]) - {"ephemeral-storage"}
+        assert asked <= set(group["coveredResources"])
+
+
+def _sets(command: str) -> dict[str, str]:
+    words = shlex.split(command)
+    pairs = [after for word, after in itertools.pairwise(words) if word == "--set"]
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _outlives_pods(objects: list, path: str) -> None:
+    if "://" in path:
+        return
+    for template in templates(objects).values():
+        mounts = {m["mountPath"]: m["name"] for m in template["spec"]["containers"][0]["volumeMounts"]}  # fmt: skip
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert "persistentVolumeClaim" in volumes[mounts[path]]
+
+
+def _default(dockerfile: str, name: str) -> str:
+    return re.search(rf"^ARG {name}=(\S+)$", dockerfile, re.M)[1]
