@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import group
+
 ROOT = Path(__file__).parents[2]
 PORTS = {
     "nanogpt.py": "nanogpt_port.py",
@@ -35,11 +37,11 @@ def test_few_lines_change(original, port):
 @pytest.mark.parametrize("port", PORTS.values())
 @pytest.mark.filterwarnings("default")  # of foreign libraries
 def test_the_port_runs(port, tmp_path, monkeypatch):
-    """The script as it is, but for `fit`: here, in this process, and for a few steps."""
+    """The script as it is, but for `fit`: for a few steps, in this process, and most by a group of two workers."""
     for needed in NEEDS.get(port, []):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            pytest.importorskip(needed)
+            pytest.importorskip(needed, reason="comes with pip install 'elastic_dp[jobs]'")
     edp = importlib.import_module("elastic_dp")
     if not hasattr(edp, "ElasticTrainer"):
         pytest.skip("elastic_dp has no ElasticTrainer yet")
@@ -51,6 +53,11 @@ def test_the_port_runs(port, tmp_path, monkeypatch):
         data = dataclasses.replace(trainer.spec.data, epochs=epochs)
         trainer.spec = dataclasses.replace(trainer.spec, max_steps=22, data=data)
         results.append(fit(trainer, local=True))
+        if port == "transformers_port.py":
+            return  # each worker would import for many seconds
+        scaling = dataclasses.replace(trainer.spec.scaling, min_workers=2, max_workers=2)
+        outcome, _ = group(dataclasses.replace(trainer.spec, scaling=scaling), trainer.train)
+        assert (outcome.error, outcome.digest) == (None, results[0].weights_sha256)
 
     fit = edp.ElasticTrainer.fit
     monkeypatch.setattr(edp.ElasticTrainer, "fit", fit_here)
