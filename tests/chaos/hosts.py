@@ -1,0 +1,194 @@
+"""Hosts on one machine: network namespaces with addresses of their own, on one bridge, that can be cut off.
+
+Needs root and Debian's iproute2; `available` says whether there are both. A cut drops frames in silence, as a pulled
+cable does: nobody gets an error, and whoever waits goes on waiting. Everything a network made is gone when it closes;
+what one left that was killed goes when the next one is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+_NAME = re.compile(
+    r"edp(\d+)"
+)  # of a bridge; its hosts' names go on with "-2"; the number is the owner's process
+
+
+@cache
+def available() -> bool:
+    """Whether this machine lets us make hosts."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    name = f"edp{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return False
+    _run("ip", "netns", "delete", name)
+    return True
+
+
+class Host:
+    """One namespace: its processes, and its cable."""
+
+    def __init__(self, name: str, port: str, address: str) -> None:
+        self.name, self.address = name, address
+        self._port = port  # the bridge's end of the cable; ours is eth0
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log: str
+    ) -> subprocess.Popen[bytes]:
+        with open(log, "ab") as out:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    def pids(self, pattern: str = "") -> list[int]:
+        """Its processes whose command line contains `pattern`."""
+        found = []
+        for word in _run("ip", "netns", "pids", self.name).split():
+            with contextlib.suppress(OSError), open(f"/proc/{word}/cmdline", "rb") as file:
+                if pattern in file.read().replace(b"\0", b" ").decode(errors="replace"):
+                    found.append(int(word))
+        return found
+
+    def signal(self, number: signal.Signals, pattern: str = "") -> list[int]:
+        """To all its processes, or to those whose command line contains `pattern`; returns which."""
+        pids = self.pids(pattern)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
+
+    def cut(self, *, incoming: bool = True, outgoing: bool = True) -> None:
+        """Drop what it would hear, what it says, or both."""
+        if outgoing:
+            _run(
+                *("ip", "netns", "exec", self.name),
+                *["tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo", "limit", "0"],
+            )
+        if incoming:
+            _run(*f"tc qdisc replace dev {self._port} root pfifo limit 0".split())
+
+    def heal(self) -> None:
+        for command in (
+            f"ip netns exec {self.name} tc qdisc delete dev eth0 root",
+            f"tc qdisc delete dev {self._port} root",
+        ):
+            subprocess.run(command.split(), capture_output=True)  # it may not have been cut
+
+    def kill(self) -> None:
+        while self.signal(signal.SIGKILL):
+            for process in self._processes:
+                process.poll()
+        for process in self._processes:
+            process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        _run("ip", "netns", "delete", self.name)
+
+
+class Network:
+    """A bridge with as many hosts as are asked for; itself the first address."""
+
+    def __init__(self) -> None:
+        _bury()
+        number = os.getpid() % 250
+        self._tag, self._prefix = f"edp{os.getpid()}", f"10.231.{number}"
+        self.hosts: list[Host] = []
+        self._cables: list[subprocess.Popen[bytes]] = []
+        _run("ip", "link", "add", self._tag, "type", "bridge")
+        _run("ip", "address", "add", f"{self._prefix}.1/24", "dev", self._tag)
+        _run("ip", "link", "set", self._tag, "up")
+
+    def host(self, *, delay_s: float = 0.0, loss: float = 0.0) -> Host:
+        """Every frame to it and from it comes so much later, or not at all (this share of them)."""
+        number = len(self.hosts) + 2
+        name, port = f"{self._tag}-{number}", f"{self._tag}p{number}"
+        address = f"{self._prefix}.{number}"
+        _run("ip", "netns", "add", name)
+        if delay_s or loss:
+            self._lay_cable(name, port, delay_s, loss)
+        else:
+            _run(*f"ip link add {port} type veth peer name eth0 netns {name}".split())
+        _run(*f"ip link set {port} master {self._tag} up".split())
+        inside = f"ip netns exec {name} ip"
+        _run(*f"{inside} address add {address}/24 dev eth0".split())
+        _run(*f"{inside} link set eth0 up".split())
+        _run(*f"{inside} link set lo up".split())
+        self.hosts.append(Host(name, port, address))
+        return self.hosts[-1]
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+        for cable in self._cables:
+            cable.communicate()  # which closes its input, and so ends it
+        _run("ip", "link", "delete", self._tag)
+
+    def _lay_cable(self, name: str, port: str, delay_s: float, loss: float) -> None:
+        """This kernel's own (netem) is missing on many machines; see `tests.chaos.cable`."""
+        command = [sys.executable, "-m", "tests.chaos.cable", port, f"{port}i"]
+        ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        cable = subprocess.Popen([*command, str(delay_s), str(loss)], **ends)  # type: ignore[call-overload]
+        self._cables.append(cable)
+        assert cable.stdout is not None and cable.stdout.readline() == b"there\n"
+        _run(*f"ip link set {port}i netns {name} name eth0".split())
+
+
+def folder() -> str:
+    """For a cluster, short, since Ray's sockets lie below it; or to mount a disk on."""
+    return tempfile.mkdtemp(prefix=f"edp{os.getpid()}-")
+
+
+def disk(mib: int) -> str:
+    """Such a folder, with a disk of that size mounted on it."""
+    path = folder()
+    _run("mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", path)
+    return path
+
+
+def unmount(path: str) -> None:
+    _run("umount", "--lazy", path)
+    os.rmdir(path)
+
+
+def _bury() -> None:
+    """What networks left whose owners are dead. Another process may be doing the same."""
+    for line in _run("ip", "netns", "list").splitlines():
+        if _is_orphan(name := line.split()[0]):
+            with contextlib.suppress(AssertionError):
+                Host(name, "", "").close()
+    for bridge in filter(_is_orphan, os.listdir("/sys/class/net")):
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True)
+    for name in filter(_is_orphan, os.listdir(tempfile.gettempdir())):
+        path = os.path.join(tempfile.gettempdir(), name)
+        subprocess.run(["umount", "--lazy", path], capture_output=True)  # it may be a disk
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_orphan(name: str) -> bool:
+    found = _NAME.match(name)
+    return found is not None and not os.path.exists(f"/proc/{found[1]}")
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
