@@ -53,17 +53,18 @@ def main() -> None:
 def kill(
     run: object, ended: threading.Event, kills: list[str], options: argparse.Namespace
 ) -> None:
-    """SIGKILL a random worker at random instants."""
+    """SIGKILL a random worker at random instants; never the only one that holds the state: the job makes no checkpoints."""
     rng = random.Random(options.seed)
     while not ended.wait(rng.expovariate(1 / options.every)):
         try:
             status, pids = run.status(), run.pids()  # type: ignore[attr-defined]
         except Exception:  # the run ended between two looks
             return
-        members = [w for w in pids if status["workers"].get(w) not in ("asked", "requested")]
-        if status["step"] < 2 or len(members) < 2:
+        alive = {worker for worker in pids if worker not in kills}
+        holders = {worker for worker in alive if status["workers"].get(worker) == "member"}
+        if status["step"] < 2 or status["phase"] != "running" or len(holders) < 2:
             continue
-        victim = rng.choice(sorted(members))
+        victim = rng.choice(sorted(alive))
         os.kill(pids[victim], signal.SIGKILL)
         kills.append(victim)
         print(

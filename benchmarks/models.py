@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -79,3 +80,15 @@ class RandomTokens:
 
     def read_ahead(self, step: int, virtual_workers: Any) -> None:
         pass
+
+    def masked(self, step: int, virtual_worker: int) -> int:
+        return 0
+
+    def bad_row_groups(self) -> frozenset[int]:
+        return frozenset()
+
+    def mark_bad(self, row_groups: Iterable[int]) -> None:
+        pass
+
+    def describe_row_group(self, row_group: int) -> str:
+        return ""

@@ -8,7 +8,7 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,25 @@ def write(name: str, results: Any) -> Path:
     }
     path.write_text(json.dumps(content, indent=2, default=str) + "\n")
     return path
+
+
+def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, Any]:
+    """Print each piece when it is found. `keep`: and write all so far, so that an early end loses none."""
+    results: dict[str, Any] = {}
+    for piece, found in pieces:
+        results[piece] = found
+        print(piece, json.dumps(found, indent=1), flush=True)
+        if keep:
+            write(name, results)
+    return results
+
+
+def exit_code(targets: Mapping[str, bool]) -> int:
+    """Of a benchmark: 1 if a target was missed, and which."""
+    missed = [target for target, met in targets.items() if not met]
+    for target in missed:
+        print(f"missed: {target}", flush=True)
+    return 1 if missed else 0
 
 
 def median_interval(values: Sequence[float], samples: int = 2000) -> tuple[float, float, float]:

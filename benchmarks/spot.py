@@ -1,0 +1,294 @@
+"""Spot weather, in compressed time, against real workers: what is made of the capacity that is there.
+
+    python -m benchmarks.spot [--seconds 160] [--no-write]    # needs .[bench]; some ten minutes, `--seconds 20` three
+
+A trace says how many places there are from when on. One is published (`weather.G4DN`), of 17 hours that are compressed into
+`--seconds`; two are generated and take a third of that: places are lost one by one at exponential intervals and come back
+after a while. All are lost without notice (SIGKILL). Beside us the same weather is met as most trainers meet it:
+all processes are ended at every change and the group starts anew from the newest checkpoint. That one runs on our own
+processes and checkpoints too, which start and load in about a second, so the difference is the way, not the speed.
+
+Goodput: committed steps, over the capacity that was there: the steps that fleets as large as the capacity of each instant
+make when nothing happens to them (measured first, one size after the other, checkpoints included). What is missing is
+parted into `starting` (a place is there, and its worker does not train yet) and `paused` (nobody trains, a step is done
+again, or steps are slower than calm ones); `pauses` has each. Compute is a sleep for each virtual worker, so a machine's
+few cores do not matter, as long as they are idle enough.
+Compression is hard on whoever pauses or starts: a second here is eight minutes of the day. Cost per step is in
+places x time at the price of a place: 1 on demand, SPOT_PRICE on spot. Results and plot are written after each trace; one that
+fails is written as its error, and the others follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import RESULTS, write
+from benchmarks.weather import PLACES, Trace, generated, published
+from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.spec import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.telemetry.journal import Journal
+
+VIRTUAL = 12  # divides by every number of places
+MICRO_BATCH_S = 0.015
+SPOT_PRICE = 0.35  # of on demand; about what is paid for GPUs
+CHECKPOINT_S = 2.0
+TARGET = 0.97
+CALM_S = 10.0  # of each size, where nothing changes
+SETTLED_S = 1.0  # after a change such a fleet is calm
+STABILIZATION_S = 0.5  # the default is for weather that is not compressed
+PATIENCE_S = 120.0
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4800
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.randn(256, generator=torch.Generator().manual_seed(i))
+
+
+def train(ctx: Any) -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(ctx.config["micro_batch_s"])
+        return (m(x) - x).square().mean()
+
+    for step in ctx.steps(model, optimizer, loss_fn):
+        ctx.log({"world": ctx.world_size, "loss": step.loss})
+
+
+def spec(micro_batch_s: float = MICRO_BATCH_S, max_steps: int = 10_000_000) -> JobSpec:
+    return JobSpec(
+        name="spot",
+        data=MapStyleData(Rows(), micro_batch_size=4),
+        config={"micro_batch_s": micro_batch_s},
+        scaling=ScalingConfig(
+            max_workers=PLACES,
+            virtual_workers=VIRTUAL,
+            threads_per_worker=1,
+            stabilization_s=STABILIZATION_S,
+        ),
+        checkpoint=CheckpointConfig(every_s=CHECKPOINT_S),
+        failure=FailureConfig(heartbeat_timeout_s=4.0, max_losses_without_progress=1000),
+        max_steps=max_steps,
+    )
+
+
+Line = tuple[float, int, int]  # when, which step, how many made it
+
+
+def replay(trace: Trace, restart: bool) -> dict[str, Any]:
+    lines: list[Line] = []
+
+    def on_line(line: dict[str, Any]) -> None:
+        if "world" in line:
+            lines.append((time.monotonic(), int(line["step"]), int(line["world"])))
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        journal = Journal(None, on_line)
+        with ProcessRun(spec(), train, limit=PLACES, journal=journal, url=folder) as run:
+            seals = Path(folder, "checkpoints", "seals")  # whoever restarts needs one
+            _until(lambda: lines and lines[-1][2] == PLACES and list(seals.glob("step-*")), run)
+            begun, first = lines[-1][0], lines[-1][1]
+            _blow(trace, run, begun, restart)
+            ends = begun + trace.seconds
+            _until(lambda: lines[-1][0] > ends, run)  # somebody has the weights that it ends with
+            run.controller.post(StopRequested("the day is over"))
+            outcome = run.wait(PATIENCE_S)
+    assert outcome.error is None, f"{outcome.error}\n{outcome.traceback}"
+    inside = [(at - begun, step, n) for at, step, n in lines if 0 <= at - begun <= trace.seconds]
+    return {
+        "lines": inside,
+        "steps": max(step for _, step, _ in inside) - first,
+        "generations": outcome.generations,
+        "step_at_end": outcome.step,
+        "digest": outcome.digest,
+        "curve": [(round(at, 2), step - first) for at, step, _ in inside[::10]],
+    }
+
+
+def _until(true: Callable[[], Any], run: ProcessRun) -> None:
+    """Patience begins anew with each step."""
+    step, until = -1, 0.0
+    while not true():
+        status = run.controller.status()
+        if status["step"] != step:
+            step, until = status["step"], time.monotonic() + PATIENCE_S
+        assert time.monotonic() < until, status
+        time.sleep(0.01)
+
+
+def _blow(trace: Trace, run: ProcessRun, begun: float, restart: bool) -> None:
+    """The trace's changes at their times. `restart`: each of them ends everybody."""
+    rng = random.Random(1)
+    for at, places in trace.changes[1:]:
+        time.sleep(max(0.0, begun + at - time.monotonic()))
+        run.fleet.allow(places)
+        up = [p for p in run.fleet.processes.values() if p.is_alive()]
+        rng.shuffle(up)
+        for process in up if restart else up[: max(0, len(up) - places)]:
+            process.kill()
+
+
+def calm_paces() -> dict[int, float]:
+    """Seconds of a step of fleets of each size to which nothing happens: the mean, so what checkpoints take counts."""
+    sizes = range(PLACES, 0, -1)
+    fewer = Trace("calm", CALM_S * PLACES, tuple((CALM_S * (PLACES - n), n) for n in sizes))
+    lines, found = replay(fewer, restart=False)["lines"], {}
+    for at, end, places in fewer.spans:
+        own = [line for line in lines if at + SETTLED_S <= line[0] < end and line[2] == places]
+        found[places] = (own[-1][0] - own[0][0]) / (own[-1][1] - own[0][1])
+    return found
+
+
+def seen_paces(lines: Sequence[Line]) -> dict[int, float]:
+    """Median seconds of a step by world size, in the weather; to compare with the calm ones."""
+    seen = defaultdict(list)
+    for (at, step, world), (later, next_step, next_world) in itertools.pairwise(lines):
+        if world == next_world and next_step == step + 1:
+            seen[world].append(later - at)
+    return {world: statistics.median(gaps) for world, gaps in seen.items()}
+
+
+def _ideal_steps(trace: Trace, paces: dict[int, float]) -> float:
+    return sum((end - at) / paces[places] for at, end, places in trace.spans)
+
+
+def _starting(trace: Trace, lines: Sequence[Line], paces: dict[int, float]) -> float:
+    """Steps that were not made because fewer trained than there were places."""
+    missed = 0.0
+    for (at, step, world), (later, next_step, _) in itertools.pairwise(lines):
+        if world < trace.places(at) and next_step == step + 1:
+            missed += (later - at) * (1 / paces[trace.places(at)] - 1 / paces[world])
+    return missed
+
+
+def _pauses(lines: Sequence[Line], paces: dict[int, float]) -> list[dict[str, float]]:
+    """Where steps were late by more than one: when, how many trained before and after, and by how much."""
+    found = []
+    for (at, _, before), (later, _, after) in itertools.pairwise(lines):
+        late = later - at - paces[after]
+        if before != after or late > paces[after]:
+            found.append({"at": round(at, 2), "from": before, "to": after, "ms": round(1e3 * late)})
+    return found
+
+
+def measure(trace: Trace, paces: dict[int, float]) -> dict[str, Any]:
+    """`paces`: of fleets to which nothing happens."""
+    ours = replay(trace, restart=False)
+    print(f"{trace.name}: {ours['steps']} steps, {ours['generations']} generations", flush=True)
+    theirs = replay(trace, restart=True)
+    print(f"{trace.name}: {theirs['steps']} steps where all are restarted", flush=True)
+    with ProcessRun(spec(0.0, ours["step_at_end"]), train) as run:
+        undisturbed = run.wait(4 * PATIENCE_S)
+    assert undisturbed.error is None, undisturbed.traceback
+    on_demand = 1 / paces[PLACES]
+    ideal = _ideal_steps(trace, paces)
+    starting = _starting(trace, ours["lines"], paces)
+    costs = {
+        "on demand only": PLACES / on_demand,
+        "spot, elastic_dp": SPOT_PRICE * trace.place_seconds / ours["steps"],
+        "spot, all restarted": SPOT_PRICE * trace.place_seconds / theirs["steps"],
+    }
+    return {
+        "trace": trace.name,
+        "seconds": trace.seconds,
+        "changes": len(trace.changes) - 1,
+        "mean_places": round(trace.place_seconds / trace.seconds, 3),
+        "goodput": round(ours["steps"] / ideal, 4),
+        "target": TARGET,
+        "starting": round(starting / ideal, 4),
+        "paused": round(1 - (ours["steps"] + starting) / ideal, 4),
+        "goodput_all_restarted": round(theirs["steps"] / ideal, 4),
+        "same_weights_as_undisturbed": ours["digest"] == undisturbed.digest,
+        "calm_step_ms": {size: round(1e3 * pace, 1) for size, pace in paces.items()},
+        "median_step_ms": {
+            size: round(1e3 * pace, 1) for size, pace in sorted(seen_paces(ours["lines"]).items())
+        },
+        "pauses": _pauses(ours["lines"], paces),
+        "cost_per_step": {name: round(cost, 4) for name, cost in costs.items()},
+        "_curves": {"elastic_dp": ours["curve"], "all restarted": theirs["curve"]},
+        "_on_demand": on_demand,
+        "_trace": trace,
+    }
+
+
+def plot(results: list[dict[str, Any]]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(results), figsize=(6 * len(results), 7), squeeze=False)
+    for (top, bottom), result in zip(axes.T, results, strict=True):
+        trace: Trace = result["_trace"]
+        for name, curve in result["_curves"].items():
+            top.plot([at for at, _ in curve], [step for _, step in curve], label=name)
+        steady = [0, trace.seconds * result["_on_demand"]]
+        top.plot([0, trace.seconds], steady, ":", label="on demand only")
+        at = [i * trace.seconds / 400 for i in range(401)]
+        behind = top.twinx()
+        behind.fill_between(at, [trace.places(x) for x in at], alpha=0.15, color="grey")
+        behind.set(ylabel="places")
+        top.set(title=f"{trace.name}: goodput {result['goodput']:.3f}", xlabel="s", ylabel="steps")
+        top.legend()
+        bottom.bar(list(result["cost_per_step"]), list(result["cost_per_step"].values()))
+        bottom.set(ylabel="place-seconds at their price, per step")
+    figure.tight_layout()
+    figure.savefig(RESULTS / "spot.svg")
+    plt.close(figure)
+
+
+def keep(results: list[dict[str, Any]]) -> None:
+    shown = [{k: v for k, v in result.items() if k[0] != "_"} for result in results]
+    print(write("spot", shown), flush=True)
+    if complete := [result for result in results if "error" not in result]:
+        plot(complete)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=160)
+    parser.add_argument("--no-write", action="store_true")
+    options = parser.parse_args()
+    seconds = options.seconds
+    paces = calm_paces()
+    print("steps a second:", {size: round(1 / pace, 2) for size, pace in paces.items()}, flush=True)
+    results: list[dict[str, Any]] = []
+    short = seconds / 3
+    for trace in (
+        published(seconds),
+        generated("fair", short, lost_every_s=2 * short, back_after_s=short / 8, seed=3),
+        generated("foul", short, lost_every_s=short / 2, back_after_s=short / 8, seed=7),
+    ):
+        try:
+            results.append(measure(trace, paces))
+        except Exception as error:  # whatever it is, the others are to be seen
+            traceback.print_exc()
+            results.append({"trace": trace.name, "error": f"{type(error).__name__}: {error}"})
+        print({k: v for k, v in results[-1].items() if k[0] != "_"}, flush=True)
+        if not options.no_write:
+            keep(results)
+    if any("error" in result for result in results):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
