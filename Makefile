@@ -12,7 +12,7 @@ chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q
+	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
 
 check: .venv/installed
 	.venv/bin/ruff check .
