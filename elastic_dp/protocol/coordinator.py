@@ -196,6 +196,7 @@ class Coordinator:
         elif self._leadership.hold(event, now):
             if self._leadership.was_away(now):
                 self._staff.liveness.was_away(now)
+            self._progress.catch_up(now)
             for each in (event, *self._leadership.release(now)):
                 self._take(each, now)
             self._settle(event, now)

@@ -1,7 +1,7 @@
 """Who lives and does not go on: its heartbeats come, and say the same again and again.
 
 Always: time is counted in a worker's own heartbeats, so nobody grows older by a message that is late, by being
-frozen, or by a controller that slept; a group that makes steps is never looked at; what users and stores may take as
+frozen, or by a controller that slept; nobody is judged by a heartbeat behind which others wait to be read; a group that makes steps is never looked at; what users and stores may take as
 long as they like for (the loop's body, an evaluation, a checkpoint, data) is said, and is no hang.
 
 Of a step, all wait for the least advanced member; that one is the suspect, and those who wait for it in a collective are
@@ -46,7 +46,11 @@ class Progress:
         self.run, self._staff, self._generation = run, staff, generation
         self._paces: deque[float] = deque(maxlen=PACES)
         self.limit_s = run.rules.hang_timeout_s or LEAST_S
-        self._look_at = -math.inf
+        self._look_at = self._caught_up_at = -math.inf
+
+    def catch_up(self, now: float) -> None:
+        """What is read now says what was: a word that they go on may be behind it."""
+        self._caught_up_at = now
 
     def stepped(self, steps: int, took_s: float) -> None:
         if self.run.rules.hang_timeout_s is None and took_s < math.inf:
@@ -56,7 +60,7 @@ class Progress:
     def heard(self, worker: Worker, event: WorkerHeard, now: float) -> None:
         """O(1) while there is progress."""
         worker.standing.heard(event)
-        if self._stands_s(worker) < self.limit_s:
+        if self._stands_s(worker) < self.limit_s or now <= self._caught_up_at:
             return
         inside = worker.id in self._generation.open
         if worker.stage is Stage.SURVEYED or (inside and self._generation.must_stop):

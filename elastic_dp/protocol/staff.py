@@ -118,12 +118,19 @@ class Staff:
             self._count_loss(worker, event, now)
 
     def _learn_why(self, event: m.WorkerLost, now: float) -> None:
-        """It is known to be lost, and was counted as if nobody knew why."""
-        if event.worker in self._unexplained and event.cause is not m.Cause.UNKNOWN:
-            worker, said = self._unexplained.pop(event.worker)
+        """It is known to be lost, and was counted as if nobody knew why, or in which micro-batch."""
+        if event.worker not in self._unexplained:
+            return
+        worker, said = self._unexplained[event.worker]
+        if event.cause is not m.Cause.UNKNOWN:
+            del self._unexplained[event.worker]
             if said.micro_batch is not None:
                 self.budgets.did_not_die_in(*said.micro_batch)
-            self._count_loss(worker, replace(event, micro_batch=said.micro_batch), now)
+            at = said.micro_batch or event.micro_batch
+            self._count_loss(worker, replace(event, micro_batch=at), now)
+        elif said.micro_batch is None and event.micro_batch is not None:
+            self._unexplained[event.worker] = worker, event
+            self.budgets.died_in(*event.micro_batch)
 
     def _count_loss(self, worker: Worker, event: m.WorkerLost, now: float) -> None:
         if event.cause is m.Cause.UNKNOWN:

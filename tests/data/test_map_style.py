@@ -68,13 +68,16 @@ class Noisy(Dataset):
 
 def test_processes_give_the_same_bits_as_the_callers_thread(tmp_path, monkeypatch):
     """Also of a class in a module that is not where they look for modules."""
-    (tmp_path / "only_here.py").write_text(f"import {__name__} as t\nclass Here(t.Noisy): pass")
+    (tmp_path / "only_in_this_folder.py").write_text(
+        f"import {__name__} as t\nclass Here(t.Noisy): pass"
+    )
     with monkeypatch.context() as path:
         path.syspath_prepend(tmp_path)
-        only_here = importlib.import_module("only_here")
+        only_in_this_folder = importlib.import_module("only_in_this_folder")
     here, there = (
         open_data(
-            MapStyleData(only_here.Here(), micro_batch_size=4, seed=5, workers=n), virtual_workers=2
+            MapStyleData(only_in_this_folder.Here(), micro_batch_size=4, seed=5, workers=n),
+            virtual_workers=2,
         )
         for n in (0, 2)
     )

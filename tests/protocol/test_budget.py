@@ -59,6 +59,25 @@ def test_one_that_was_taken_away_did_not_die_of_what_it_ran() -> None:
     assert "died while" not in scene.coordinator.reason
 
 
+def test_what_it_ran_may_be_told_after_its_death() -> None:
+    """Its pipe ends before its pulse speaks, or after; it counts once."""
+    scene = running(max_losses_of_micro_batch=1)
+    for worker, reports in (("w1", [None, (1, 3), (1, 3)]), ("w2", [(1, 3), None])):
+        assert "died while" not in scene.coordinator.reason
+        for at in reports:
+            scene.tell(m.WorkerLost(worker, "reset", micro_batch=at))
+    assert "2 workers died while they ran virtual worker 3 of step 1" in scene.coordinator.reason
+
+
+def test_one_that_was_taken_away_late_did_not_die_of_what_it_ran() -> None:
+    scene = running(max_losses_of_micro_batch=1)
+    for worker in ("w1", "w2"):
+        for at in (None, (1, 3)):
+            scene.tell(m.WorkerLost(worker, "reset", micro_batch=at))
+        scene.tell(m.WorkerLost(worker, "node gone", Cause.PREEMPTED))
+    assert "died while" not in scene.coordinator.reason
+
+
 def test_a_step_ends_the_pause_after_losses() -> None:
     scene = running()
     scene.coordinator._staff.retry_at = scene.now + 20.0

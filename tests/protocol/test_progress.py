@@ -157,6 +157,23 @@ def test_heartbeats_that_are_late_or_doubled_make_nobody_older() -> None:
     assert not scene.ever(m.EvictWorker)
 
 
+def test_a_controller_that_slept_judges_nobody_by_what_waits_to_be_read() -> None:
+    """The last of it says that they go on."""
+    scene = training("w1", "w2")
+    hangs = {"w1": ("collective", 5), "w2": ("compute", 5)}
+    assert stay(scene, LIMIT_S - 2, **hangs) == []
+    scene.claims = False
+    scene.now += 10.0  # it sleeps
+    for step in (5, 5, 5, 5, 6):
+        scene.hear("w1", phase="collective", step=step)
+        scene.hear("w2", phase="compute", step=step)
+    (claim,) = scene.ever(m.ClaimGeneration)[-1:]
+    scene.tell(m.GenerationClaimed(claim.generation))
+    assert not scene.ever(m.EvictWorker)
+    scene.claims = True
+    assert stay(scene, LIMIT_S + 5, w1=("collective", 6), w2=("compute", 6)) == ["w2"]
+
+
 def test_without_a_limit_of_the_jobs_it_grows_with_the_steps() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")

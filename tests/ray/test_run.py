@@ -96,11 +96,13 @@ def test_a_name_is_one_run(tmp_path):
 def test_an_installed_package_that_only_the_driver_has(tmp_path, monkeypatch):
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    (packages / "only_here.py").write_text("def train(ctx): ...")
+    (packages / "only_the_driver_has.py").write_text("def train(ctx): ...")
     monkeypatch.syspath_prepend(packages)
-    only_here = importlib.import_module("only_here")
-    with pytest.raises(ClusterError, match=r"(?s)runtime_env.*No module named 'only_here'"):
-        trainer(tmp_path, "module", lambda ctx: only_here.train(ctx)).start()
+    only_the_driver_has = importlib.import_module("only_the_driver_has")
+    with pytest.raises(
+        ClusterError, match=r"(?s)runtime_env.*No module named 'only_the_driver_has'"
+    ):
+        trainer(tmp_path, "module", lambda ctx: only_the_driver_has.train(ctx)).start()
 
 
 def test_resources_that_no_node_has_are_said_and_waited_for(tmp_path):

@@ -265,6 +265,12 @@ MUTANTS = [
         "                pass\n",
     ),
     Mutant(
+        "judged by a heartbeat behind which others wait",
+        C,
+        "            self._progress.catch_up(now)\n",
+        "",
+    ),
+    Mutant(
         "a quiet coordinator does not confirm",
         LEAD,
         "return found or self.fell_quiet(now, waiting) or self._answered_late(event, now)",
@@ -708,6 +714,12 @@ MUTANTS = [
     ),
     Mutant("long steps take the time of the last checkpoint", GATHER, ", at_once=True", ""),
     Mutant(
+        "what it ran is not heard after its death",
+        STAFF,
+        "            self.budgets.died_in(*event.micro_batch)\n\n",
+        "\n",
+    ),
+    Mutant(
         "a cause that comes later is not heard",
         STAFF,
         "            self._learn_why(event, now)\n",
@@ -1095,7 +1107,7 @@ MUTANTS = [
     Mutant(
         "nobody is ever stuck",
         PROGRESS,
-        "        if self._stands_s(worker) < self.limit_s:\n            return\n",
+        "        worker.standing.heard(event)\n",
         "        return\n",
         HANGS,
     ),

@@ -68,8 +68,11 @@ def test_zoo(name, cut):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_a_compiled_model():
     """1 → 2 → 1 workers: the joiner takes its state into the compiled model."""
-    sizes = {2: 2, 5: 1}
-    spec = spec_of(steps=8, workers=1, config={"hold": sizes})
+    sizes = {
+        2: 2,
+        8: 1,
+    }  # a planned end may lie as many steps ahead as were made since the last heartbeat
+    spec = spec_of(steps=24, workers=1, config={"hold": sizes})
     calm = local(spec, compiled)  # and compiles, for all
     outcome, _ = group(spec, compiled, script=[resize(step, size) for step, size in sizes.items()])
     assert outcome.error is None, outcome.traceback
