@@ -207,11 +207,16 @@ def _finished(texts: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _add(path: str, text: str) -> None:
+    """A line that was not finished stays alone, unless it is this one and lacks only its end: that is there already."""
+    content = text.encode()
     with open(path, "ab+") as file:
-        file.seek(max(0, file.tell() - 1))
-        if file.read() not in (b"", b"\n"):  # a line that was not finished stays alone
+        file.seek(max(0, file.tell() - max(1, len(content))))
+        there = file.read()
+        if there and not there.endswith(b"\n"):
             file.write(b"\n")
-        file.write(text.encode())
+            if there.removeprefix(b"\n") + b"\n" == content:
+                return
+        file.write(content)
 
 
 def _fields(message: Any) -> dict[str, Any]:

@@ -153,6 +153,27 @@ def test_a_disk_that_was_full_goes_on_with_a_line_of_its_own(monkeypatch, tmp_pa
     assert said(Journal(str(tmp_path), since=0.0).since(None, 1.0)[1]) == ["one", "two"]
 
 
+def test_a_line_of_which_only_the_end_did_not_fit_is_there_once(monkeypatch, tmp_path):
+    refused, add = [], module._add
+
+    def full(path, text):
+        if text and not refused:
+            refused.append(text)
+            add(path, text[:-1])
+            raise OSError("No space left on device")
+        add(path, text)
+
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_add", full)
+    journal = Journal(str(tmp_path))
+    for text in ("one", "two"):
+        journal.command(Explain(text))
+    wait_for_file(str(tmp_path), "events", 2)
+    journal.close()
+    assert said(Journal(str(tmp_path), since=0.0).since(None, 1.0)[1]) == ["one", "two"]
+    assert refused and (tmp_path / "events.jsonl").read_text().count('"one"') == 1
+
+
 def test_what_a_worker_shows_is_recorded_without_what_only_programs_read():
     journal = Journal(None)
     journal.event(WorkerReady("w1", Signature("layout", "data", "kind", (), b"lines"), True))
