@@ -217,9 +217,9 @@ class ChaosRun:
         """At least `step` steps made, and a generation of so many."""
         self.wait(lambda run: len(run.members) == members and run.step >= step)
 
-    def go_on(self, steps: int) -> None:
-        """So many more steps."""
-        goal = self.step + steps
+    def go_on(self, steps: int, held_at: int | None = None) -> None:
+        """So many more steps, or all up to `held_at`, whose body waits for what the caller does next."""
+        goal = self.step + steps if held_at is None else min(self.step + steps, held_at - 1)
         self.wait(lambda run: run.step >= goal or run.result)
 
     def finished(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.chaos.conftest import check, start
+from tests.chaos.conftest import WHOLE_AT, check, start
 from tests.chaos.hosts import available
 
 pytest.importorskip("ray")
@@ -35,7 +35,7 @@ def cut_off(cluster, run, node, **directions):
     """The worker hears of its eviction when the cable is back, or dies of Ray's own verdict on the node."""
     node.cut(**directions)
     alone(run)
-    run.go_on(20)
+    run.go_on(20, held_at=max(WHOLE_AT))
     node.heal()
 
 
