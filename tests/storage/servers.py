@@ -62,9 +62,13 @@ def http_server(folder: Path):
     yield from _serving(Handler)
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True  # of connections that a client keeps open
+    request_queue_size = 256  # who finds no place to wait in tries again a second later
+
+
 def _serving(handler):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True  # of connections that a client keeps open
+    server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
