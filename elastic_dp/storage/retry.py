@@ -25,6 +25,7 @@ LONGEST_PAUSE_S = 5.0
 LONGEST_RETRY_AFTER_S = 60.0
 # A cache that serves an old copy gets this many more chances; then the object is another one.
 STALE_TRIES = 4
+_chance = random.Random()  # of its own: what the user's code draws depends on the other one
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Retry:
             self._tell(self._on_wait, words)
 
     def _pause(self, call: _Call, fault: Fault) -> None:
-        pause = min(FIRST_PAUSE_S * 2**call.failures, LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+        pause = min(FIRST_PAUSE_S * 2**call.failures, LONGEST_PAUSE_S) * _chance.uniform(0.5, 1.0)
         pause = max(pause, min(fault.retry_after_s, LONGEST_RETRY_AFTER_S))
         call.failures = min(call.failures + 1, 30)
         if not call.told:  # one more try just when the time is up

@@ -114,7 +114,7 @@ def test_without_anyone_to_tell_it_raises(bucket):
 def test_pauses_grow_and_the_last_try_is_when_the_time_is_up(monkeypatch):
     now, pauses = [100.0], []
     monkeypatch.setattr("elastic_dp.storage.retry.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("elastic_dp.storage.retry.random.uniform", lambda low, high: high)
+    monkeypatch.setattr("elastic_dp.storage.retry._chance.uniform", lambda low, high: high)
     retry = Retry("a store", str, 2.0, None)
 
     class Passing(threading.Event):
@@ -131,6 +131,21 @@ def test_pauses_grow_and_the_last_try_is_when_the_time_is_up(monkeypatch):
         retry.run("read x", attempt)
     assert pauses == [0.1, 0.2, 0.4, 0.8, 0.5] and now[0] == pytest.approx(102.0)
     assert retry.counts.retries == 5
+
+
+def test_a_pause_takes_nothing_from_what_the_users_code_draws(monkeypatch):
+    """Steps are seeded and draw there, while other threads read and write."""
+    monkeypatch.setattr("elastic_dp.storage.retry.FIRST_PAUSE_S", 0.0)
+    answers = iter([TimeoutError("nothing came")] * 3)
+
+    def attempt():
+        for error in answers:
+            raise error
+
+    retry = Retry("a store", str, 60.0, None)
+    before = random.getstate()
+    retry.run("read x", attempt)
+    assert retry.counts.retries == 3 and random.getstate() == before
 
 
 def test_closing_ends_the_wait(bucket):
