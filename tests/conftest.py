@@ -1,4 +1,7 @@
-"""For all tests: one S3 server, started when the first asks for it; and patience, as a machine may be loaded."""
+"""For all tests: one S3 server, started when the first asks for it; patience, as a machine may be loaded; and Ctrl-C, which
+a shell has those ignore that it starts in the background, and all whom they start."""
+
+import signal
 
 import hypothesis
 import pytest
@@ -7,6 +10,8 @@ from tests.storage.servers import moto_server
 
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
