@@ -100,12 +100,12 @@ def test_stores_that_echo_the_request(status, body, caplog):
 
 def test_stores_that_are_away(caplog):
     with FaultProxy("http://127.0.0.1:1") as proxy:
-        url = proxy.url
-    host = url.removeprefix("http://")
-    said = provoke("s3://bucket/folder", options(url), caplog)
-    said += provoke("s3://bucket/folder", options(url, **S3FS), caplog)
-    said += provoke(f"http://user:{TOLD}@{host}/folder", {}, caplog)
-    said += provoke(f"{url}/folder?sig={TOLD}", {}, caplog)
+        proxy.go_away()  # and nobody else can take the port
+        url, host = proxy.url, proxy.url.removeprefix("http://")
+        said = provoke("s3://bucket/folder", options(url), caplog)
+        said += provoke("s3://bucket/folder", options(url, **S3FS), caplog)
+        said += provoke(f"http://user:{TOLD}@{host}/folder", {}, caplog)
+        said += provoke(f"{url}/folder?sig={TOLD}", {}, caplog)
     assert len(said) > 40
     assert_silent(said)
 
