@@ -18,9 +18,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-_NAME = re.compile(
-    r"edp(\d+)"
-)  # of a bridge; its hosts' names go on with "-2"; the number is the owner's process
+# Of a bridge; the names of its hosts and of their cables go on with "-2" and "p2"; the number is the owner's process.
+_NAME = re.compile(r"edp(\d+)(?:$|[-p])")
 
 
 @cache
@@ -109,8 +108,7 @@ class Network:
 
     def __init__(self) -> None:
         _bury()
-        number = os.getpid() % 250
-        self._tag, self._prefix = f"edp{os.getpid()}", f"10.231.{number}"
+        self._tag, self._prefix = f"edp{os.getpid()}", _free_prefix()
         self.hosts: list[Host] = []
         self._cables: list[subprocess.Popen[bytes]] = []
         _run("ip", "link", "add", self._tag, "type", "bridge")
@@ -167,6 +165,13 @@ def disk(mib: int) -> str:
 def unmount(path: str) -> None:
     _run("umount", "--lazy", path)
     os.rmdir(path)
+
+
+def _free_prefix() -> str:
+    """Of addresses, which no other network of this machine has."""
+    taken = _run("ip", "-o", "-4", "address")
+    prefixes = (f"10.231.{(os.getpid() + more) % 250}" for more in range(250))
+    return next(prefix for prefix in prefixes if f" {prefix}." not in taken)
 
 
 def _bury() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -82,7 +83,7 @@ class Machine:
     """Where the pods of one cluster run. `spec` is the RayCluster's, `volumes` folders by mount path."""
 
     def __init__(self, spec: Mapping[str, Any], volumes: Mapping[str, Path], code: Path) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="edp", dir="/tmp"))  # short: sockets lie in it
+        self.folder = Path(tempfile.mkdtemp(prefix="k8s", dir="/tmp"))  # short: sockets lie in it
         self.name = self.folder.name
         self.gcs = f"127.0.0.1:{_free_port()}"
         self._spec, self._volumes, self._code = spec, volumes, code
@@ -222,6 +223,9 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Below those that the system gives away: it is still free when Ray comes to it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
