@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -167,7 +168,9 @@ _COMMANDS = (
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """Below those that the system gives away: it is still free when Ray comes to it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
