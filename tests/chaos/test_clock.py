@@ -35,15 +35,17 @@ def train(ctx: Any) -> None:
 @pytest.mark.parametrize("hours", [1, -1])
 def test_clocks_are_set(hours, tmp_path, monkeypatch):
     """One worker's to the future and the controller's to the past, or the other way round."""
-    spec = job(steps=STEPS)
+    both = tmp_path / "both are set"
+    spec = job(steps=STEPS, gates={SET_AT + 10: str(both)})
     spec = dataclasses.replace(
         spec, config=spec.config | {"worker_s": 3600 * hours}, max_time_s=600.0
     )
     calm = local(spec, train)
-    url = str(tmp_path)
+    url = str(tmp_path / "run")
     with ProcessRun(spec, train, journal=Journal(url), url=url) as run:
         eventually(lambda: run.controller.status()["step"] >= SET_AT + 5, run.controller.status)
         monkeypatch.setattr(time, "time", lambda: real() - 3600 * hours)
+        both.touch()
         outcome = run.wait(PATIENCE_S)
         monkeypatch.undo()
     assert outcome.error is None, outcome.traceback
