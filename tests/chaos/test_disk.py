@@ -62,16 +62,17 @@ def test_the_disk_of_a_run_is_full_for_a_while(disk, monkeypatch):
     monkeypatch.setattr(retry, "LONGEST_PAUSE_S", 0.3)
     spec = job(steps=100_000, workers=2, body_s=0.05)
     failure = dataclasses.replace(spec.failure, storage_timeout_s=0.5)
-    spec = dataclasses.replace(spec, failure=failure)
+    keep = dataclasses.replace(spec.checkpoint, num_to_keep=10)  # a removal would make room
+    spec = dataclasses.replace(spec, failure=failure, checkpoint=keep)
     url = str(disk / "run")
     with ProcessRun(spec, in_a_hurry, journal=Journal(url), url=url) as run:
         wait(run, lambda: said(run, "checkpoint of step 5 is sealed"))
         with full(disk):
-            sealed = names(url)
+            before = names(url)
             wait(run, lambda: said(run, "No space left on device"))
-            step = run.controller.status()["step"]
+            sealed, step = names(url), run.controller.status()["step"]
             wait(run, lambda: run.controller.status()["step"] >= step + 3)
-            assert names(url) == sealed
+            assert names(url) == sealed and sealed[: len(before)] == before
         wait(run, lambda: said(run, "is back"))
         run.controller.post(StopRequested("enough", keep=True))
         outcome = run.wait(PATIENCE_S)
