@@ -49,16 +49,22 @@ sys.stdout.buffer.write(shipped(found))
 """
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_ours_stays():
+    """It comes before `monkeypatch`, which puts back what a test took away, and so ends after it."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("ours_")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
-def module(tmp_path, monkeypatch):
+def module(nothing_of_ours_stays, tmp_path, monkeypatch):
     part = tmp_path / "ours_by_folder" / "part"
     part.mkdir(parents=True)
     (part / "__init__.py").write_text("def ours(): return 'as it was sent'")
     (tmp_path / "ours_to_send.py").write_text(textwrap.dedent(_MODULE))
     monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("ours_to_send")
-    for name in [name for name in sys.modules if name.startswith("ours_")]:
-        del sys.modules[name]
+    return importlib.import_module("ours_to_send")
 
 
 def in_another_process(pickled, **environment):
