@@ -133,7 +133,7 @@ class Coordinator:
     def deadline(self) -> float | None:
         """When to come back with DeadlineReached; None: not before the next fact."""
         if self._leadership.held is not None:
-            return None
+            return self._leadership.releasing_at
         due = self._run.alarms.due
         if self._run.phase is not Phase.OVER:
             due = min(due, self._staff.liveness.due)
@@ -169,15 +169,18 @@ class Coordinator:
     # -------------------------------------------------------------------------------- driving
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        deadline = self.deadline
+        deadline, leadership = self.deadline, self._leadership
         if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):
             return []
         if self._run.phase is Phase.OVER:
             self._take_when_over(event, now)
-        elif self._leadership.held is not None:
+        elif leadership.held is not None and leadership.releasing_at is None:
             self._hold(event, now)
-        elif self._leadership.in_doubt(event, now, self._staff.liveness.waiting):
+        elif leadership.in_doubt(event, now, self._staff.liveness.waiting):
             self._confirm(event, now, deadline)
+        elif leadership.held is not None:
+            leadership.held.append(event)
+            self._release(now)
         else:
             self._take(event, now)
             self._settle(event, now)
@@ -196,10 +199,20 @@ class Coordinator:
         elif self._leadership.hold(event, now):
             if self._leadership.was_away(now):
                 self._staff.liveness.was_away(now)
-            self._progress.catch_up(now)
-            for each in (event, *self._leadership.release(now)):
-                self._take(each, now)
-            self._settle(event, now)
+            self._release(now)
+
+    def _release(self, now: float) -> None:
+        """Take what was held, or a part of it, and come back for the rest."""
+        leadership = self._leadership
+        self._progress.catch_up(now)
+        while leadership.held is not None:
+            for each in leadership.release(now):
+                over = self._run.phase is Phase.OVER
+                (self._take_when_over if over else self._take)(each, now)
+            if self._run.phase is not Phase.OVER:
+                break
+        if leadership.held is None:
+            self._settle(m.GenerationClaimed(leadership.claimed), now)
 
     def _take(self, event: Event, now: float) -> None:
         workers = self._staff.workers

@@ -3,14 +3,17 @@
 A coordinator that heard nobody for a while, because it slept or because the workers follow another one by now, acts
 on nothing before it has claimed one more generation: that shows whether it still leads. Facts are held until then.
 The answer to a claim proves who led when it was given; one that lay there for long proves nothing, and is asked again.
+What was held is taken in its order, and what comes meanwhile after it; so many at once that nobody is kept waiting.
 """
 
 import math
+from collections import deque
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Event
 from elastic_dp.protocol.run import Run
 
+AT_ONCE = 2000  # facts that were held
 QUIET_BEATS = 2  # no heartbeat of anybody for so many intervals is odd
 
 
@@ -19,7 +22,11 @@ class Leadership:
         self.run = run
         self.quiet_s = QUIET_BEATS * run.rules.heartbeat_interval_s
         self.heard_at = -math.inf  # anybody
-        self.held: list[Event] | None = None  # not acted on until leadership is confirmed
+        self.held: deque[Event] | None = None  # not acted on until leadership is confirmed
+        self.releasing_at: float | None = (
+            None  # it is confirmed, and a part of `held` was taken then
+        )
+        self.at_once = AT_ONCE
         self.claiming = 0  # the generation that was asked for; 0: none
         self.claimed = 0  # the newest one that is ours
         self._slept, self._asked_at = False, -math.inf
@@ -54,14 +61,14 @@ class Leadership:
     def confirm(self, generation: int, now: float, slept: bool) -> None:
         """From now on hold what comes, until a claim is granted."""
         self._slept = slept
-        self.held = []
+        self.held, self.releasing_at = self.held or deque(), None
         if self.claiming:  # one after the other: who skips a number may skip one that another owns
             self._asked_at = -math.inf
         else:
             self.claim(generation, now)
 
     def hold(self, event: Event, now: float) -> bool:
-        """Whether `event` confirms that this coordinator leads; any other is kept for later."""
+        """Whether `event` confirms that this coordinator leads; it comes first then, and any other is kept for later."""
         assert self.held is not None
         if event != m.GenerationClaimed(self.claiming):
             self.held.append(event)
@@ -69,6 +76,8 @@ class Leadership:
             self.claimed = self.claiming
             self.claim(self.claimed, now)
         else:
+            self.held.appendleft(event)
+            self.releasing_at = now
             return True
         return False
 
@@ -77,8 +86,10 @@ class Leadership:
         return self._slept or now > self._asked_at + self.run.rules.heartbeat_interval_s
 
     def release(self, now: float) -> list[Event]:
-        """What was held."""
+        """The next of what was held; with the last, `held` is None again."""
         assert self.held is not None
-        self.heard_at = now
-        held, self.held = self.held, None
-        return held
+        self.heard_at = self.releasing_at = now
+        part = [self.held.popleft() for _ in range(min(self.at_once, len(self.held)))]
+        if not self.held:
+            self.held = self.releasing_at = None
+        return part

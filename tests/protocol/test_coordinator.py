@@ -1308,3 +1308,47 @@ def test_a_joiner_with_other_software_is_refused_and_what_differs_is_named(exact
     )
     assert scene.members == ["w1"], "the group did not pause for them"
     assert not scene.ever(m.EndGeneration)
+
+
+def held(*facts: m.Event, at_once: int = 2) -> Scene:
+    """A coordinator that slept while these came, and has confirmed since that it leads."""
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.coordinator._leadership.at_once = at_once
+    scene.claims = False
+    scene.now += 60.0
+    for fact in facts:
+        scene.tell(fact)
+    (claim,) = scene.ever(m.ClaimGeneration)[-1:]
+    scene.tell(m.GenerationClaimed(claim.generation))
+    return scene
+
+
+def test_what_was_held_is_taken_in_parts_and_in_its_order() -> None:
+    scene = held(*(m.SizeRequested(size) for size in (3, 4, 5)))
+    assert scene.coordinator.size == 3, "the claim is the first of two"
+    assert scene.coordinator.deadline == scene.now
+    scene.tell(m.SizeRequested(6))
+    assert scene.coordinator.size == 5
+    scene.tell(m.DeadlineReached())
+    assert scene.coordinator.size == 6
+    assert scene.coordinator.deadline != scene.now
+
+
+def test_who_slept_again_before_all_of_it_was_taken_confirms_again() -> None:
+    scene = held(*(m.SizeRequested(size) for size in (3, 4, 5)))
+    scene.now += 60.0
+    claims = len(scene.ever(m.ClaimGeneration))
+    scene.tell(m.SizeRequested(6))
+    assert scene.coordinator.size == 3
+    (claim,) = scene.ever(m.ClaimGeneration)[claims:]
+    scene.tell(m.GenerationClaimLost(claim.generation))
+    assert (scene.coordinator.phase, scene.coordinator.size) == ("over", 3)
+
+
+def test_a_run_that_ends_by_what_was_held_knows_who_is_gone() -> None:
+    scene = held(
+        m.WorkerFailed("w1", "ValueError: no", ""), m.WorkerLost("w1", "x"), m.WorkerLost("w2", "x")
+    )
+    assert scene.coordinator.phase == "over"
+    assert not scene.coordinator.workers

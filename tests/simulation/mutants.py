@@ -267,8 +267,23 @@ MUTANTS = [
     Mutant(
         "judged by a heartbeat behind which others wait",
         C,
-        "            self._progress.catch_up(now)\n",
+        "        self._progress.catch_up(now)\n",
         "",
+    ),
+    Mutant(
+        "who slept while it took what was held goes on",
+        C,
+        "elif leadership.held is not None and leadership.releasing_at is None:",
+        "elif leadership.held is not None and leadership.releasing_at is not None:\n"
+        "            leadership.held.append(event)\n"
+        "            self._release(now)\n"
+        "        elif leadership.held is not None:",
+    ),
+    Mutant(
+        "a run that is over leaves held facts",
+        C,
+        "            if self._run.phase is not Phase.OVER:\n                break\n",
+        "            break\n",
     ),
     Mutant(
         "a quiet coordinator does not confirm",
@@ -297,8 +312,8 @@ MUTANTS = [
     Mutant(
         "what was held is dropped",
         C,
-        "for each in (event, *self._leadership.release(now)):",
-        "for each in (event, *self._leadership.release(now)[:0]):",
+        "            for each in leadership.release(now):\n",
+        "            for each in leadership.release(now)[:1]:\n",
     ),
     Mutant(
         "judged before all is read",

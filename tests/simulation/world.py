@@ -166,6 +166,8 @@ class SimController:
         else:
             self.coordinator = world.make(world.rules_of(size=world.size, min_workers=world.least))
             commands = self.coordinator.start(now)
+        if world.seed % 3 == 0:
+            self.coordinator._leadership.at_once = 3  # a process has thousands, and we have few
         self.watched = Watched(self.coordinator, world.rng)
         self.execute(commands)
 
