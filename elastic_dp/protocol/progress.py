@@ -5,7 +5,8 @@ frozen, or by a controller that slept; nobody is judged by a heartbeat behind wh
 long as they like for (the loop's body, an evaluation, a checkpoint, data) is said, and is no hang.
 
 Of a step, all wait for the least advanced member; that one is the suspect, and those who wait for it in a collective are
-not. Where no phase tells one from the others, they are all told to leave, and who cannot is the suspect then.
+not. Where no phase tells one from the others, they are all told to leave, and who cannot is the suspect then. The time
+counts from when the last of them moved: those who have long waited for one that came at last did not stand still.
 """
 
 import math
@@ -94,6 +95,8 @@ class Progress:
         if untimed:
             self._look_at = now + self.limit_s
             self.run.explain(f"no step for {self._stands_s(untimed[0]):.0f} s: {_says(untimed[0])}")
+        elif (all_stand_s := min(map(self._stands_s, inside))) < self.limit_s:
+            self._look_at = now + self.limit_s - all_stand_s  # whoever waited may move only now
         elif stuck and (alike or stuck[0].standing.phase in HANDING_OVER):
             generation.abort(f"nothing moves in {stuck[0].standing.phase!r}")
             self._staff.count(stuck[0], now)

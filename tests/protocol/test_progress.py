@@ -43,7 +43,7 @@ def test_the_one_that_has_not_entered_is_the_suspect() -> None:
     assert stay(scene, 3, **at) == ["w2"]
     evicted = scene.ever(m.EvictWorker)[0]
     assert evicted.stuck
-    assert evicted.reason == "stuck: does not go on for 30 s, in 'compute' after step 5"
+    assert evicted.reason == "stuck: does not go on for 31 s, in 'compute' after step 5"
     scene.stopped("w1", step=5)
     scene.stopped("w3", step=5)
     assert scene.members == ["w1", "w3"]
@@ -69,12 +69,25 @@ def test_those_who_move_in_time_are_nobodys_suspects() -> None:
 def test_if_all_wait_in_one_collective_they_leave_it_and_nobody_is_evicted() -> None:
     scene = training("w1", "w2")
     at = {"w1": ("collective", 5), "w2": ("collective", 5)}
-    assert stay(scene, LIMIT_S + 1, **at) == []
+    assert stay(scene, LIMIT_S + 2, **at) == []
     assert scene.coordinator.reason == "generation 1 ends: nothing moves in 'collective'"
     assert len(scene.ever(m.AbortGeneration)) >= 2
     scene.stopped("w1", step=5)
     assert stay(scene, LIMIT_S - 2, w2=("collective", 5), w1=("wait", 5)) == []
     assert stay(scene, 3, w2=("collective", 5), w1=("wait", 5)) == ["w2"]  # nor can it leave
+
+
+def test_who_waited_for_one_that_came_late_has_time_to_go_on() -> None:
+    """Of a collective that begins only now, not all can have stood still for long."""
+    for phase, waited_s in (("data", 2 * LIMIT_S), ("compute", LIMIT_S - 2)):
+        scene = training("w1", "w2", "w3")
+        at = {"w1": ("collective", 5), "w3": ("collective", 5)}
+        assert stay(scene, waited_s, w2=(phase, 5), **at) == []
+        assert stay(scene, LIMIT_S - 2, w2=("collective", 5), **at) == []
+        assert scene.coordinator.phase == "running"
+        at["w3"] = ("compute", 6)  # its word that they go on comes first
+        assert stay(scene, LIMIT_S - 2, w2=("collective", 5), **at) == []
+        assert stay(scene, 6, w2=("collective", 5), **at) == ["w1"], "which does not"
 
 
 def test_the_body_an_evaluation_and_waits_for_data_are_said_and_last_as_long_as_they_last() -> None:
@@ -161,12 +174,13 @@ def test_a_controller_that_slept_judges_nobody_by_what_waits_to_be_read() -> Non
     """The last of it says that they go on."""
     scene = training("w1", "w2")
     hangs = {"w1": ("collective", 5), "w2": ("compute", 5)}
+    assert stay(scene, 5, **hangs | {"w2": ("data", 5)}) == []
     assert stay(scene, LIMIT_S - 2, **hangs) == []
     scene.claims = False
     scene.now += 10.0  # it sleeps
     for step in (5, 5, 5, 5, 6):
-        scene.hear("w1", phase="collective", step=step)
         scene.hear("w2", phase="compute", step=step)
+    scene.hear("w1", phase="collective", step=6)
     (claim,) = scene.ever(m.ClaimGeneration)[-1:]
     scene.tell(m.GenerationClaimed(claim.generation))
     assert not scene.ever(m.EvictWorker)

@@ -1199,6 +1199,12 @@ MUTANTS = [
         HANGS | {"slow_messages": 0.3, "doubled": 0.3},
     ),
     Mutant(
+        "who waited for one that came late is judged as it goes on",
+        PROGRESS,
+        "elif (all_stand_s := min(map(self._stands_s, inside))) < self.limit_s:",
+        "elif all_stand_s := 0.0:",
+    ),
+    Mutant(
         "a hand-over in which nothing moves is waited for",
         PROGRESS,
         "(alike or stuck[0].standing.phase in HANDING_OVER)",
