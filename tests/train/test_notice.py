@@ -2,13 +2,10 @@
 
 import time
 
-from elastic_dp.protocol.messages import DrainNoticed, SizeRequested
+from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
 from tests.patience import eventually
-from tests.runs import group, lines_of, local, spec_of
+from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import plain
-
-# The bodies of these steps wait for a group of that size, so three have trained together after 21.
-HOLD = {20: 3, 60: 2}
 
 
 def kinds(lines):
@@ -25,26 +22,42 @@ def change(lines, generation):
     return {line["place"].step for line in stops}, {line["reason"] for line in stops}, told
 
 
-def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is():
-    seen = {}
+def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path):
+    """Bodies wait until they have heard of the planned end: who hears of it late would go a step further."""
+    seen, pause = {}, tmp_path / "pause"
+
+    def trains(run, size):
+        status = run.controller.status
+        eventually(lambda: (status()["world_size"], status()["phase"]) == (size, "running"), status)
+        goes_on(run)
+
+    def ends(run, size, event):
+        """The present generation, by this; and the next one, of that size, trains."""
+        status = run.controller.status
+        generation = status()["generation"]
+        pause.touch()
+        run.controller.post(event)
+        eventually(lambda: status()["generation"] > generation, status)
+        pause.unlink()
+        trains(run, size)
+        return generation
 
     def take_away(run):
-        membership = run.controller.coordinator.membership
-        seen["victim"], seen["noticed in"] = membership.seats[-1].worker, membership.generation
-        run.controller.post(DrainNoticed(seen["victim"], time.monotonic() + 30.0))
+        trains(run, 3)
+        seen["victim"] = run.controller.coordinator.membership.seats[-1].worker
+        notice = DrainNoticed(seen["victim"], time.monotonic() + 30.0)
+        seen["noticed in"] = ends(run, 3, notice)
 
     def leave(run):
-        """When the replacement is there and trains: who waits in a new group can end at once."""
         eventually(lambda: seen["victim"] not in run.controller.status()["workers"])
-        stopped_at = max(change(lines_of(run), seen["noticed in"])[0])
-        eventually(lambda: run.controller.status()["step"] > stopped_at)
-        seen["left in"] = run.controller.status()["generation"]
-        run.controller.post(SizeRequested(2))
+        seen["left in"] = ends(run, 2, SizeRequested(2))
 
-    spec = spec_of(steps=70, config={"hold": HOLD, "body_s": 0.01})
-    outcome, run = group(spec, plain, script=[(22, take_away), (22, leave)])
+    spec = spec_of(steps=ENDLESS, config={"pause": str(pause), "body_s": 0.01})
+    script = [(1, take_away), (1, leave), (1, StopRequested("enough"))]
+    outcome, run = group(spec, plain, script=script)
     assert outcome.error is None, outcome.traceback
-    assert (outcome.digest, outcome.workers_lost) == (local(spec, plain).digest, 0)
+    undisturbed = local(spec_of(steps=outcome.step), plain)
+    assert (outcome.digest, outcome.workers_lost) == (undisturbed.digest, 0)
     noticed = kinds(lines_of(run)).index("DrainNoticed")
     assert kinds(lines_of(run))[noticed + 1] == "StartWorker", "nothing was waited for"
     first = change(lines_of(run), seen["noticed in"])
