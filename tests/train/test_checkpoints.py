@@ -111,16 +111,26 @@ def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm,
     assert (outcome.error, outcome.digest) == (None, calm.digest)
 
 
-def test_killed_as_the_state_is_copied(calm, tmp_path):
+def test_killed_as_the_state_is_copied(tmp_path):
     """Those who live write what it should have written. Each rank once, the group back at full size in between."""
-    url, dead = tmp_path / "run", [str(tmp_path / str(rank)) for rank in range(3)]
-    faults = tuple(Fault("keeping", 10 + 5 * n, n, once=dead[n]) for n in range(3))
+    url, dead = tmp_path / "run", [tmp_path / str(rank) for rank in range(3)]
+    faults = tuple(
+        Fault("keeping", rank=n, world_size=3, once=str(dead[n]), after=(*map(str, dead[:n]),))
+        for n in range(3)
+    )
+    script = [
+        (1, lambda run: eventually(lambda: run.controller.ended.is_set() or dead[2].exists())),
+        (1, goes_on),
+        (1, StopRequested("enough")),
+    ]
     train = never_put_off(average_and_plateau)
-    outcome, run = group(job(hold={0: 3}), train, faults=faults, url=str(url))
+    outcome, run = group(job(ENDLESS), train, faults=faults, script=script, url=str(url))
     assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 3 and outcome.digest == calm.digest
-    sealed = [text.split()[3] for text in texts_of(run) if "is sealed" in text]
-    assert sealed == ["5", "10", "15", "20", "25", "30"]
+    assert outcome.workers_lost == 3
+    assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
+    sealed = [int(text.split()[3]) for text in texts_of(run) if "is sealed" in text]
+    last = {outcome.step}  # as any run's end
+    assert sealed == sorted({*range(5, outcome.step, 5)} | last)
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(calm, tmp_path):
@@ -145,7 +155,8 @@ def test_one_that_is_asked_for_is_made_at_one_step_by_all(tmp_path):
     outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
     assert outcome.error is None, outcome.traceback
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
-    assert len(steps_of(tmp_path)) == 1
+    # All members are told, as any may be about to go; who hears it after the others kept one asks once more.
+    assert 1 <= len(steps_of(tmp_path)) <= 3
 
 
 @pytest.mark.parametrize(("kept", "whole"), [(True, True), (False, True), (True, False)])

@@ -34,11 +34,11 @@ def take_away(*workers):
     they have to leave in a second, and have minutes for it."""
 
     def act(run):
+        alive = [run.fleet.processes[worker].is_alive for worker in workers]
         run.fleet.allow(2)
         object.__setattr__(run.controller.coordinator.rules, "drain_margin_s", PATIENCE_S)
         for worker in workers:
             run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))
-        alive = [run.fleet.processes[worker].is_alive for worker in workers]
         eventually(lambda: not any(is_alive() for is_alive in alive), run.controller.status)
 
     return act
@@ -61,7 +61,8 @@ def test_when_all_must_go_no_step_is_made_twice(tmp_path, monkeypatch):
     stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
     last = max(line["place"].step for line in stops if line["worker"] in ("w1", "w2"))
     told(run, "Explain", text=f"all who held the state are lost; back to step {last}")
-    assert len(steps_of(tmp_path)) <= 2 and last in steps_of(tmp_path), "at the notice and the end"
+    # At the notice one, or two if those who are told hear of it at different steps; and the end.
+    assert len(steps_of(tmp_path)) <= 3 and last in steps_of(tmp_path)
     assert outcome.workers_lost == 0
 
 
