@@ -245,8 +245,11 @@ class Disturbances:
         elif what == "drain":
             run.controller.post(DrainNoticed(self._rng.choice(members), None))
         else:
+            victim = self._rng.choice(members)
+            process = run.fleet.processes.get(victim)
+            if process is None:
+                return  # it was drained, or released, and is gone meanwhile
             self.kills, self._after = self.kills + 1, generation(run)
-            process = run.fleet.processes[victim := self._rng.choice(members)]
             run.fleet.kill(victim)
             process.join()
 

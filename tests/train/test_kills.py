@@ -262,9 +262,9 @@ def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_pa
 def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
     """The standby that takes the place knows which evaluations lay before the loop's end, and which come behind."""
     there = tmp_path / "there"
-    spec = job(steps=12, standby_is_ready=str(there))
+    spec = job(steps=40, standby_is_ready=str(there))  # in the last three train for long
     in_body = 2  # exchanges that rank 1 makes for one evaluation of these 60 rows: 8 micro-batches, 3 workers
-    fault = Fault("evaluate_exchange", 12, 1, nth=in_body + exchange, once=str(tmp_path / "dead"))
+    fault = Fault("evaluate_exchange", 40, 1, nth=in_body + exchange, once=str(tmp_path / "dead"))
 
     def ready(run):
         stages = list(run.controller.status()["workers"].values())
@@ -275,6 +275,6 @@ def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
     undisturbed = local(spec, evaluates_after_the_loop)
     assert (tmp_path / "dead").exists()
     assert outcome.error is None, outcome.traceback
-    assert (outcome.digest, outcome.step) == (undisturbed.digest, 12)
+    assert (outcome.digest, outcome.step) == (undisturbed.digest, 40)
     lines = [line for line in lines_of(run) if "final_3" in line]
     assert [x["final_3"] for x in lines] == [x["final_3"] for x in undisturbed.logged[-1:]]
