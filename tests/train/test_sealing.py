@@ -222,7 +222,7 @@ def test_losses_of_everyone_are_known_to_later_starts(tmp_path):
 
 
 def test_one_is_asked_for_in_time_and_knows_the_metrics_of_its_step(tmp_path):
-    stage = Stage(str(tmp_path), config=CheckpointConfig(every_s=0.2))
+    stage = Stage(str(tmp_path), config=CheckpointConfig(every_s=2.0))
     assert stage.goes_on_from() is None
     for step in (4, 5, 6):
         stage.sealer.log(step, {"loss": step / 2, "name": "mine"})
@@ -230,9 +230,8 @@ def test_one_is_asked_for_in_time_and_knows_the_metrics_of_its_step(tmp_path):
     stage.write("w1", ("w1",), range(6))
     assert stage.sealed.get(timeout=PATIENCE_S) == 5
     assert next(stage.catalog.seals()).about.metrics == {"loss": 2.5}
-    assert (
-        stage.wanted.get(timeout=PATIENCE_S) - asked_at > 0.1
-    )  # it says so a moment after it has looked at the clock
+    # It says so a moment after it has looked at the clock, and on a busy machine a long one.
+    assert stage.wanted.get(timeout=PATIENCE_S) - asked_at > 0.1
     stage.sealer.close()
 
 
