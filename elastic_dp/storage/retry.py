@@ -25,7 +25,7 @@ LONGEST_PAUSE_S = 5.0
 LONGEST_RETRY_AFTER_S = 60.0
 # A cache that serves an old copy gets this many more chances; then the object is another one.
 STALE_TRIES = 4
-_chance = random.Random()  # of its own: what the user's code draws depends on the other one
+_chance = random.SystemRandom()  # not what user code draws from, nor alike in all forks
 
 
 @dataclass
