@@ -436,7 +436,8 @@ class World:
         self.at(self.rng.choice((0.01, 0.5)), by.deliver, answer)
 
     def find_checkpoint(self, by: SimController, at_most: int | None) -> None:
-        if at_most is not None:
+        newest = max(self.check.claims, default=0)
+        if at_most is not None and self.check.claims[newest] is by:  # else only for itself
             self.seals = {step: state for step, state in self.seals.items() if step <= at_most}
             self.rejected = by.coordinator.generation
         found = m.CheckpointFound(max(self.seals, default=None))
