@@ -136,9 +136,20 @@ def median_step(record: Record, generation: int) -> float:
 
 
 def unplanned(record: Record, since: float) -> list[str]:
-    """Why members left a generation otherwise than at its planned end, but for the run's own."""
+    """Why members left a generation before its planned end, but for the run's own. Who was in the step behind that, which
+    the others did not enter, gives it up, and has left as planned."""
+    ends: dict[int, int] = {}
+    for x in record.events:
+        if x.get("command") == "EndGeneration":
+            ends[x["generation"]] = min(x["after_step"], ends.get(x["generation"], x["after_step"]))
     stops = [x for x in record.events if x.get("event") == "WorkerStopped" and x["time"] > since]
-    return sorted({x["reason"] for x in stops} - {"planned end"})
+    early = [
+        x["reason"]
+        for x in stops
+        for step, over, _ in [x["place"]]
+        if not over and step < ends.get(x["generation"], step + 1)
+    ]
+    return sorted(set(early) - {"planned end"})
 
 
 # ------------------------------------------------------------------------- from a place to its first step

@@ -36,7 +36,8 @@ import elastic_dp as edp
 from benchmarks.report import each, exit_code
 
 ROOT = str(Path(__file__).parent.parent)
-TARGET_MS = 55.0
+TORCHFT = "torchft 0.2, tuned, 3 workers"
+TORCHFT_MS = 110.0  # the median pause of that, where it is not measured beside ours
 
 
 # ----------------------------------------------------------------------------------------------- the job
@@ -419,7 +420,6 @@ def breakdown(record: Record, one: Kill, first: Body) -> dict[str, float] | None
 def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     import ray
 
-    yield "target_median_ms", TARGET_MS
     yield "cores_busy_with_other_work", outside_load()
     start_ray()
     try:
@@ -434,12 +434,13 @@ def pieces(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def targets(results: dict[str, Any]) -> dict[str, bool]:
+    theirs = results.get(TORCHFT, {}).get("pause", {}).get("median_ms", TORCHFT_MS)
     found = {}
     for name, one in results.items():
         if not isinstance(one, dict) or "survivors_replaced" not in one:
             continue  # how busy the machine was, or a peer
         median = one["pause"].get("median_ms", float("inf"))
-        found[f"{name}: a median pause of {TARGET_MS:g} ms"] = median <= TARGET_MS
+        found[f"{name}: half the median pause of tuned torchft"] = median <= 0.5 * theirs
         forming = one["hit_while_forming"]
         within = forming.get("max_ms", 0.0) <= forming["forming_deadline_ms"]
         found[f"{name}: hit while forming, within its deadline"] = forming["count"] > 0 and within

@@ -9,8 +9,8 @@ from benchmarks import join, protocol_scale, recovery, report, step_overhead
 # What its results become, and the target that is missed then.
 SPOILT = {
     recovery: (
-        lambda found: found["3 workers"]["pause"].update(median_ms=56.0),
-        "3 workers: a median pause of 55 ms",
+        lambda found: found["3 workers"]["pause"].update(median_ms=95.0),
+        "3 workers: half the median pause of tuned torchft",
     ),
     join: (
         lambda found: found["with a standby"].update(exact=False),
