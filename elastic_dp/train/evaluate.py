@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from elastic_dp.data.generators import seed_everything
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.inputs import check_loss_fn
 from elastic_dp.train.loss import mean, parse_loss
 from elastic_dp.train.session import Session
-from elastic_dp.train.step import LossFn, autocast, seed_everything, to_device
+from elastic_dp.train.step import LossFn, autocast, to_device
 
 Results = dict[int, tuple[float, float, dict[str, float]]]  # batch -> (loss, weight, metrics)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import ElasticError, LoopError, UserCodeError
 from elastic_dp.protocol.messages import (
@@ -36,7 +37,7 @@ from elastic_dp.train.kind import Determinism
 from elastic_dp.train.link import Link, Written
 from elastic_dp.train.sealing import Sealer
 from elastic_dp.train.session import Session
-from elastic_dp.train.step import BatchSource, seed_everything
+from elastic_dp.train.step import BatchSource
 
 TrainFunction = Callable[[TrainContext], None]
 TIME_IS_UP = "max_time_s reached"

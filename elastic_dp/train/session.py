@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.transfer import Parcel, receive, send, wrap
 from elastic_dp.errors import GroupError, LoopError
@@ -48,7 +49,6 @@ from elastic_dp.train.step import (
     Redo,
     Stepper,
     StopAgreed,
-    seed_everything,
 )
 from elastic_dp.train.weights import Weights
 

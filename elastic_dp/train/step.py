@@ -20,14 +20,13 @@ from __future__ import annotations
 import contextlib
 import marshal
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
+from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.gradients import GradientSum
 from elastic_dp.distributed.header import Header
 from elastic_dp.distributed.process_group import ProcessGroup
@@ -390,16 +389,6 @@ def _mean_metrics(leaves: Any) -> dict[str, float]:
         for name, value in leaf.metrics.items():
             by_name.setdefault(name, []).append((value, leaf.weight))
     return {name: mean(values) for name, values in by_name.items()}
-
-
-def seed_everything(seed: int) -> None:
-    """Python's, NumPy's and torch's global generators."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    # Not torch.manual_seed: where a device is not in use yet, it formats a stack trace for it (0.4 ms).
-    torch.default_generator.manual_seed(seed % (1 << 63))
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed % (1 << 63))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
