@@ -41,7 +41,29 @@ _SHARDS_NAMED = 3
 Located = tuple[Ints, Ints]  # row groups, rows in them
 
 
-class StreamingDataset:
+class _OfAStream:
+    """What a data set and an evaluation hand on to their stream."""
+
+    _stream: _Stream
+
+    def bad_row_groups(self) -> frozenset[int]:
+        return frozenset(self._stream.bad)
+
+    def mark_bad(self, row_groups: Iterable[int]) -> None:
+        self._stream.mark_bad(row_groups)
+
+    def describe_row_group(self, row_group: int) -> str:
+        return self._stream.describe_row_group(row_group)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        return self._stream.counts
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class StreamingDataset(_OfAStream):
     """A `Dataset` (see interface.py)."""
 
     def __init__(
@@ -87,24 +109,8 @@ class StreamingDataset:
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         self._stream.read_ahead(step, virtual_workers)
 
-    def bad_row_groups(self) -> frozenset[int]:
-        return frozenset(self._stream.bad)
 
-    def mark_bad(self, row_groups: Iterable[int]) -> None:
-        self._stream.mark_bad(row_groups)
-
-    def describe_row_group(self, row_group: int) -> str:
-        return self._stream.describe_row_group(row_group)
-
-    @property
-    def counts(self) -> dict[str, float]:
-        return self._stream.counts
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-class StreamingEvaluation:
+class StreamingEvaluation(_OfAStream):
     """An `EvaluationData` (see interface.py). User code runs in the caller's thread, or early: never in processes."""
 
     def __init__(
@@ -151,22 +157,6 @@ class StreamingEvaluation:
         if indices:
             self._stream.last_step = max(indices) + 1
             self._stream.read_ahead(min(indices) + 1, [0])
-
-    def bad_row_groups(self) -> frozenset[int]:
-        return frozenset(self._stream.bad)
-
-    def mark_bad(self, row_groups: Iterable[int]) -> None:
-        self._stream.mark_bad(row_groups)
-
-    def describe_row_group(self, row_group: int) -> str:
-        return self._stream.describe_row_group(row_group)
-
-    @property
-    def counts(self) -> dict[str, float]:
-        return self._stream.counts
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 @dataclass(frozen=True, slots=True)
