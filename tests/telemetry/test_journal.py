@@ -135,6 +135,18 @@ def test_a_journal_is_closed_where_the_store_stays_away(monkeypatch):
     assert not journal._writer.is_alive()
 
 
+def written_with(add, monkeypatch, tmp_path, lines):
+    """Two texts, with another `_add`, until so many lines are there; what is read back."""
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_add", add)
+    journal = Journal(str(tmp_path))
+    for text in ("one", "two"):
+        journal.command(Explain(text))
+    wait_for_file(str(tmp_path), "events", lines)
+    journal.close()
+    return said(Journal(str(tmp_path), since=0.0).since(None, 1.0)[1])
+
+
 def test_a_disk_that_was_full_goes_on_with_a_line_of_its_own(monkeypatch, tmp_path):
     left, add = [3], module._add
 
@@ -145,14 +157,7 @@ def test_a_disk_that_was_full_goes_on_with_a_line_of_its_own(monkeypatch, tmp_pa
             raise OSError("No space left on device")
         add(path, text)
 
-    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "_add", full)
-    journal = Journal(str(tmp_path))
-    for text in ("one", "two"):
-        journal.command(Explain(text))
-    wait_for_file(str(tmp_path), "events", 3)
-    journal.close()
-    assert said(Journal(str(tmp_path), since=0.0).since(None, 1.0)[1]) == ["one", "two"]
+    assert written_with(full, monkeypatch, tmp_path, lines=3) == ["one", "two"]
 
 
 def test_a_line_of_which_only_the_end_did_not_fit_is_there_once(monkeypatch, tmp_path):
@@ -165,14 +170,7 @@ def test_a_line_of_which_only_the_end_did_not_fit_is_there_once(monkeypatch, tmp
             raise OSError("No space left on device")
         add(path, text)
 
-    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "_add", full)
-    journal = Journal(str(tmp_path))
-    for text in ("one", "two"):
-        journal.command(Explain(text))
-    wait_for_file(str(tmp_path), "events", 2)
-    journal.close()
-    assert said(Journal(str(tmp_path), since=0.0).since(None, 1.0)[1]) == ["one", "two"]
+    assert written_with(full, monkeypatch, tmp_path, lines=2) == ["one", "two"]
     assert refused and (tmp_path / "events.jsonl").read_text().count('"one"') == 1
 
 
