@@ -232,9 +232,9 @@ class Generation:
         if worker is None or event.generation != self.number or not self.run.in_flight:
             return
         worker.finished, worker.place, worker.whole = event.digest, event.place, True
-        worker.finished_because = event.reason
-        worker.at_head = True
-        self._beginning.founded = self.acknowledged = True
+        worker.finished_because, worker.founded = event.reason, event.founded
+        worker.at_head = self.acknowledged = True
+        self._beginning.shown(event.founded)  # after a take-over it may be the first word of it
         self.open.discard(worker.id)
         self.unformed.discard(worker.id)
         self.unfinished.discard(worker.id)

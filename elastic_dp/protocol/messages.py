@@ -93,6 +93,7 @@ class WorkerFinished:
     digest: str  # SHA-256 of its final weights
     inexact_because: tuple[str, ...] = ()  # operations without a deterministic kernel
     reason: str = ""  # why the steps ended, the same for all members
+    founded: int = 0  # `Membership.founded` of the generation in which it became whole
 
 
 @dataclass(frozen=True, slots=True)

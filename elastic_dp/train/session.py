@@ -240,7 +240,8 @@ class Session:
             self.link.skipped(self.skipped)
             because = why_inexact(self.inexact_because, self.state.kinds)
             where = self.worker, self.generation, self.place
-            self.link.post(WorkerFinished(*where, digest, because, self.ended or ""))
+            why = self.ended or ""
+            self.link.post(WorkerFinished(*where, digest, because, why, self.founded))
             self._wait_for_the_end_of_this_generation()
 
     # -------------------------------------------------------------------------- generations

@@ -1060,6 +1060,18 @@ def test_the_state_of_an_earlier_beginning_does_not_come_back() -> None:
     assert scene.members == ["w2"]
 
 
+def test_one_that_was_not_whole_when_asked_and_then_finished_hands_on_its_beginning() -> None:
+    scene = Scene.recovered(["w1", "w2"], 5, size=2)
+    scene.tell(report("w1", 5, 0, whole=False))
+    scene.tell(report("w2", 0, 0, whole=False))
+    scene.stopped("w2", step=0, whole=False)
+    scene.tell(m.WorkerFinished("w1", 5, Place(9, 1), "digest", founded=4))
+    membership = scene.coordinator.membership
+    assert membership.generation == 6
+    assert membership.source == "w1"
+    assert membership.founded == 4
+
+
 # --------------------------------------------------------------------- old generations
 
 

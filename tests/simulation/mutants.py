@@ -211,6 +211,12 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "who finished does not say from which beginning",
+        G,
+        "        self._beginning.shown(event.founded)  # after",
+        "        self._beginning.shown(0)  # after",
+    ),
+    Mutant(
         "no room is made for a founder",
         ADMIT,
         "            self._make_room_for_founder(now)\n",

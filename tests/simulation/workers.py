@@ -485,7 +485,8 @@ class SimWorker:
             self.failed("aborted")
         elif self.ended_run:
             self.finished, self.phase = True, "done"
-            self.send(m.WorkerFinished(self.id, self.generation, self.place, self.state))
+            where = self.id, self.generation, self.place
+            self.send(m.WorkerFinished(*where, self.state, founded=self.founded))
         elif self.step >= self.planned.get(self.generation, math.inf):
             self.failed("planned end")
         elif self.world.now > self.lease_until:
