@@ -525,7 +525,7 @@ class Watched:
         if self.rng.random() < 0.005 and deadline is not None and now < deadline:
             self.changes_nothing(m.DeadlineReached(), now, "early")
         over = coordinator.phase == "over"
-        bystander = self.bystander(event)
+        bystander = sure and self.bystander(event)  # else what was held is taken with it
         size = len(coordinator._staff.workers)
         phase, seats = coordinator.phase, coordinator.membership and coordinator.membership.seats
         answers: list[Command] = coordinator.handle(event, now)

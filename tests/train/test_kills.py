@@ -94,6 +94,8 @@ def check(outcome, run, train, kills):
     lines = lines_of(run)
     stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
     assert all(isinstance(place, Place) for place in stops)
+    ends = [line["founded"] for line in lines if line.get("event") == "WorkerFinished"]
+    assert ends and all(1 <= founded <= lines[-1].get("generation", 99) for founded in ends)
     if undisturbed.logged:
         metrics = {x["step"]: x["eval_loss"] for x in lines if "eval_loss" in x}
         assert metrics == {x["step"]: x["eval_loss"] for x in undisturbed.logged}
