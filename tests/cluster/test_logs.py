@@ -2,15 +2,17 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from elastic_dp.cluster import logs
 from elastic_dp.cluster.logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
+from elastic_dp.protocol.messages import StopRequested
 from elastic_dp.storage import Store
-from tests.patience import eventually
-from tests.runs import group, spec_of
+from tests.patience import Stalls, eventually
+from tests.runs import ENDLESS, group, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
 
@@ -88,3 +90,31 @@ def test_each_worker_s_output_is_in_the_run_s_folder(tmp_path):
     assert {survivor, "w3.log"} <= names
     assert "step 8 of rank" in kept(tmp_path, survivor).decode()
     assert kept(tmp_path, survivor).count(b"no secret\n") == 8
+
+
+SOON_S, LOOKED_AT_S = 10.0, 7.0  # longer than one copy is from the next
+
+
+def prints_the_time(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        print(f"{time.time():.3f}", flush=True)
+        hold(ctx, step)
+
+
+def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gone_now(tmp_path):
+    ages = []
+
+    def look(run):
+        eventually(lambda: kept(tmp_path).strip(), run.controller.status)
+        until = time.time() + LOOKED_AT_S
+        while (now := time.time()) < until:
+            ages.append(now - float(kept(tmp_path).split()[-1]))
+            time.sleep(0.05)
+
+    spec = spec_of(workers=1, steps=ENDLESS, config={"body_s": 0.05})
+    with Stalls() as stalls:
+        script = [(1, look), (1, StopRequested("enough"))]
+        outcome, _ = group(spec, prints_the_time, script=script, url=str(tmp_path / "run"))
+    assert outcome.error is None, outcome.traceback
+    assert logs.EVERY_S / 2 < max(ages) <= SOON_S + stalls.lost_s

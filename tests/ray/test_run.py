@@ -9,7 +9,9 @@ from itertools import accumulate
 import pytest
 
 import elastic_dp as edp
+from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.errors import ClusterError, UserCodeError
+from elastic_dp.storage import Store
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, undisturbed, wait_for
@@ -48,6 +50,31 @@ def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
     records = [json.loads(line) for line in read(tmp_path / "kill/metrics.jsonl").splitlines()]
     assert [x["best"] for x in records] == list(accumulate([x["loss"] for x in records], min))
     assert [record["step"] for record in records] == list(range(1, result.step + 1))
+
+
+def test_all_workers_are_killed_and_the_run_goes_on_from_its_newest_checkpoint(tmp_path):
+    """It costs the steps since then, and no more."""
+    url = tmp_path / "all"
+    run = trainer(tmp_path, "all", steps=FOR_EVER, workers=2, every_steps=10, body_s=0.05).start()
+    catalog = Catalog(Store(str(url)))
+    whole = wait_for(run, lambda s: is_whole(s, 2) and catalog.names())
+    pids = pids_of(run, members(whole))
+    last = max(name.step for name in catalog.names())
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    again = wait_for(run, lambda s: is_whole(s, 2) and not pids.keys() & s["workers"].keys())
+    wait_for(run, lambda s: s["step"] >= again["step"] + 5)
+    run.stop("enough")
+    result = run.result()
+    assert (result.exact, result.workers_lost) == (True, 2)
+    assert result.weights_sha256 == undisturbed(tmp_path, result.step)
+    said = [
+        line.get("text", "") for line in map(json.loads, read(url / "events.jsonl").splitlines())
+    ]
+    back = [text for text in said if "all who held the state are lost; back to step" in text]
+    assert len(back) == 1 and int(back[0].rpartition(" ")[2]) >= last, back
+    records = [json.loads(line) for line in read(url / "metrics.jsonl").splitlines()]
+    assert sorted({record["step"] for record in records}) == list(range(1, result.step + 1))
 
 
 def read(path):
