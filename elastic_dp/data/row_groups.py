@@ -20,6 +20,10 @@ from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import ObjectRewritten, Store
 
+# What Arrow used to decode a row group of this size goes back at once. Its allocator would keep it for a second, in which
+# the next ones come: a worker grew by 1.14 of its budget instead of 0.9. Smaller ones fit into what smaller ones left.
+GIVEN_BACK_BYTES = 64 << 20
+
 
 class RowGroups(Protocol):
     """All that a reader knows of storage and formats; a fake of it is a list of tables."""
@@ -59,6 +63,8 @@ class ShardRowGroups:
             if table.num_rows != self.rows[row_group]:
                 raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
             columns = decode_table(table, self._leaves, shard.name)
+            if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
+                pa.default_memory_pool().release_unused()
             return columns, sum(column.nbytes for column in columns.values())
         except ObjectRewritten as error:
             raise _rewritten(shard) from error

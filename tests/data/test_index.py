@@ -1,5 +1,6 @@
 """What the index says of a data set, and what it refuses."""
 
+import os
 import pickle
 import re
 import subprocess
@@ -269,3 +270,21 @@ def test_a_signed_url_names_its_shard_without_the_signature():
     assert path_of(Signed.path, "b.parquet", True) == Signed.path
     assert prefix_of(Signed.path, True) == "https://host/a/"
     assert prefix_of("s3://bucket/a/*.parquet", False) == prefix_of("s3://bucket/a", False)
+
+
+def test_what_a_large_row_group_took_beside_its_columns_is_given_back_at_once(tmp_path):
+    numbers = np.arange(8 << 20)
+    path = tmp_path / "part-0.parquet"
+    pq.write_table(
+        pa.table({"n": numbers}), path, use_dictionary=False, row_group_size=len(numbers)
+    )
+    groups = opened(config(tmp_path))
+    before = resident_bytes()
+    columns, nbytes = groups.read(0)
+    assert nbytes == columns["n"].nbytes == numbers.nbytes
+    assert resident_bytes() - before < 1.4 * nbytes
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
