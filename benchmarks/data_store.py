@@ -1,8 +1,7 @@
 """Parquet shards in a far store: ours beside hand-written prefetch loops over obstore.
 
-All read the same bytes, the 300 MB of token_rows.py `TIMES` over as so many more shards, each row once: with one pass
-over 80 row groups most of the time would be its beginning and its end. All have as many requests in flight, and
-decode with the same pyarrow call. The loops know everything before they start: the byte range of each row group, in order, and
+All read the same bytes, `token_rows.many`, each row once. All have as many requests in flight, and decode with the same
+pyarrow call. The loops know everything before they start: the byte range of each row group, in order, and
 the footers. They copy batches of 64 rows into one fixed buffer, and limit no memory.
 
 - `threads` fetches and decodes in a pool; `asyncio` fetches in an event loop and decodes in two threads. Both are in file order.
@@ -12,18 +11,12 @@ the footers. They copy batches of 64 rows into one fixed buffer, and limit no me
 Ours is measured as training has it, from opening to the last tensor. Each is beside loops that give the same: in order
 the better of the two loops in file order in the same round, shuffled the one that shuffles. How much a shuffle costs
 beside a loop that has none is said, too.
-
-All run in one process in which Arrow keeps the memory that it has (`KEPT`). It gives back what nobody used for a second,
-so a system that runs after others would pay for each page again, and who holds more row groups at a time, as who
-shuffles does, would pay most. In a run it is paid once: a row group takes the memory of the one that left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -46,9 +39,8 @@ from elastic_dp.spec import DataConfig
 
 SHAPES = {"20 ms": None, "20 ms, 90 MB/s per connection": 90e6}
 LATENCY_S, TARGET = 0.02, 0.9
-KEPT = {"MIMALLOC_PURGE_DELAY": "-1"}
 VIRTUAL_WORKERS = 8
-TIMES = 4
+ROWS = token_rows.TIMES * token_rows.ROWS
 MIXED = 8 * VIRTUAL_WORKERS  # row groups; ours goes by their bytes, and may have fewer open
 
 
@@ -64,30 +56,16 @@ class Planned:
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.data_store", str(folder), str(rounds)]
-    done = subprocess.run(command, env=os.environ | KEPT, stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return token_rows.alone("benchmarks.data_store", folder, rounds)
 
 
 def compare_all(folder: Path, rounds: int) -> dict[str, Any]:
-    repeat(folder)
-    found: dict[str, Any] = {"requests_in_flight": READ_THREADS, "rows": TIMES * token_rows.ROWS}
+    many = token_rows.many(folder)
+    found: dict[str, Any] = {"requests_in_flight": READ_THREADS, "rows": ROWS}
     for name, bytes_per_s in SHAPES.items():
-        with serving(folder / "far", latency_s=LATENCY_S, bytes_per_s=bytes_per_s) as url:
-            found[name] = compare(folder / "far", url, rounds)
+        with serving(many, latency_s=LATENCY_S, bytes_per_s=bytes_per_s) as url:
+            found[name] = compare(many, url, rounds)
     return found
-
-
-def repeat(folder: Path) -> None:
-    """The same shards under more names."""
-    shards = folder / "far" / "parquet"
-    shards.mkdir(parents=True, exist_ok=True)
-    for path in sorted((folder / "parquet").iterdir()):
-        for time_ in range(TIMES):
-            link = shards / f"{time_}-{path.name}"
-            if not link.exists():
-                link.symlink_to(path)
 
 
 def compare(folder: Path, url: str, rounds: int) -> dict[str, Any]:
@@ -104,7 +82,7 @@ def compare(folder: Path, url: str, rounds: int) -> dict[str, Any]:
         for name, system in systems.items():
             begun_at = time.perf_counter()
             count = system()
-            assert count == TIMES * token_rows.ROWS, f"{count} rows came"
+            assert count == ROWS, f"{count} rows came"
             speeds[name].append(count / (time.perf_counter() - begun_at))
     for values in speeds.values():
         del values[0]  # the first round opens what stays open
@@ -189,7 +167,7 @@ async def by_shuffling(url: str, planned: list[Planned]) -> int:
     async for rows in fetched(url, shuffled):
         mixed.append(rows)
         count += len(rows)
-        if len(mixed) == MIXED or count == TIMES * token_rows.ROWS:
+        if len(mixed) == MIXED or count == ROWS:
             shuffle_out(mixed, random, batch)
             mixed.clear()
             await asyncio.sleep(0)

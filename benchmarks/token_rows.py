@@ -3,12 +3,24 @@
 Written once, in a folder that is kept: as Parquet (list<int32>, uncompressed, row groups of 4 MiB), as Arrow IPC
 files (the same row groups as record batches), and as one .npy file, from which the peers write their own formats.
 The bare loops are what anybody would write by hand to read them: each batch of 64 rows copied into a fixed buffer.
+
+One pass over so little takes tens of milliseconds, much of that its beginning and its end; `many` has the same shards
+`TIMES` over, under other names.
+
+Systems that are compared run in one process in which Arrow keeps the memory that it has (`alone`). It gives back what
+nobody used for a second, so a system that runs after others would pay for each page again, and who holds more row groups
+at a time, as who shuffles does, would pay most. In a run it is paid once: a row group takes the memory of the one that left.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +29,8 @@ import pyarrow.parquet as pq
 
 ROWS, LENGTH, SHARDS, BATCH = 76_800, 1_024, 8, 64
 GROUP_ROWS = 1_024  # 4 MiB
+TIMES = 4
+KEPT = {"MIMALLOC_PURGE_DELAY": "-1"}
 
 Tokens = npt.NDArray[np.int32]
 
@@ -36,6 +50,27 @@ def write(folder: Path) -> None:
             file.write_table(table, max_chunksize=GROUP_ROWS)
     np.save(folder / "tokens.part.npy", tokens)
     (folder / "tokens.part.npy").rename(done)
+
+
+def many(folder: Path) -> Path:
+    """A folder with links to the shards of both formats, each `TIMES`."""
+    for name in ("parquet", "arrow"):
+        shards = folder / "many" / name
+        shards.mkdir(parents=True, exist_ok=True)
+        for path in sorted((folder / name).iterdir()):
+            for time_ in range(TIMES):
+                link = shards / f"{time_}-{path.name}"
+                if not link.exists():
+                    link.symlink_to(path)
+    return folder / "many"
+
+
+def alone(module: str, *arguments: object) -> dict[str, Any]:
+    """What the module prints as JSON when it runs with these arguments, in a process of its own."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | KEPT, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def write_parquet(path: Path, rows: Tokens, group_rows: int) -> None:
