@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from elastic_dp.data.reader import Moved, RowGroupReader
+from elastic_dp.data.reader import READ_THREADS, Moved, RowGroupReader
 from elastic_dp.errors import BadShard, StorageError
 from tests.data.row_groups import FakeRowGroups
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 
 def opened(groups: FakeRowGroups, memory_bytes: int, **options) -> RowGroupReader:
@@ -43,6 +43,31 @@ def test_row_groups_are_read_in_the_order_in_which_they_are_needed():
     take_all(reader, (3, 0), [1, 7])
     assert groups.reads == [3, 5, 1, 7] or groups.reads == [3, 1, 5, 7]
     reader.close()
+
+
+@pytest.mark.parametrize(("fit", "at_once"), [(80, READ_THREADS), (5, 5)])
+def test_as_many_are_on_their_way_as_there_are_threads_or_as_fit(fit, at_once):
+    groups, lock, opens = FakeRowGroups([10] * 80), threading.Lock(), threading.Event()
+    inside = most = 0
+
+    def before(number: int) -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        assert opens.wait(PATIENCE_S)
+        with lock:
+            inside -= 1
+
+    groups.before = before
+    reader = opened(groups, fit * int(groups.nbytes[0]), threads=READ_THREADS)
+    reader.plan([((step, 0), [step]) for step in range(80)])
+    eventually(lambda: inside == at_once)
+    opens.set()
+    for step in range(80):
+        read_all(reader, (step, 0), [step])
+    reader.close()
+    assert most == at_once
 
 
 def test_what_no_plan_needs_is_dropped_and_what_is_still_needed_stays():
