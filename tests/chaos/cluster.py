@@ -66,6 +66,13 @@ class Cluster:
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",
         }
+        try:
+            self._start()
+        except Exception:
+            self.close()  # else the next one of this process cannot have its names
+            raise
+
+    def _start(self) -> None:
         self._kept: dict[str, str] = {}
         if self.memory == "redis":
             self._kept = {"RAY_REDIS_ADDRESS": self._start_redis()}

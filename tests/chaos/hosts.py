@@ -100,6 +100,8 @@ class Host:
 
     def close(self) -> None:
         self.kill()
+        # At once, for the next network of this process: a namespace takes its end with it only some time after it is gone.
+        subprocess.run(["ip", "link", "delete", self._port], capture_output=True)
         _run("ip", "netns", "delete", self.name)
 
 
@@ -135,9 +137,11 @@ class Network:
 
     def close(self) -> None:
         for host in self.hosts:
-            host.close()
+            host.kill()
         for cable in self._cables:
             cable.communicate()  # which closes its input, and so ends it
+        for host in self.hosts:
+            host.close()
         _run("ip", "link", "delete", self._tag)
 
     def _lay_cable(self, name: str, port: str, delay_s: float, loss: float) -> None:
