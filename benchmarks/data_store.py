@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks import token_rows
+from benchmarks.data_local import VIRTUAL_WORKERS, take_all
 from benchmarks.report import median_interval
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.data import open_data
@@ -39,8 +40,6 @@ from elastic_dp.spec import DataConfig
 
 SHAPES = {"20 ms": None, "20 ms, 90 MB/s per connection": 90e6}
 LATENCY_S, TARGET = 0.02, 0.9
-VIRTUAL_WORKERS = 8
-ROWS = token_rows.TIMES * token_rows.ROWS
 MIXED = 8 * VIRTUAL_WORKERS  # row groups; ours goes by their bytes, and may have fewer open
 
 
@@ -61,7 +60,7 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
 
 def compare_all(folder: Path, rounds: int) -> dict[str, Any]:
     many = token_rows.many(folder)
-    found: dict[str, Any] = {"requests_in_flight": READ_THREADS, "rows": ROWS}
+    found: dict[str, Any] = {"requests_in_flight": READ_THREADS, "rows": token_rows.MANY_ROWS}
     for name, bytes_per_s in SHAPES.items():
         with serving(many, latency_s=LATENCY_S, bytes_per_s=bytes_per_s) as url:
             found[name] = compare(many, url, rounds)
@@ -82,7 +81,7 @@ def compare(folder: Path, url: str, rounds: int) -> dict[str, Any]:
         for name, system in systems.items():
             begun_at = time.perf_counter()
             count = system()
-            assert count == ROWS, f"{count} rows came"
+            assert count == token_rows.MANY_ROWS, f"{count} rows came"
             speeds[name].append(count / (time.perf_counter() - begun_at))
     for values in speeds.values():
         del values[0]  # the first round opens what stays open
@@ -131,12 +130,7 @@ def ours(url: str, shuffle: str) -> Callable[[], int]:
     def epoch() -> int:
         data = open_data(config, virtual_workers=VIRTUAL_WORKERS, index=index)
         try:
-            data.read_ahead(1, range(VIRTUAL_WORKERS))
-            return sum(
-                len(data.batch(step, v)["tokens"])
-                for step in range(1, data.steps_per_epoch + 1)
-                for v in range(VIRTUAL_WORKERS)
-            )
+            return take_all(data)
         finally:
             data.close()
 
@@ -167,7 +161,7 @@ async def by_shuffling(url: str, planned: list[Planned]) -> int:
     async for rows in fetched(url, shuffled):
         mixed.append(rows)
         count += len(rows)
-        if len(mixed) == MIXED or count == ROWS:
+        if len(mixed) == MIXED or count == token_rows.MANY_ROWS:
             shuffle_out(mixed, random, batch)
             mixed.clear()
             await asyncio.sleep(0)

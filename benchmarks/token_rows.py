@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 ROWS, LENGTH, SHARDS, BATCH = 76_800, 1_024, 8, 64
 GROUP_ROWS = 1_024  # 4 MiB
 TIMES = 4
+MANY_ROWS = TIMES * ROWS
 KEPT = {"MIMALLOC_PURGE_DELAY": "-1"}
 
 Tokens = npt.NDArray[np.int32]

@@ -39,3 +39,13 @@ def test_a_target_that_is_missed_is_named(benchmark, capsys):
     assert report.exit_code(benchmark.targets(results)) == 1
     assert f"missed: {target}\n" in capsys.readouterr().out
     assert report.exit_code(dict.fromkeys(before, True)) == 0
+
+
+@pytest.mark.parametrize("peer", [None, "not measured: no module named torchft", {"pause": {}}])
+def test_without_torchft_beside_it_recovery_is_held_against_what_that_once_took(peer):
+    results = json.loads((report.RESULTS / "recovery.json").read_text())["results"]
+    results |= {recovery.TORCHFT: peer}
+    target = "3 workers: half the median pause of tuned torchft"
+    for median_ms, met in ((recovery.TORCHFT_MS / 2, True), (recovery.TORCHFT_MS / 2 + 1, False)):
+        results["3 workers"]["pause"].update(median_ms=median_ms)
+        assert recovery.targets(results)[target] is met

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,6 +14,12 @@ from elastic_dp.errors import BadShard
 
 WIDTH = 16  # of "tokens"
 SHARD_GROUPS = 4
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 class FakeRowGroups:

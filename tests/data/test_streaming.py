@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from elastic_dp.data.streaming import StreamingDataset, StreamingEvaluation
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
 from elastic_dp.sampling import Mixture, Order, Source, batch_seed, generator_for
 from elastic_dp.spec import DataConfig
-from tests.data.row_groups import WIDTH, FakeRowGroups
+from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
 from tests.patience import PATIENCE_S
 
 V, B = 4, 8
@@ -196,14 +195,8 @@ def growth():
     """Bytes by which this process grows as it reads them."""
     width = 4 * WIDTH + 8
     groups = FakeRowGroups([(16 << 20) // width] * 48)
-    pages: list[int] = []
-
-    def before(number: int) -> None:
-        with open("/proc/self/statm") as file:
-            pages.append(int(file.read().split()[1]))
-
-    groups.before = before
-    before(0)
+    sizes = [resident_bytes()]
+    groups.before = lambda number: sizes.append(resident_bytes())
     data = opened(
         groups,
         micro_batch_size=1 << 15,
@@ -219,7 +212,7 @@ def growth():
             data.batch(step, v)
     data.close()
     assert len(groups.reads) >= 48
-    return (max(pages) - pages[0]) * resource.getpagesize()
+    return max(sizes) - sizes[0]
 
 
 def test_too_little_memory_is_an_error_that_names_the_row_group():

@@ -95,7 +95,8 @@ def check(outcome, run, train, kills):
     stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
     assert all(isinstance(place, Place) for place in stops)
     ends = [line["founded"] for line in lines if line.get("event") == "WorkerFinished"]
-    assert ends and all(1 <= founded <= lines[-1].get("generation", 99) for founded in ends)
+    formed = {x["generation"] for x in lines if x.get("command") == "FormGeneration"}
+    assert len(set(ends)) == 1 and ends[0] in formed  # one beginning, and a generation that was
     if undisturbed.logged:
         metrics = {x["step"]: x["eval_loss"] for x in lines if "eval_loss" in x}
         assert metrics == {x["step"]: x["eval_loss"] for x in undisturbed.logged}
