@@ -39,14 +39,15 @@ VIRTUAL_WORKERS, CHANGES, CHANGE_EVERY_S, FIRST_S = 8, 6, 4.0, 2.0
 SHARES = (range(0, 4), range(2, 6))
 FORMING_S = 0.02
 MIB = 1 << 20
-# Row group: memory_bytes, number of row groups, shuffle; in MiB. The data is larger than what may be held.
+# Row group: memory_bytes, number of row groups, shuffle; in MiB. The data is larger than what may be held. A row group
+# just above a power of two takes the most memory in which to decode it.
 CASES = {
     1: (256, 512, "rows"),
-    4: (256, 128, "rows"),
-    16: (1024, 96, "rows"),
-    64: (1024, 24, "none"),
-    256: (2048, 10, "none"),
-    1024: (7168, 5, "none"),
+    5: (256, 104, "rows"),
+    17: (1024, 92, "rows"),
+    66: (1024, 24, "none"),
+    264: (2048, 10, "none"),
+    1040: (8192, 6, "none"),
 }
 PAUSE_S = 3.0
 

@@ -64,10 +64,10 @@ def open_evaluation(
 
 def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_bytes: int) -> None:
     """One worker may have to run the whole job; what it has open then must fit. Raises DataError."""
-    largest = int(np.argmax(row_groups.nbytes))
+    largest = int(np.argmax(row_groups.reading_bytes))
     shard, number, _ = row_groups.name(largest)
-    size = int(row_groups.nbytes[largest])
-    what = f"row group {number} of {shard} takes {_mib(size)} in memory"
+    size = int(row_groups.reading_bytes[largest])
+    what = f"row group {number} of {shard} takes {_mib(size)} in memory while it is read"
     way_out = (
         "or write the shards with smaller row groups (`elastic-dp data convert --rows-per-group`)"
     )

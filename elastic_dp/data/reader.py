@@ -305,16 +305,19 @@ class RowGroupReader:
                 continue
             if key not in group.uses:
                 heapq.heappush(self._queue, (min(group.uses), number))
-            elif self._make_room(group.nbytes, key):
+            elif self._make_room(size := self._reading_bytes(group), key):
                 group.queued_at, group.reading = None, True
                 self._in_flight += 1
-                self.bytes_held += group.nbytes
+                self.bytes_held += size
                 self.bytes_peak = max(self.bytes_peak, self.bytes_held)
                 return group
             else:
                 heapq.heappush(self._queue, (key, number))
                 return None
         return None
+
+    def _reading_bytes(self, group: _RowGroup) -> int:
+        return int(self._row_groups.reading_bytes[group.number])
 
     def _make_room(self, nbytes: int, key: Key) -> bool:
         while self.bytes_held + nbytes > self.memory_bytes:
@@ -347,7 +350,7 @@ class RowGroupReader:
     def _land(self, group: _RowGroup, content: Columns | Exception, nbytes: int) -> None:
         self._in_flight -= 1
         self.groups_read += 1
-        self.bytes_held += nbytes - group.nbytes
+        self.bytes_held += nbytes - self._reading_bytes(group)
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
         if group.uses:
             self._needed_bytes += nbytes - group.nbytes

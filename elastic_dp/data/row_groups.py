@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from elastic_dp.data.columns import Column, decode_table
 from elastic_dp.data.formats import FORMATS
-from elastic_dp.data.formats.format import Ints, Place, ShardAt
+from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
 from elastic_dp.data.index import Index
 from elastic_dp.data.listing import path_of, prefix_of
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
@@ -30,10 +30,11 @@ class RowGroups(Protocol):
     """All that a reader knows of storage and formats; a fake of it is a list of tables."""
 
     rows: Ints  # [row group]
-    nbytes: Ints  # [row group]: upper estimate of what it takes, decoded and while being decoded
+    nbytes: Ints  # [row group]: what it takes, encoded and decoded, roughly; the order goes by it
+    reading_bytes: Ints  # [row group]: upper estimate of what it takes at once while it is read
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
-        """Decoded columns, and the bytes that they hold. Raises BadShard, DataError, StorageError."""
+        """Decoded columns, and the bytes of memory that they hold. Raises BadShard, DataError, StorageError."""
 
     def name(self, row_group: int) -> tuple[str, int, int]:
         """The shard's name, the row group's number in it, and that of its first row."""
@@ -48,6 +49,10 @@ class ShardRowGroups:
         """`stores`: one for each of `config.urls`, which must be the ones that the index was made of."""
         assert len(stores) == len(config.urls) == len(index.sources), "an index of another config"
         self.rows, self.nbytes = index.rows, index.nbytes
+        self.reading_bytes = index.nbytes.copy()
+        for source in index.sources:
+            of_source = slice(source.first_group, source.end_group)
+            self.reading_bytes[of_source] = FORMATS[source.format].growth * index.nbytes[of_source]
         self._index, self._stores = index, stores
         several = len(stores) > 1
         each = zip(config.urls, index.sources, strict=True)
@@ -66,7 +71,8 @@ class ShardRowGroups:
             columns = decode_table(table, self._leaves, shard.name)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
-            return columns, sum(column.nbytes for column in columns.values())
+            doubles = self._format(number).growth > 1
+            return columns, sum(_held_bytes(c.nbytes, doubles) for c in columns.values())
         except ObjectRewritten as error:
             raise _rewritten(shard) from error
         except ElasticError:
@@ -90,8 +96,10 @@ class ShardRowGroups:
             opened.close()
 
     def _read_table(self, number: int, shard: ShardAt, place: Place) -> pa.Table:
-        source = self._index.sources[self._source(number)]
-        return self._formats[source.format].read(shard, place, self._index.schema, self._leaves)
+        return self._format(number).read(shard, place, self._index.schema, self._leaves)
+
+    def _format(self, number: int) -> Format:
+        return self._formats[self._index.sources[self._source(number)].format]
 
     def _shard(self, number: int) -> ShardAt:
         shards, source = self._index.shards, self._source(number)
@@ -116,6 +124,12 @@ class ShardRowGroups:
 
     def _shard_name(self, number: int) -> str:
         return self._prefixes[self._source(number)] + self._index.name(number)
+
+
+def _held_bytes(nbytes: int, doubles: bool) -> int:
+    """By a column whose buffers may have grown by doubling: all of a small one was in use before, of a large one only
+    what was written counts."""
+    return 1 << (nbytes - 1).bit_length() if doubles and 0 < nbytes < GIVEN_BACK_BYTES else nbytes
 
 
 def _bad(shard: ShardAt, place: Place, error: Exception) -> BadShard:

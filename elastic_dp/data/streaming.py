@@ -198,7 +198,9 @@ class _Stream:
             Process(f"data process {number + 1} of {workers}") for number in range(workers)
         ]
         self._in_processes = workers > 0
-        spare = max(0, config.memory_bytes - most_bytes(row_groups, open_row_groups))
+        one_more = int(row_groups.reading_bytes.max() + row_groups.nbytes.max())
+        floor = max(most_bytes(row_groups, open_row_groups), one_more)
+        spare = max(0, config.memory_bytes - floor)
         ahead = min(config.memory_bytes // AHEAD_PART, spare)
         slack = min(config.memory_bytes // SLACK_PART, spare - ahead)
         self._micro_batches = MicroBatches(

@@ -77,6 +77,10 @@ class FakeRowGroups:
     def close(self) -> None:
         self.closed = True
 
+    @property
+    def reading_bytes(self):
+        return self.nbytes
+
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self.live_bytes += nbytes

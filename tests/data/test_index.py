@@ -1,5 +1,6 @@
 """What the index says of a data set, and what it refuses."""
 
+import os
 import pickle
 import re
 import subprocess
@@ -24,6 +25,12 @@ from tests.data.row_groups import resident_bytes
 from tests.patience import PATIENCE_S
 
 ROWS = (70, 45, 1)
+# Of this program; ru_maxrss would start with that of the process which started it.
+PEAK = """
+def peak_kib():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+"""
 
 
 def table(first: int, rows: int) -> pa.Table:
@@ -39,6 +46,18 @@ def config(url: Path | str | list | dict, **changes) -> DataConfig:
 def opened(wanted: DataConfig, index: Index | None = None) -> ShardRowGroups:
     stores = [Store(url, wanted.storage_options, timeout_s=2) for url in wanted.urls]
     return ShardRowGroups(wanted, index or read_index(wanted), stores)
+
+
+def printed_by(script: str, *arguments: str) -> list[int]:
+    """In a process of its own, in which Arrow's allocator gives nothing back by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK + script, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"MIMALLOC_PURGE_DELAY": "100000"},
+    )
+    return [int(word) for word in done.stdout.split()]
 
 
 @pytest.fixture
@@ -230,9 +249,6 @@ import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.format import Scan
 from elastic_dp.data.index import Builder, Index
 from elastic_dp.data.schema import Columns, same
-def peak_kib():  # of this program; ru_maxrss would start with that of the process which started it
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 def made(shards):
     schema = pa.schema([("tokens", pa.list_(pa.int32()))])
     build, columns = Builder(), Columns(None)
@@ -251,10 +267,7 @@ assert again.digest == index.digest and again.num_rows == 80_000_000
 assert again.shard_of(79_999) == 39_999 and again.first_row(79_999) == 1000
 print(peak_kib() - before, nbytes)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    grown_kib, nbytes = map(int, done.stdout.split())
+    grown_kib, nbytes = printed_by(script)
     assert grown_kib < 64 * 1024 and nbytes < 10 << 20
 
 
@@ -284,3 +297,51 @@ def test_what_a_large_row_group_took_beside_its_columns_is_given_back_at_once(tm
     columns, nbytes = groups.read(0)
     assert nbytes == columns["n"].nbytes == numbers.nbytes
     assert resident_bytes() - before < 1.4 * nbytes
+
+
+def tokens(nbytes: int) -> pa.Array:
+    numbers = np.random.default_rng(0).integers(0, 50_000, nbytes // 4, dtype=np.int32)
+    return pa.FixedSizeListArray.from_arrays(pa.array(numbers), 64)
+
+
+def texts(nbytes: int) -> pa.Array:
+    offsets = pa.py_buffer(np.arange(0, nbytes + 1, 64, dtype=np.int32))
+    content = pa.py_buffer(np.random.default_rng(0).bytes(nbytes))
+    return pa.Array.from_buffers(pa.binary(), nbytes // 64, [None, offsets, content])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("made", [tokens, texts, lambda nbytes: pa.array(np.arange(nbytes // 8))])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_row_group_takes_no_more_than_is_said(made, codec, tmp_path):
+    """Each just longer than a power of two: buffers that grow by doubling are then the largest."""
+    for name, nbytes in ("small", 1 << 10), ("large", 66 << 20):
+        (tmp_path / name).mkdir()
+        content = pa.table({"x": made(nbytes)})
+        path = tmp_path / name / "part-0.parquet"
+        pq.write_table(
+            content, path, row_group_size=nbytes, compression=codec, use_dictionary=False
+        )
+    script = """
+import sys
+from elastic_dp.data.index import read_index
+from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Store
+def opened(url):
+    config = DataConfig(url, micro_batch_size=8)
+    return ShardRowGroups(config, read_index(config), [Store(url, timeout_s=5)])
+opened(sys.argv[1] + "/small").read(0)
+groups = opened(sys.argv[1] + "/large")
+before = peak_kib()
+groups.read(0)
+print(peak_kib() - before, groups.reading_bytes[0])
+"""
+    grown_kib, said = printed_by(script, str(tmp_path))
+    assert grown_kib << 10 <= 1.1 * said
+
+
+def test_what_a_small_column_holds_is_all_of_its_buffer(tmp_path):
+    pq.write_table(pa.table({"x": tokens(5 << 20)}), tmp_path / "part-0.parquet")
+    groups = opened(config(tmp_path))
+    assert groups.read(0)[1] == 8 << 20

@@ -44,6 +44,7 @@ class Arrow:
     name = "arrow"
     endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
     scans_content = False
+    growth = 1.0
     merge = staticmethod(same)
 
     def __init__(self) -> None:

@@ -34,6 +34,7 @@ class Csv:
     name = "csv"
     endings: tuple[str, ...] = with_codecs(".csv")
     scans_content = True
+    growth = 1.0
     merge = staticmethod(widest)
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class ShardAt:
 class Scan:
     """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read` asks for.
 
-    `schema`: all columns. `nbytes`: upper estimate of what a row group takes in memory, decoded and while being
+    `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
     decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
     end that say where everything is, 0 if there are none.
     """
@@ -75,6 +75,7 @@ class Format(Protocol):
     name: str
     endings: tuple[str, ...]
     scans_content: bool  # `scan` reads all of a shard, not only its footer
+    growth: float  # how often `nbytes` is taken at once while a row group is read
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""

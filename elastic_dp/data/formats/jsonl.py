@@ -19,6 +19,7 @@ class JsonLines:
     name = "jsonl"
     endings: tuple[str, ...] = with_codecs(".jsonl", ".ndjson")
     scans_content = True
+    growth = 1.0
     merge = staticmethod(widest)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:

@@ -35,6 +35,7 @@ class Tar:
     name = "tar"
     endings: tuple[str, ...] = (".tar",)
     scans_content = True
+    growth = 1.0
     merge = staticmethod(same)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
