@@ -30,6 +30,7 @@ ENDLESS = 1_000_000  # until it is stopped
 WHILE_FORMING = ("forming", "giving_state", "taking_state")
 IN_BUCKETS = ("sent", "exchange", "gather")  # the first and the last: between two of them
 WITH_CHECKPOINTS = ("restoring", "sharing", "keeping")  # see test_checkpoints, test_restoring
+ENDS = ("WorkerLost", "WorkerFailed")  # of a process
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
 # Of the four that form, rank 0 gives the state and rank 3, the joiner, takes it.
@@ -90,8 +91,11 @@ def check(outcome, run, train, kills):
     assert outcome.error is None, outcome.traceback
     undisturbed = calm(outcome.step, train)
     assert outcome.digest == undisturbed.digest
-    assert outcome.workers_lost == kills  # the survivors kept their processes
     lines = lines_of(run)
+    why = [x for x in lines if x.get("event") in ENDS or x.get("command") == "EvictWorker"]
+    assert outcome.workers_lost == kills, "\n".join(
+        map(str, why)
+    )  # the survivors kept their processes
     stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
     assert all(isinstance(place, Place) for place in stops)
     ends = [line["founded"] for line in lines if line.get("event") == "WorkerFinished"]
