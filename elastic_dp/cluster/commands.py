@@ -33,6 +33,10 @@ _Address = Annotated[
     str | None,
     typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster. Default: the one here."),
 ]
+_Storage = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Its storage_path: finds it where it has ended, too."),
+]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 _Job = Annotated[
     Path,
@@ -124,9 +128,14 @@ def list_(address: _Address = None, as_json: _Json = False) -> None:
     _out().print(table if rows else "no runs on this cluster")
 
 
-def status(name: _Name, address: _Address = None, as_json: _Json = False) -> None:
-    """How a run stands, and why."""
-    said = _attach(name, address).status()
+def status(
+    name: _Name,
+    storage_path: _Storage = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """How a run stands, and why; or how it ended."""
+    said = _attach(name, address, storage_path).status()
     if as_json:
         print(json.dumps({"name": name} | said, default=str))
         return
@@ -240,7 +249,8 @@ def restart(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """Seal and stop a run, and go on with it by its script as it is now: for new code, or another image."""
+    """Seal and stop a run, and go on with it by a script that is here: new code, or another image. It keeps its name
+    and its storage path; what else --set gave it is to be given again."""
     from elastic_dp.cluster.overrides import Overrides
 
     Overrides(set_ or [])  # told before anything is stopped
@@ -248,7 +258,8 @@ def restart(
     found.stop("to be started again", keep=True)
     ended = found.result()
     print(f"{name} is stopped after step {ended.step}", file=sys.stderr)
-    raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
+    same = [f"name={name}", f"storage_path={ended.path.removesuffix('/' + name)}"]
+    raise typer.Exit(_run(job, arguments or [], [*(set_ or []), *same], address, as_json))
 
 
 def add_to(app: typer.Typer) -> None:
@@ -275,31 +286,36 @@ def _run(
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(using(overrides))
         stack.enter_context(_as_script(job, arguments))
-        code = _execute(job)
+        code, error = _execute(job)
     if texts and not overrides.urls and code == 0:
         raise SpecError(f"--set changed nothing: {job} makes no ElasticTrainer")
     if as_json:
-        results = [(url, read_result(url)) for url in overrides.urls]
+        # Where it failed, what is stored is of a start before.
+        results = [(url, None if code else read_result(url)) for url in overrides.urls]
         ended = [{"url": url} | (asdict(result) if result else {}) for url, result in results]
-        print(json.dumps({"exit_code": code, "runs": ended}, default=str))
+        said = {"exit_code": code} | ({"error": error} if error else {}) | {"runs": ended}
+        print(json.dumps(said, default=str))
     return code
 
 
-def _execute(job: Path) -> int:
-    """As Python itself would, but for our own errors: those say what happened without a traceback of this process."""
+def _execute(job: Path) -> tuple[int, str]:
+    """(exit code, error) as Python itself would, but for our own errors: those say what happened without a traceback
+    of this process."""
     try:
         runpy.run_path(str(job), run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+            return 1, end.code
+        return end.code or 0, ""
     except ElasticError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, SpecError) else 1
-    except Exception:  # the script's own
+        said = f"{type(error).__name__}: {error}"
+        print(said, file=sys.stderr)
+        return (2 if isinstance(error, SpecError) else 1), said
+    except Exception as error:  # the script's own
         traceback.print_exc()
-        return 1
-    return 0
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
 
 
 @contextlib.contextmanager
@@ -314,12 +330,13 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _attach(name: str, address: str | None) -> Run:
+def _attach(name: str, address: str | None, storage_path: str | None = None) -> Run:
     from elastic_dp.cluster.finding import connect
     from elastic_dp.cluster.starting import attach
 
-    connect(address)
-    return attach(name)
+    if storage_path is None or address is not None:
+        connect(address)
+    return attach(name, storage_path)
 
 
 def _say(facts: dict[str, Any], words: str, as_json: bool) -> None:

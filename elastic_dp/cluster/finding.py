@@ -7,6 +7,7 @@ and nothing else does.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,10 +29,11 @@ def connect(address: str | None) -> None:
         return
     try:
         ray.init(address=address or "auto", log_to_driver=False)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
-            f"no Ray cluster answers at {address or 'this machine'}: give --address, or set RAY_ADDRESS. "
-            f"Ray says: {error}"
+            f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address as HOST:6379, or set "
+            "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its token in RAY_AUTH_TOKEN or "
+            f"~/.ray/auth_token. Ray says: {error}"
         ) from error
 
 
@@ -49,7 +51,10 @@ def controller_of(name: str) -> Any:
 
 def runs() -> list[dict[str, Any]]:
     """The status of each; of one whose controller does not answer in time, only that."""
-    found = {name: controller_of(name) for name in names()}
+    found = {}
+    for name in names():
+        with contextlib.suppress(ValueError):  # it has gone since
+            found[name] = controller_of(name)
     asked: dict[str, Any] = {name: controller.status.remote() for name, controller in found.items()}
     until = time.monotonic() + _ANSWER_S
     rows = []
@@ -74,7 +79,8 @@ def submit(
     from ray.job_submission import JobSubmissionClient
 
     with _dashboard():
-        client = JobSubmissionClient(address)
+        with _going_by(address):
+            client = JobSubmissionClient(address)
         job = client.submit_job(
             entrypoint=entrypoint,
             submission_id=submission_id,
@@ -96,6 +102,20 @@ def follow_job(client: Any, job: str, show: Any) -> int:
             code = found.driver_exit_code
             return (0 if found.status == "SUCCEEDED" else 1) if code is None else int(code)
         time.sleep(_LOOK_S)
+
+
+@contextlib.contextmanager
+def _going_by(address: str | None) -> Iterator[None]:
+    """Its client would rather go by RAY_ADDRESS than by an address that it is given."""
+    name, before = "RAY_API_SERVER_ADDRESS", os.environ.get("RAY_API_SERVER_ADDRESS")
+    if address not in (None, os.environ.get("RAY_ADDRESS")):
+        os.environ[name] = str(address)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager

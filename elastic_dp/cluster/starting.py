@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import warnings
@@ -116,9 +117,17 @@ def _join(present: Present, spec: JobSpec, url: str) -> Any:
             "this one another name"
         )
     now, asked = Limits.of(present.spec), Limits.of(spec)
-    if now != asked:
+    differing = [f"{now}, not {asked}"] if now != asked else []
+    for part in ("scaling", "checkpoint", "failure"):
+        here, wanted = getattr(present.spec, part), getattr(spec, part)
+        for field in dataclasses.fields(here):
+            is_so, would_be = getattr(here, field.name), getattr(wanted, field.name)
+            if is_so != would_be:
+                differing.append(f"{part}.{field.name}={is_so!r}, not {would_be!r}")
+    if differing:
         warnings.warn(
-            f"the run {spec.name!r} is live with other limits, which stay as they are: {now}, not {asked}",
+            f"the run {spec.name!r} is live with other limits or settings, which stay as they are: "
+            f"{'; '.join(differing)}. Run.scale or `elastic-dp scale` changes its size, `elastic-dp restart` the rest",
             stacklevel=4,
         )
     return present.controller

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp import cli
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.ray import clusters
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, loop
@@ -114,8 +114,12 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert "w1  hello from cli" in asked("logs", "job", "--worker", "w1").stdout
     assert "must be one that is up: w1" in asked("logs", "job", "--worker", "w9", code=2).stderr
 
+    with pytest.warns(UserWarning, match=r"scaling.max_workers=1, not 3.*elastic-dp scale"):
+        asked("run", job, *long, "--set", "scaling.max_workers=3", "--", "start")
     more = said("status", "job")["step"] + 300  # a lower limit than before, which warns
-    again = said("restart", "job", job, "--set", f"max_steps={more}")
+    other = tmp_path / "new_job.py"  # by its own name it would be another run
+    other.write_text(job.read_text().replace('name="job"', 'name="other"').replace("/runs", "/off"))
+    again = said("restart", "job", other, "--set", f"max_steps={more}")
     assert again["exit_code"] == 0
     metrics = (tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in metrics]
@@ -125,6 +129,15 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert (ended["url"], ended["step"]) == (str(tmp_path / "runs" / "job"), more)
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert result["weights_sha256"] == undisturbed(tmp_path, more)
+    there = ("--storage-path", tmp_path / "runs")
+    assert (said("status", "job", *there)["phase"], said("list")) == ("over", [])
+
+    other.write_text(job.read_text().replace("step.loss", "step.los"))
+    failed = json.loads(
+        asked("run", "--json", other, "--set", f"max_steps={more + 9}", code=1).stdout
+    )
+    assert failed["error"].startswith("UserCodeError: ") and "step.los" in failed["error"]
+    assert failed["runs"] == [{"url": again["runs"][0]["url"]}]  # not the result of before
 
 
 def undisturbed(path, steps):
@@ -156,6 +169,28 @@ def test_run_ends_with_the_code_of_its_script(tmp_path):
     assert code_of(ours.format("ClusterError('full')")) == (1, ["ClusterError: full"])
     code, told = code_of("", "--set", "max_steps=3")
     assert code == 2 and "makes no ElasticTrainer" in told[0]
+
+
+def test_an_address_that_is_none_is_said():
+    script = """
+import sys
+from elastic_dp.cli import app
+app(["list", "--address", sys.argv[1]])
+"""
+    for address in ("http://127.0.0.1:8265", "garbage"):
+        words = [sys.executable, "-c", script, address]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert f"cannot connect to a Ray cluster at {address}: give --address" in done.stderr
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:2", None])
+def test_a_job_goes_to_the_address_that_is_given(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    given = [] if address is None else ["--address", address]
+    refused = asked("submit", __file__, *given, code=2)
+    assert f"at address: {address or 'http://127.0.0.1:1'}." in refused.stderr
+    assert "RAY_API_SERVER_ADDRESS" not in os.environ
 
 
 class Jobs:
