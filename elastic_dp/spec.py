@@ -8,6 +8,7 @@ decides only where and how fast it runs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -43,6 +44,13 @@ def _whole(name: str, value: int | None, minimum: int) -> None:
 def _one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
         raise SpecError(f"{name} is {value!r}, must be one of {', '.join(map(repr, allowed))}")
+
+
+def _are_labels(names: Any) -> bool:
+    """A list of texts that Ray takes as a label's name or value, which are Kubernetes' rules."""
+    pattern = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    return is_list and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in names)
 
 
 def _yes_or_no(name: str, value: bool) -> None:
@@ -245,8 +253,10 @@ class ScalingConfig:
         _one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         _one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
         _whole("ScalingConfig.min_on_demand", self.min_on_demand, 0)
-        if isinstance(self.zones, str) or not all(isinstance(z, str) and z for z in self.zones):
-            raise SpecError(f"ScalingConfig.zones is {self.zones!r}, must be a list of names")
+        if not _are_labels(self.zones):
+            raise SpecError(
+                f"ScalingConfig.zones is {self.zones!r}, must be a list of names as labels have them"
+            )
         self._check_label_selector()
         if self.min_on_demand > self.max_workers:
             raise SpecError(
@@ -264,7 +274,12 @@ class ScalingConfig:
                 f"{self.max_workers}, or lower max_workers"
             )
         for name, amount in self.resources_per_worker.items():
-            _at_least(f"ScalingConfig.resources_per_worker[{name!r}]", amount, 0)
+            field = f"ScalingConfig.resources_per_worker[{name!r}]"
+            if not isinstance(name, str) or not name:
+                raise SpecError(f"{field}: a resource's name must be a text")
+            _at_least(field, amount, 0)
+            if name == "GPU" and amount > 1 and amount != int(amount):
+                raise SpecError(f"{field} is {amount!r}, must be a whole number, or below 1")
 
     def _check_label_selector(self) -> None:
         selector = self.label_selector
@@ -275,6 +290,18 @@ class ScalingConfig:
                 f"ScalingConfig.label_selector is {selector!r}, must be texts by label, as in "
                 '{"ray.io/accelerator-type": "H100"}'
             )
+        for label, wanted in selector.items():
+            values = wanted.removeprefix("!")
+            if values.startswith("in(") and values.endswith(")"):
+                values = values[len("in(") : -1]
+            prefix, _, key = label.rpartition("/")
+            if not _are_labels([*prefix.split("."), key] if prefix else [key]) or not _are_labels(
+                [value.strip() for value in values.split(",")]
+            ):
+                raise SpecError(
+                    f"ScalingConfig.label_selector has {label!r}: {wanted!r}, and Ray takes a label's name, and as its "
+                    "value a, !a, in(a,b) or !in(a,b), of up to 63 letters, digits, '-', '_' and '.' each"
+                )
         market = self.market != "any" or self.min_on_demand > 0
         for label, asks in (("market-type", market), ("availability-zone", bool(self.zones))):
             if asks and f"ray.io/{label}" in selector:

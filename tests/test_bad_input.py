@@ -63,13 +63,25 @@ _HUGE = _Huge(10**400)
             {"market": "spot", "label_selector": {"ray.io/market-type": "spot"}},
             ["names ray.io/market-type"],
         ),
+        ({"zones": 5}, ["zones is 5, must be a list of names"]),
+        ({"zones": ["!a"]}, ["zones is ['!a'], must be a list of names as labels have them"]),
+        ({"label_selector": {"a": "in()"}}, ["label_selector has 'a': 'in()'", "!in(a,b)"]),
+        ({"label_selector": {"a b": "c"}}, ["label_selector has 'a b': 'c'"]),
+        ({"label_selector": {"a": "c d"}}, ["label_selector has 'a': 'c d'"]),
         ({"resources_per_worker": {"GPU": -1}}, ["resources_per_worker['GPU'] is -1"]),
+        ({"resources_per_worker": {"GPU": 1.5}}, ["['GPU'] is 1.5, must be a whole number"]),
+        ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a text"]),
     ],
 )
 def test_scaling(options, words):
     with pytest.raises(SpecError) as caught:
         edp.ScalingConfig(**options)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("wanted", ["H100", "!H100", "in(A100,H100)", "!in(A100, H100)"])
+def test_what_ray_takes_as_a_label(wanted):
+    edp.ScalingConfig(label_selector={"ray.io/accelerator-type": wanted}, zones=["eu-west-1a"])
 
 
 @pytest.mark.parametrize(

@@ -80,4 +80,4 @@ def _is(value: str | None, wanted: str) -> bool:
 
 def values(wanted: str) -> list[str]:
     """The values that a label may have."""
-    return wanted.removeprefix("in(").removesuffix(")").split(",")
+    return [value.strip() for value in wanted.removeprefix("in(").removesuffix(")").split(",")]

@@ -132,6 +132,7 @@ class RayFleet:
             lifetime="detached",
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
+            memory=resources.pop("memory", None),
             resources=resources or None,
             runtime_env={"env_vars": environment},
             **placing.options(self.placement.without_avoided(worker, asked)),
@@ -428,12 +429,18 @@ def _lines(path: str, after: int) -> tuple[int, str]:
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Why no node could ever hold a worker, however idle; empty when one could."""
+    """Why no node could ever hold a worker of one of the kinds that are asked for, however idle; empty when one could."""
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
-    if any(can_hold(needs, node) for node in alive):
-        why = placing.missing(placing.wishes(scaling, ()), [node["Labels"] for node in alive])
-        return why and f"{why}, as ScalingConfig asks. Waiting for such a node"
+    if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
+        firm = [{placing.MARKET: "on-demand"}] * scaling.min_on_demand
+        several = scaling.max_workers > scaling.min_on_demand
+        for others in (
+            ([], firm) if several else ([],)
+        ):  # the first worker, and the first that may be another
+            if why := placing.missing(placing.wishes(scaling, others), large):
+                return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
+        return ""
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}
     return (
         f"no node of this cluster can hold a worker: it needs {dict(needs)}, and the most that any node has is "

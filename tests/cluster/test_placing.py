@@ -1,5 +1,7 @@
 """What Ray is asked for each worker, by market and zone."""
 
+import pytest
+
 from elastic_dp.cluster.placing import missing, options, wishes
 from elastic_dp.spec import ScalingConfig
 
@@ -65,3 +67,23 @@ def test_what_no_node_has_is_said():
     assert missing([], []) == "" and missing([A, {}], [{}]) == ""
     said = "no node of this cluster is labelled ray.io/market-type=on-demand"
     assert missing([FIRM], [SPOT]) == said
+
+
+def node(cpus: int, labels: dict[str, str]) -> dict:
+    return {"Alive": True, "Resources": {"CPU": cpus}, "Labels": labels}
+
+
+def test_a_node_has_room_if_it_is_large_enough_and_so_labelled():
+    pytest.importorskip("ray")
+    from elastic_dp.cluster.ray_actors import no_room
+
+    firm_head, spot, firm = node(0, FIRM), node(2, SPOT), node(2, FIRM)
+    on_demand = ScalingConfig(max_workers=2, market="on-demand")
+    assert "is labelled ray.io/market-type=on-demand" in no_room(on_demand, [firm_head, spot])
+    assert no_room(on_demand, [firm_head, spot, firm]) == ""
+    both = ScalingConfig(max_workers=3, market="spot", min_on_demand=1)
+    assert "is labelled ray.io/market-type=spot" in no_room(both, [firm])
+    assert "is labelled ray.io/market-type=on-demand" in no_room(both, [spot])
+    assert no_room(both, [spot, firm]) == ""
+    assert no_room(ScalingConfig(max_workers=1, market="spot", min_on_demand=1), [firm]) == ""
+    assert "can hold a worker" in no_room(on_demand, [firm_head])
