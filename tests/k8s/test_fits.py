@@ -151,6 +151,30 @@ def test_what_is_bound_are_roles_that_there_are():
                 assert rule["resourceNames"] == ["elastic-dp-auth"]
 
 
+@pytest.mark.parametrize(
+    ("role", "folder"),
+    [("engineer", folder) for folder in RUNS] + [("operator", folder) for folder in OVERLAYS],
+)
+def test_who_applies_an_overlay_may(role, folder):
+    """`kubectl apply` looks, creates what is not there and patches what is."""
+    roles = of_kind(build("namespaces/base"), "Role")
+    (rules,) = (r["rules"] for r in roles if r["metadata"]["name"] == f"elastic-dp-{role}")
+    for made in build(folder):
+        group, _, _ = made["apiVersion"].rpartition("/")
+        plural = (
+            made["kind"].lower() + "s"
+            if made["kind"][-1] != "y"
+            else made["kind"][:-1].lower() + "ies"
+        )
+        allowed = {
+            verb
+            for rule in rules
+            if group in rule["apiGroups"] and plural in rule["resources"]
+            for verb in rule["verbs"]
+        }
+        assert {"get", "create", "patch"} <= allowed, plural
+
+
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_the_image_is_one_and_its_tag_says_which(folder):
     images = {c["image"] for where, c in containers(build(folder)) if where != "autoscaler"}
