@@ -3,7 +3,7 @@ PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: train test chaos check install
+.PHONY: train test slow chaos check install
 
 train: .venv/installed
 	.venv/bin/python -m jobs.gpt
@@ -13,6 +13,9 @@ chaos: .venv/installed
 
 test: .venv/installed
 	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
+
+slow: .venv/installed
+	.venv/bin/python -m pytest -q -m slow tests
 
 check: .venv/installed
 	.venv/bin/ruff check .
