@@ -11,7 +11,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from elastic_dp.data.columns import Column, decode_table
+from elastic_dp.data.columns import Column, Lists, decode_table
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
 from elastic_dp.data.index import Index
@@ -71,8 +71,8 @@ class ShardRowGroups:
             columns = decode_table(table, self._leaves, shard.name)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
-            doubles = self._format(number).growth > 1
-            return columns, sum(_held_bytes(c.nbytes, doubles) for c in columns.values())
+            held = _held_bytes if self._format(number).growth > 1 else _said_bytes
+            return columns, sum(held(column) for column in columns.values())
         except ObjectRewritten as error:
             raise _rewritten(shard) from error
         except ElasticError:
@@ -126,10 +126,21 @@ class ShardRowGroups:
         return self._prefixes[self._source(number)] + self._index.name(number)
 
 
-def _held_bytes(nbytes: int, doubles: bool) -> int:
-    """By a column whose buffers may have grown by doubling: all of a small one was in use before, of a large one only
-    what was written counts."""
-    return 1 << (nbytes - 1).bit_length() if doubles and 0 < nbytes < GIVEN_BACK_BYTES else nbytes
+def _said_bytes(column: Column) -> int:
+    return int(column.nbytes)
+
+
+def _held_bytes(column: Column) -> int:
+    """Its buffers grew by doubling: all of a small one was in use before, of a large one only what was written counts."""
+    if isinstance(column, Lists):
+        return _held_bytes(column.values) + column.offsets.nbytes
+    if isinstance(column, pa.Array):
+        return sum(_capacity(buffer.size) for buffer in column.buffers() if buffer is not None)
+    return _capacity(column.nbytes)
+
+
+def _capacity(nbytes: int) -> int:
+    return 1 << (nbytes - 1).bit_length() if 0 < nbytes < GIVEN_BACK_BYTES else nbytes
 
 
 def _bad(shard: ShardAt, place: Place, error: Exception) -> BadShard:

@@ -341,7 +341,16 @@ print(peak_kib() - before, groups.reading_bytes[0])
     assert grown_kib << 10 <= 1.1 * said
 
 
-def test_what_a_small_column_holds_is_all_of_its_buffer(tmp_path):
-    pq.write_table(pa.table({"x": tokens(5 << 20)}), tmp_path / "part-0.parquet")
-    groups = opened(config(tmp_path))
-    assert groups.read(0)[1] == 8 << 20
+def test_what_small_columns_hold_is_all_of_their_buffers(tmp_path):
+    """Whose lengths are powers of two; but for offsets, which are made anew."""
+    numbers = np.arange(5 << 18, dtype=np.int32)
+    offsets = np.arange(0, len(numbers) + 1, 20, dtype=np.int32)
+    offsets[1] += 1  # or else they would be the rows of an array
+    lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(numbers))
+    words = pa.array(["ab"] * (len(offsets) - 1))
+    path = tmp_path / "part-0.parquet"
+    pq.write_table(pa.table({"x": lists, "words": words}), path, use_dictionary=False)
+    columns, nbytes = opened(config(tmp_path)).read(0)
+    assert columns["x"].nbytes == numbers.nbytes + 2 * offsets.nbytes
+    texts, ends = 1 << 17, 1 << 19  # as large as that, and a little larger than half of it
+    assert nbytes == (8 << 20) + 2 * offsets.nbytes + texts + ends
