@@ -27,7 +27,7 @@ class Asked:
         self.asked.append("checkpoint")
 
     def result(self):
-        return types.SimpleNamespace(step=7)
+        return types.SimpleNamespace(step=7, path="s3://runs/job")
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,14 @@ class Asked:
 def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words, keep):
     run = Asked()
     monkeypatch.setattr(commands, "_attach", lambda *_: run)
-    monkeypatch.setattr(commands, "_run", lambda *_: 0)
+    again = []
+    monkeypatch.setattr(
+        commands, "_run", lambda job, arguments, texts, *_: again.extend(texts) or 0
+    )
     told = CliRunner().invoke(cli.app, words)
     assert told.exit_code == 0, told.output
     assert run.asked == [("stop", keep)]
+    assert again == (["name=job", "storage_path=s3://runs"] if "restart" in words else [])
 
 
 @pytest.mark.parametrize("is_new", [False, True])

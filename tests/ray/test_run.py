@@ -104,7 +104,7 @@ def test_a_name_is_one_run(tmp_path):
     first = trainer(tmp_path, "one", steps=FOR_EVER).start()
     with pytest.raises(ClusterError, match=f"live on this cluster, at {tmp_path}/one"):
         trainer(tmp_path / "elsewhere", "one").start()
-    with pytest.warns(UserWarning, match=r"live with other limits, .*max_steps=1.*not .*=50"):
+    with pytest.warns(UserWarning, match=r"live with other limits .*max_steps=1.*not .*=50"):
         again = trainer(tmp_path, "one", steps=50).start()
     again.stop("before it began")
     assert ray.get(first.controller.wait.remote(None)) is not None
