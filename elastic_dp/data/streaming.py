@@ -32,8 +32,8 @@ from elastic_dp.storage import Store
 
 MAKERS = 2  # threads, where user code needs no processes
 AHEAD_PART = 8  # of the memory, one in so many is for micro-batches made ahead
-# One more, for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220 in row groups of 1 to 4 MiB.
-SLACK_PART = 8
+# And one in so many for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220 in row groups of 1 to 5 MiB.
+SLACK_PART = 6
 ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # made in one go, by the row groups' own estimates
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
