@@ -267,7 +267,7 @@ class ControllerActor:
         self._notices = Notices(
             ray._private.state.state.get_draining_nodes, self._fleet.nodes, self._controller.post
         )
-        self._waits_for = ""
+        self._waits_for, self._waiting = "", set[WorkerId]()
         self._controller.open(self._fleet)
         # What torch, ray and the job's imports made is here to stay. Where each full collection walks through it, it
         # takes 0.1 s longer; so it walks through what came later, which grows with the workers alone.
@@ -414,10 +414,15 @@ class ControllerActor:
     def _why_waiting(self, autoscaler: Autoscaler) -> str:
         stages = self._controller.status()["workers"]
         starting = {worker for worker, stage in stages.items() if stage == "starting"}
-        if not starting - self._fleet.nodes().keys():
+        waiting = starting - self._fleet.nodes().keys()
+        waited, self._waiting = waiting & self._waiting, waiting
+        if not waiting:
             return ""
         reasons = no_room(self._spec.scaling, ray.nodes()), autoscaler.why(time.time())
-        return ". ".join(reason for reason in reasons if reason)
+        said = ". ".join(reason for reason in reasons if reason)
+        if not said and waited and not has_room(self._spec.scaling.resources_per_worker):
+            return "no node has room for another worker now: what could hold one is taken. Waiting for room"
+        return said
 
 
 def _lines(path: str, after: int) -> tuple[int, str]:
@@ -426,6 +431,12 @@ def _lines(path: str, after: int) -> tuple[int, str]:
         start = file.seek(max(after, end - _PRINTED_BYTES))
         whole, _, _ = file.read(end - start).rpartition(b"\n")
     return start + len(whole) + bool(whole), whole.decode(errors="replace")
+
+
+def has_room(needs: Mapping[str, float]) -> bool:
+    """Whether a node has so much that nobody uses."""
+    free = ray._private.state.available_resources_per_node().values()
+    return any(all(has.get(name, 0) >= need for name, need in needs.items()) for has in free)
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:

@@ -129,7 +129,7 @@ def test_what_workers_wait_for_is_in_the_status(monkeypatch):
     placed = {"w1": "node"}
     place = types.SimpleNamespace(avoided={})
     actor._fleet = types.SimpleNamespace(nodes=lambda: placed, placement=place)
-    actor._spec = spec_of()
+    actor._spec, actor._waiting = spec_of(), set()
     monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [])
     autoscaler = types.SimpleNamespace(why=lambda now: "Ray's autoscaler: 403")
     actor._waits_for = actor._why_waiting(autoscaler)

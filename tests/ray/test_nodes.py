@@ -82,9 +82,11 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
     before = wait_for(run, lambda s: is_whole(s, 1) and s["step"] >= 5)
     assert sorted(before["workers"].values()) == ["member", "starting"]
     wait_for(run, lambda s: s["step"] >= before["step"] + 20)  # it holds nobody up
+    wait_for(run, lambda s: "no node has room for another worker now" in s["waits_for"])
     node = cluster.add_node(num_cpus=1)
     after = wait_for(run, lambda s: is_whole(s, 2))
     assert members(after) == sorted(before["workers"])  # the one that waited
+    wait_for(run, lambda s: s["waits_for"] == "")
     cluster.add_node(num_cpus=1)
     pause.touch()  # nobody goes on before it has heard of the planned end
     asked_at = time.time()
