@@ -270,11 +270,12 @@ class Forming:
                 self.absent = _absent(store, self._rendezvous.prefix, self._world_size)
             self._error = error
         else:
-            _keep_client(self._rendezvous.host, self._rendezvous.port, store)
             with self._lock:
                 self._group = group
-                if self._aborted:
+                if self._aborted:  # and the next one has a client of its own by now
                     group.close()
+                else:
+                    _keep_client(self._rendezvous.host, self._rendezvous.port, store)
         self._ended.set()
 
 
