@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from elastic_dp.errors import ElasticError, SpecError
+from elastic_dp.errors import ClusterError, ElasticError, SpecError
 
 if TYPE_CHECKING:
     from elastic_dp.cluster.run import Run
@@ -306,8 +306,8 @@ def _execute(job: Path) -> tuple[int, str]:
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-            return 1, end.code
-        return end.code or 0, ""
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return code, end.code if isinstance(end.code, str) else ""
     except ElasticError as error:
         said = f"{type(error).__name__}: {error}"
         print(said, file=sys.stderr)
@@ -334,7 +334,7 @@ def _attach(name: str, address: str | None, storage_path: str | None = None) -> 
     from elastic_dp.cluster.finding import connect
     from elastic_dp.cluster.starting import attach
 
-    if storage_path is None or address is not None:
+    with contextlib.suppress(*[] if storage_path is None else [ClusterError]):
         connect(address)
     return attach(name, storage_path)
 

@@ -163,6 +163,7 @@ def test_run_ends_with_the_code_of_its_script(tmp_path):
 
     assert code_of("import sys; sys.exit(3)") == (3, [])
     assert code_of("raise SystemExit('no')") == (1, ["no"])
+    assert code_of("raise SystemExit(2.5)") == (1, [])  # as Python has it
     assert code_of("{}['x']") == (1, ["KeyError: 'x'"])
     ours = "import elastic_dp.errors as e; raise e.{}"
     assert code_of(ours.format("SpecError('size')")) == (2, ["SpecError: size"])
