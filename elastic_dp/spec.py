@@ -53,6 +53,14 @@ def _are_labels(names: Any) -> bool:
     return is_list and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in names)
 
 
+def label_values(wanted: str) -> list[str]:
+    """Those that a text of `ScalingConfig.label_selector` names: a, !a, in(a,b) or !in(a,b)."""
+    values = wanted.removeprefix("!")
+    if values.startswith("in(") and values.endswith(")"):
+        values = values[len("in(") : -1]
+    return [value.strip() for value in values.split(",")]
+
+
 def _yes_or_no(name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise SpecError(f"{name} is {value!r}, must be True or False")
@@ -291,13 +299,9 @@ class ScalingConfig:
                 '{"ray.io/accelerator-type": "H100"}'
             )
         for label, wanted in selector.items():
-            values = wanted.removeprefix("!")
-            if values.startswith("in(") and values.endswith(")"):
-                values = values[len("in(") : -1]
             prefix, _, key = label.rpartition("/")
-            if not _are_labels([*prefix.split("."), key] if prefix else [key]) or not _are_labels(
-                [value.strip() for value in values.split(",")]
-            ):
+            names = [*prefix.split("."), key] if prefix else [key]
+            if not _are_labels([*names, *label_values(wanted)]):
                 raise SpecError(
                     f"ScalingConfig.label_selector has {label!r}: {wanted!r}, and Ray takes a label's name, and as its "
                     "value a, !a, in(a,b) or !in(a,b), of up to 63 letters, digits, '-', '_' and '.' each"

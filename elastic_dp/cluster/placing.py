@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_dp.spec import ScalingConfig
+from elastic_dp.spec import ScalingConfig, label_values
 
 MARKET = "ray.io/market-type"  # of a node; Ray's own names
 ZONE = "ray.io/availability-zone"
@@ -75,9 +75,4 @@ def missing(asked: list[Labels], nodes: Iterable[Mapping[str, str]]) -> str:
 
 def _is(value: str | None, wanted: str) -> bool:
     """By Ray's rules: what must not be so is not so where the label is missing, too."""
-    return (value in values(wanted.removeprefix("!"))) != wanted.startswith("!")
-
-
-def values(wanted: str) -> list[str]:
-    """The values that a label may have."""
-    return [value.strip() for value in wanted.removeprefix("in(").removesuffix(")").split(",")]
+    return (value in label_values(wanted)) != wanted.startswith("!")

@@ -436,7 +436,7 @@ def _lines(path: str, after: int) -> tuple[int, str]:
 def has_room(needs: Mapping[str, float]) -> bool:
     """Whether a node has so much that nobody uses."""
     free = ray._private.state.available_resources_per_node().values()
-    return any(all(has.get(name, 0) >= need for name, need in needs.items()) for has in free)
+    return any(can_hold(needs, {"Resources": resources}) for resources in free)
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
@@ -445,10 +445,8 @@ def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
         firm = [{placing.MARKET: "on-demand"}] * scaling.min_on_demand
-        several = scaling.max_workers > scaling.min_on_demand
-        for others in (
-            ([], firm) if several else ([],)
-        ):  # the first worker, and the first that may be another
+        # What those before it were asked for: the first worker, and the first that need not be firm.
+        for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
             if why := placing.missing(placing.wishes(scaling, others), large):
                 return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
         return ""

@@ -74,7 +74,7 @@ def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_by
     if size > memory_bytes:
         raise DataError(
             f"{what}, more than DataConfig.memory_bytes, which is {_mib(memory_bytes)}; raise that to at least "
-            f"{_mib(2 * size)}, {way_out}"
+            f"{_mib(size + int(row_groups.nbytes[largest]))}, {way_out}"
         )
     if order is None:
         return

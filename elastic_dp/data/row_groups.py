@@ -71,8 +71,8 @@ class ShardRowGroups:
             columns = decode_table(table, self._leaves, shard.name)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
-            held = _held_bytes if self._format(number).growth > 1 else _said_bytes
-            return columns, sum(held(column) for column in columns.values())
+            grew = self._format(number).growth > 1
+            return columns, sum(_held_bytes(c) if grew else c.nbytes for c in columns.values())
         except ObjectRewritten as error:
             raise _rewritten(shard) from error
         except ElasticError:
@@ -124,10 +124,6 @@ class ShardRowGroups:
 
     def _shard_name(self, number: int) -> str:
         return self._prefixes[self._source(number)] + self._index.name(number)
-
-
-def _said_bytes(column: Column) -> int:
-    return int(column.nbytes)
 
 
 def _held_bytes(column: Column) -> int:

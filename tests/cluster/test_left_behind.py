@@ -38,8 +38,9 @@ def test_dead_workers_hold_no_descriptors():
         eventually(lambda: settled(run), lambda: sorted(descriptors()))
         seen.append(descriptors())
         if len(seen) <= DEATHS:
-            dead.add(max(run.fleet.processes))
-            run.fleet.kill(max(run.fleet.processes))
+            newest = max(run.fleet.processes)
+            dead.add(newest)
+            run.fleet.kill(newest)
 
     spec = spec_of(steps=ENDLESS, workers=2, config={"hold": {0: 2}})
     looks = [(2 + 3 * i, look) for i in range(1 + DEATHS)]

@@ -161,11 +161,7 @@ def test_who_applies_an_overlay_may(role, folder):
     (rules,) = (r["rules"] for r in roles if r["metadata"]["name"] == f"elastic-dp-{role}")
     for made in build(folder):
         group, _, _ = made["apiVersion"].rpartition("/")
-        plural = (
-            made["kind"].lower() + "s"
-            if made["kind"][-1] != "y"
-            else made["kind"][:-1].lower() + "ies"
-        )
+        plural = re.sub("y$", "ie", made["kind"].lower()) + "s"
         allowed = {
             verb
             for rule in rules

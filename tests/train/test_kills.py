@@ -93,9 +93,8 @@ def check(outcome, run, train, kills):
     assert outcome.digest == undisturbed.digest
     lines = lines_of(run)
     why = [x for x in lines if x.get("event") in ENDS or x.get("command") == "EvictWorker"]
-    assert outcome.workers_lost == kills, "\n".join(
-        map(str, why)
-    )  # the survivors kept their processes
+    # The survivors kept their processes.
+    assert outcome.workers_lost == kills, "\n".join(map(str, why))
     stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
     assert all(isinstance(place, Place) for place in stops)
     ends = [line["founded"] for line in lines if line.get("event") == "WorkerFinished"]
