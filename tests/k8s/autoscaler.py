@@ -22,6 +22,7 @@ from ray.core.generated import autoscaler_pb2 as pb
 from ray.core.generated.common_pb2 import LabelSelector, LabelSelectorOperator
 
 from elastic_dp.cluster import placing
+from elastic_dp.spec import label_values
 from tests.k8s.emulator import NAME, NAMESPACE, Kubernetes
 from tests.k8s.pods import HEAD, Pod
 
@@ -147,7 +148,7 @@ class Cluster:
 
 
 def _may_run(wishes: Sequence[Labels], group: str) -> bool:
-    return not wishes or any(group in placing.values(labels[placing.MARKET]) for labels in wishes)
+    return not wishes or any(group in label_values(labels[placing.MARKET]) for labels in wishes)
 
 
 def _request(needs: Mapping[str, float], wishes: Sequence[Labels]) -> pb.ResourceRequest:
@@ -158,7 +159,7 @@ def _request(needs: Mapping[str, float], wishes: Sequence[Labels]) -> pb.Resourc
             selector.label_constraints.add(
                 label_key=key,
                 operator=LabelSelectorOperator.LABEL_OPERATOR_IN,
-                label_values=placing.values(value),
+                label_values=label_values(value),
             )
         request.label_selectors.append(selector)
     return request
