@@ -49,7 +49,7 @@ def decode_table(table: pa.Table, names: list[str], where: str) -> dict[str, Col
 
 
 def decode_column(column: pa.ChunkedArray, where: str) -> Column:
-    """Numbers stay views of Arrow's memory: not to be written to."""
+    """Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
@@ -98,13 +98,23 @@ def _numbers(array: pa.Array, where: str) -> Array:
         content = np.frombuffer(array.buffers()[1], dtype=np.uint8)
         rows = content[array.offset * kind.byte_width :][: len(array) * kind.byte_width]
         return rows.reshape(len(array), kind.byte_width)
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        numbers: Array = array.to_numpy(zero_copy_only=False)
-        return numbers
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return _view(array)
+    if pa.types.is_boolean(kind):
+        bools: Array = array.to_numpy(zero_copy_only=False)
+        return bools
     raise DataError(
         f"{where} is {type_name(kind)}, which has no tensor; use numbers, lists of numbers, structs of them, "
         "strings or binary, or leave it out by DataConfig.columns"
     )
+
+
+def _view(array: pa.Array) -> Array:
+    """As `to_numpy`, which says of any memory that it cannot be written to."""
+    dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
+    if not len(array):
+        return np.empty(0, dtype)
+    return np.frombuffer(values, dtype, len(array), array.offset * dtype.itemsize)
 
 
 def _refuse_nulls(array: pa.Array, where: str) -> None:

@@ -4,14 +4,17 @@ All micro-batches that are made together share one array for each column; each i
 once, straight from the decoded column, and a row group is let go of as soon as its rows are copied: no two need to
 be here at one time. A call of NumPy copies all that is wanted of a row group, so nothing is done row by row but
 for strings and for lists of several lengths.
+
+A micro-batch that is some rows on end of one row group needs no copy, if the row group may be kept for it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,44 +24,103 @@ from elastic_dp.data.blocks import Blocks
 from elastic_dp.data.columns import Array, Column, Lists
 
 Ints = npt.NDArray[np.int64]
+Pieces = list[tuple[Ints, Ints]]  # of a row group: rows, their places
+_USED = 2  # a row group is kept if at least one part in so many of its rows need not be copied then
 _PIECES = 8  # rows in a row of one row group, on average, from which on they are not sorted
 
 
-class Gathering:
-    """Row `rows[i]` of row group `groups[i]` becomes row i."""
+class _Whole(NamedTuple):
+    """A micro-batch that needs no copy: its first row, the one behind its last, and where the first is in the row group."""
 
-    def __init__(self, groups: Ints, rows: Ints, blocks: Blocks) -> None:
+    start: int
+    stop: int
+    row: int
+
+
+class Gathering:
+    """Row `rows[i]` of row group `groups[i]` becomes row i. Micro-batch j is rows bounds[j] to bounds[j+1] - 1."""
+
+    def __init__(
+        self, groups: Ints, rows: Ints, blocks: Blocks, bounds: Sequence[int] = ()
+    ) -> None:
         self._groups, self._count, self._blocks = groups, len(groups), blocks
-        self._pieces: dict[int, list[tuple[Ints, Ints]]] = {}  # row group: rows, their places
+        self._bounds = bounds
+        self._pieces: dict[int, Pieces] = {}
         for group, of_group, places in _pieces(groups, rows):
             self._pieces.setdefault(group, []).append((of_group, places))
         self._out: dict[str, Array | list[Any]] = {}
         self._left_out: list[int] = []
+        self._kept: dict[int, dict[str, Array]] = {}  # micro-batches, by their first row
+        self._kept_bytes = 0
 
     @property
     def row_groups(self) -> list[int]:
         return list(self._pieces)
 
-    def copy(self, row_group: int, columns: Mapping[str, Column]) -> None:
+    def copy(
+        self,
+        row_group: int,
+        columns: Mapping[str, Column],
+        own: Callable[[int], int] = lambda row_group: 0,
+    ) -> None:
+        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has; 0: it is not to be had."""
+        pieces = self._pieces[row_group]
+        whole = self._whole(pieces) if _can_be_kept(columns) else []
+        if whole and _are_enough(whole, columns) and (nbytes := own(row_group)):
+            pieces = self._keep(columns, whole, pieces)
+            self._kept_bytes += nbytes
         for name, column in columns.items():
-            out = self._room(name, column)
-            for rows, places in self._pieces[row_group]:
-                if isinstance(out, np.ndarray):
-                    _copy_rows(column, rows, out, places)
-                else:
-                    for place, item in zip(places.tolist(), _objects(column, rows), strict=True):
-                        out[place] = item
+            for rows, places in pieces:
+                self._copy(name, column, rows, places)
+
+    def _whole(self, pieces: Pieces) -> list[_Whole]:
+        """Micro-batches that are rows on end of the row group. No two have a row in common, though several epochs of
+        a small data set may be made at once."""
+        found, end = list[_Whole](), 0
+        for rows, places in pieces:
+            if not _is_run(places):
+                continue
+            first, on_end = int(places[0]), _is_run(rows)
+            low = bisect_left(self._bounds, first)
+            high = bisect_right(self._bounds, first + len(places))
+            for start, stop in itertools.pairwise(self._bounds[low:high]):
+                part = rows[start - first : stop - first]
+                if part[0] >= end and (on_end or _is_run(part)):
+                    found.append(_Whole(start, stop, int(part[0])))
+                    end = int(part[-1]) + 1
+        return found
+
+    def _keep(self, columns: Mapping[str, Array], whole: list[_Whole], pieces: Pieces) -> Pieces:
+        """The pieces that are left to copy."""
+        left = np.ones(self._count, dtype=bool)
+        for start, stop, row in whole:
+            here = slice(row, row + stop - start)
+            self._kept[start] = {name: column[here] for name, column in columns.items()}
+            left[start:stop] = False
+        parts = [(rows[left[places]], places[left[places]]) for rows, places in pieces]
+        return [part for part in parts if len(part[0])]
+
+    def _copy(self, name: str, column: Column, rows: Ints, places: Ints) -> None:
+        out = self._room(name, column)
+        if isinstance(out, np.ndarray):
+            _copy_rows(column, rows, out, places)
+            return
+        for place, item in zip(places.tolist(), _objects(column, rows), strict=True):
+            out[place] = item
 
     def leave_out(self, row_group: int) -> None:
         self._left_out.append(row_group)
 
     @property
     def nbytes(self) -> int:
-        """Of arrays."""
-        return sum(out.nbytes for out in self._out.values() if isinstance(out, np.ndarray))
+        """Of arrays, and of row groups that were kept."""
+        arrays = (out.nbytes for out in self._out.values() if isinstance(out, np.ndarray))
+        return self._kept_bytes + sum(arrays)
 
     def cut(self, start: int, stop: int) -> dict[str, Any] | None:
         """Rows start…stop - 1: arrays that nobody else uses, or lists. None: all of them were left out."""
+        if start in self._kept:
+            return self._kept[start]
         if self._left_out:
             kept = np.flatnonzero(~np.isin(self._groups[start:stop], self._left_out))
             if len(kept) == 0:
@@ -108,6 +170,16 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
     row_type = np.dtype((np.void, width))  # a row as one item: half the time of rows of items
     source = column.reshape(len(column), -1).view(row_type)[:, 0]
     out.reshape(len(out), -1).view(row_type)[:, 0][places] = source[rows]
+
+
+def _can_be_kept(columns: Mapping[str, Column]) -> bool:
+    """Arrays, in memory that may be written to."""
+    return all(isinstance(c, np.ndarray) and c.flags.writeable for c in columns.values())
+
+
+def _are_enough(whole: list[_Whole], columns: Mapping[str, Array]) -> bool:
+    used = sum(each.stop - each.start for each in whole)
+    return used * _USED >= len(next(iter(columns.values())))
 
 
 def _is_run(numbers: Ints) -> bool:

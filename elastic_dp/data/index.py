@@ -1,7 +1,7 @@
 """The index of a data set: its shards, their row groups, where each lies, how many rows it has.
 
 Read once, by the driver, then shipped: workers list nothing. It is arrays, not objects: a million shards are
-about 150 MB. It does not say where the data set lies, so a copy in another bucket is the same one: its digest
+about 150 MB, and up to 8 MiB of footers. It does not say where the data set lies, so a copy in another bucket is the same one: its digest
 covers what decides the order and the tensors, and each shard's size and check (format.py), so that a shard of
 other content is another data set.
 """
@@ -33,6 +33,8 @@ from elastic_dp.storage import Store
 
 FOOTERS_IN_FLIGHT = 32
 SCANS_IN_FLIGHT = 8
+# In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
+FOOTER_BYTES_KEPT = 8 << 20
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
 
 _log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class Source:
 class Index:
     """Row groups are numbered through all shards, shards through all sources. Picklable.
 
-    `shards`: columns name, version (strings), source, size, check, tail (see format.py). `groups`: columns rows,
+    `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py). `groups`: columns rows,
     starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row groups bounds[i]…bounds[i+1]-1.
     `columns`: (name, type) of those that the job reads; `schema`: of the shards' columns that hold these.
     """
@@ -109,6 +111,12 @@ class Index:
     def name(self, shard: int) -> str:
         return str(self.shards["name"][shard])
 
+    def footer(self, shard: int) -> pa.Buffer | None:
+        """None: it is not kept; there is none, or reading it costs nothing, or there are too many."""
+        if "footer" not in self.shards.schema.names:  # version 1
+            return None
+        return self.shards["footer"][shard].as_buffer()
+
     @cached_property
     def digest(self) -> str:
         """Equal: the same rows in the same shards, read as the same columns."""
@@ -127,7 +135,7 @@ class Index:
         facts = {
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
-            "version": 1,
+            "version": 2,  # 1 kept no footers
         }
         sink = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -205,7 +213,7 @@ class Builder:
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
         self._counts: list[Ints] = []  # row groups of each shard
-        self._num_groups = 0
+        self._num_groups = self._footer_bytes = 0
 
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
         """Of a source; the shards added next are its own."""
@@ -213,9 +221,12 @@ class Builder:
         self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
 
     def add(self, name: str, size: int, version: str, scan: Scan) -> None:
-        source = len(self._sources) - 1
-        self._shards.append((name, version, source, size, scan.check, scan.tail))
-        self._scans.append(scan)
+        source, footer = len(self._sources) - 1, None
+        if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
+            footer = scan.footer
+            self._footer_bytes += len(footer)
+        self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
+        self._scans.append(replace(scan, footer=b""))
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()
@@ -262,6 +273,7 @@ _SHARDS = pa.schema(
         "size": pa.int64(),
         "check": pa.int64(),
         "tail": pa.int64(),
+        "footer": pa.large_binary(),
     }
 )
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes")])

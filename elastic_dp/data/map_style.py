@@ -132,6 +132,9 @@ class MapStyleDataset(_NoRowGroups):
         found = [self._order.locate(step, virtual_worker)[1] for step in steps]
         return [(indices, len(indices)) for indices in found]
 
+    def parts(self, before: Ints, after: Ints) -> bool:
+        return False
+
     def plan(self, needs: Sequence[tuple[Key, Sequence[Ints]]]) -> None:
         """There is nothing to read but by the dataset itself."""
 

@@ -33,6 +33,9 @@ class Source(Protocol):
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]:
         """For each step (work, number of rows)."""
 
+    def parts(self, before: Any, after: Any) -> bool:
+        """Whether two such works, which follow each other, better lie in different portions."""
+
     def plan(self, needs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
         """Portions of such works will be made, the smaller keys first."""
 
@@ -244,13 +247,19 @@ class MicroBatches:
     def _packed(self, micro_batches: list[MicroBatch]) -> Iterator[_Portion]:
         rows, together = 0, list[MicroBatch]()
         for m in micro_batches:
-            if together and rows + m.rows > self._rows_at_once:
+            if together and self._is_enough(rows, together[-1], m):
                 yield self._portion(together)
                 rows, together = 0, []
             together.append(m)
             rows += m.rows
         if together:
             yield self._portion(together)
+
+    def _is_enough(self, rows: int, last: MicroBatch, following: MicroBatch) -> bool:
+        """Whether a portion of so many rows ends between these two."""
+        if rows + following.rows > self._rows_at_once:
+            return True
+        return rows * 2 >= self._rows_at_once and self._source.parts(last.work, following.work)
 
     def _portion(self, micro_batches: list[MicroBatch]) -> _Portion:
         self._portions += 1
@@ -282,7 +291,13 @@ class MicroBatches:
                     self._bytes -= portion.nbytes
                 if not portion.awaited:
                     stale.append(portion.key)
+                self._let_go(portion)
         return stale
+
+    def _let_go(self, portion: _Portion) -> None:
+        """One that will not be made holds nothing: its micro-batches may be made in another."""
+        if not portion.begun and not portion.is_wanted:
+            portion.micro_batches = ()
 
     # --------------------------------------------------------------------------------------- taking
 
@@ -419,5 +434,6 @@ class MicroBatches:
                 self._ahead -= 1
                 self._bytes -= portion.nbytes
             portion.nbytes = 0
+            self._let_go(portion)
             heapq.heappush(self._todo, (portion.key, portion))
             self._work.notify()

@@ -1,8 +1,8 @@
 """Row groups on their way into memory: many in flight, in the order in which they are needed, within a budget.
 
 `plan` says that somebody will need some row groups; threads read those meanwhile, the ones needed first before the
-others. `take` gives those that are here, and waits for one if none is; `release` lets go of them. Three things
-always hold:
+others. `take` gives those that are here, and waits for one if none is; `release` lets go of them, and `own` keeps
+one for good, if nobody else needs it. Three things always hold:
 
 - The bytes of decoded row groups plus the estimates of those being read stay within the budget, unless an
   estimate was too low.
@@ -128,13 +128,26 @@ class RowGroupReader:
     def release(self, key: Key, groups: Iterable[int]) -> None:
         """After `take`: the rows are copied, and the need is met."""
         with self._lock:
+            if self._closed:
+                return
             for number in groups:
-                self._groups[number].pins -= 1
-                self._pinned -= 1
-                self._remove(key, number)
-            if self._queue or self._freed:
-                self._freed = self._dry = False
-                self._work.notify()
+                self._unpin(key, number)
+            self._look_for_work()
+
+    def own(self, key: Key, number: int) -> int:
+        """After `take`: a row group that nobody else needs is the caller's from now on, who does not release it.
+
+        Given back: its bytes, which do not count here any more; 0 if it is not the caller's.
+        """
+        with self._lock:
+            if self._closed:
+                return 0
+            group = self._groups[number]
+            if self._keep or group.pins > 1 or group.uses - {key}:
+                return 0
+            self._unpin(key, number)
+            self._look_for_work()
+            return group.nbytes
 
     def close(self) -> None:
         """Ends the threads, when what they are reading is here, and lets go of everything."""
@@ -188,6 +201,16 @@ class RowGroupReader:
                 self._needed_bytes -= group.nbytes
         if not group.uses:
             self._unneeded(group)
+
+    def _unpin(self, key: Key, number: int) -> None:
+        self._groups[number].pins -= 1
+        self._pinned -= 1
+        self._remove(key, number)
+
+    def _look_for_work(self) -> None:
+        if self._queue or self._freed:
+            self._freed = self._dry = False
+            self._work.notify()
 
     def _unneeded(self, group: _RowGroup) -> None:
         if group.reading or group.pins:

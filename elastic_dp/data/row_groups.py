@@ -7,6 +7,7 @@ store says stays as it is.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from elastic_dp.storage import ObjectRewritten, Store
 # the next ones come: with 64 MiB each a worker grew by up to 1.14 of its budget, and by 0.97 so. Smaller ones fit into
 # what smaller ones left.
 GIVEN_BACK_BYTES = 64 << 20
+SHARDS_KNOWN = 1024  # whose part of the index is looked up once
 
 
 class RowGroups(Protocol):
@@ -54,6 +56,7 @@ class ShardRowGroups:
             of_source = slice(source.first_group, source.end_group)
             self.reading_bytes[of_source] = FORMATS[source.format].growth * index.nbytes[of_source]
         self._index, self._stores = index, stores
+        self._shard = lru_cache(SHARDS_KNOWN)(self._find_shard)
         several = len(stores) > 1
         each = zip(config.urls, index.sources, strict=True)
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
@@ -101,23 +104,27 @@ class ShardRowGroups:
     def _format(self, number: int) -> Format:
         return self._formats[self._index.sources[self._source(number)].format]
 
-    def _shard(self, number: int) -> ShardAt:
-        shards, source = self._index.shards, self._source(number)
-        store, is_file = self._stores[source], self._index.sources[source].is_file
-        path = path_of(store.path, self._index.name(number), is_file)
-        size, version = (shards[column][number].as_py() for column in ("size", "version"))
-        return ShardAt(store, path, size, version, self._shard_name(number))
+    def _find_shard(self, number: int) -> ShardAt:
+        index, source = self._index, self._source(number)
+        store, is_file = self._stores[source], index.sources[source].is_file
+        facts = ("size", "version", "check", "tail")
+        size, version, check, tail = (index.shards[name][number].as_py() for name in facts)
+        return ShardAt(
+            store=store,
+            path=path_of(store.path, index.name(number), is_file),
+            size=size,
+            version=version,
+            name=self._shard_name(number),
+            check=check,
+            tail=tail,
+            head=int(index.starts[index.group_bounds[number]]),
+            footer=index.footer(number),
+        )
 
     def _place(self, number: int, row_group: int) -> Place:
-        index, first = self._index, int(self._index.group_bounds[number])
-        return Place(
-            group=row_group - first,
-            start=int(index.starts[row_group]),
-            end=int(index.ends[row_group]),
-            check=index.shards["check"][number].as_py(),
-            tail=index.shards["tail"][number].as_py(),
-            head=int(index.starts[first]),
-        )
+        index = self._index
+        group = row_group - int(index.group_bounds[number])
+        return Place(group, int(index.starts[row_group]), int(index.ends[row_group]))
 
     def _source(self, number: int) -> int:
         return int(self._index.shards["source"][number].as_py())

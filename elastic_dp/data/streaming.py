@@ -8,8 +8,9 @@ runs what of the user's code must run in the caller's thread. With `workers`, th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,7 @@ class _Stream:
     ) -> None:
         self._config, self._row_groups, self._order, self._pin = config, row_groups, order, pin
         self._seed, self._stores = config.seed, stores
+        self._in_file_order = config.shuffle == "none"
         self._collating = Collating(config, pin=pin and not workers)
         self.bad: set[int] = set()
         self._blocks = Blocks(STEPS_AHEAD)
@@ -293,6 +295,10 @@ class _Stream:
         each = _locate_each(self._order, steps, virtual_worker)
         return [((groups, rows), len(rows)) for groups, rows in each]
 
+    def parts(self, before: Located, after: Located) -> bool:
+        """Where one row group ends: one that lies in one portion need not be copied."""
+        return self._in_file_order and before[0][0] != after[0][0]
+
     def plan(self, needs: Sequence[tuple[Key, Sequence[Located]]]) -> None:
         self.reader.plan((key, self._readable(_groups_of(works))) for key, works in needs)
 
@@ -301,7 +307,10 @@ class _Stream:
 
     def make(self, key: Key, wanted: Sequence[MicroBatch], maker: int) -> tuple[list[Any], int]:
         groups = np.concatenate([m.work[0] for m in wanted])
-        gathering = Gathering(groups, np.concatenate([m.work[1] for m in wanted]), self._blocks)
+        rows = np.concatenate([m.work[1] for m in wanted])
+        # One by itself may be for user code, and counts as what that makes of it.
+        bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()] if len(wanted) > 1 else []
+        gathering = Gathering(groups, rows, self._blocks, bounds)
         failed = self._fill(gathering, key)
         made: list[Any] = []
         stop = 0
@@ -322,21 +331,29 @@ class _Stream:
         while todo:
             here = self.reader.take(key, todo)
             todo = [row_group for row_group in todo if row_group not in here]
+            taken = set(here)
             try:
-                failed |= self._copy(gathering, here)
+                failed |= self._copy(gathering, here, partial(self._own, key, taken))
             finally:
-                taken = list(here)
                 here.clear()  # lets go before the reader does
                 self.reader.release(key, taken)
         return failed
 
+    def _own(self, key: Key, taken: set[int], row_group: int) -> int:
+        if nbytes := self.reader.own(key, row_group):
+            taken.remove(row_group)
+        return nbytes
+
     def _copy(
-        self, gathering: Gathering, here: Mapping[int, Columns | BadShard]
+        self,
+        gathering: Gathering,
+        here: Mapping[int, Columns | BadShard],
+        own: Callable[[int], int],
     ) -> dict[int, BadShard]:
         failed = {}
         for row_group, content in here.items():
             if not isinstance(content, BadShard):
-                gathering.copy(row_group, content)
+                gathering.copy(row_group, content, own)
                 continue
             gathering.leave_out(row_group)
             if self._config.on_bad_shard == "fail":
@@ -371,7 +388,8 @@ def _groups_of(works: Sequence[Located]) -> list[int]:
 def _rows_in(row_groups: RowGroups, ahead_bytes: int) -> int:
     """How many are made at once."""
     row_bytes = max(1, int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum())))
-    return min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
+    most = min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
+    return most
 
 
 def most_bytes(row_groups: RowGroups, count: int) -> int:

@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 class FakeRowGroups:
     """`sizes`: rows of each. Columns: "id", counted through all, and "tokens" [rows, WIDTH] made of it.
 
-    `bad`: cannot be decoded. `before`: called with the number in the thread that reads. `live_bytes` and
+    `mapped`: its memory is not to be written to. `bad`: cannot be decoded. `before`: called with the number in the thread that reads. `live_bytes` and
     `peak_bytes` are of what was read and is still referenced somewhere, and of what is being read.
     """
 
@@ -36,12 +36,15 @@ class FakeRowGroups:
         bad: Sequence[int] = (),
         before: Callable[[int], None] = lambda number: None,
         row_bytes: int = 8 + 4 * WIDTH,
+        mapped: bool = True,
     ) -> None:
+        self.mapped = mapped
         self.rows = np.asarray(sizes, dtype=np.int64)
         self.nbytes = self.rows * row_bytes
         self.bad, self.before = set(bad), before
         self.first = np.concatenate([[0], np.cumsum(self.rows)])
         self.reads: list[int] = []
+        self.memory: list[range] = []  # of each read
         self.live_bytes = self.peak_bytes = 0
         self.closed = False
         self._lock = threading.RLock()  # arrays may be freed by whoever holds it
@@ -56,14 +59,16 @@ class FakeRowGroups:
                 raise BadShard(*self.name(row_group)[:2], "flipped bits")
             ids = np.arange(self.first[row_group], self.first[row_group + 1])
             memory = pa.allocate_buffer(4 * WIDTH * len(ids))  # as decoded columns have it
-            tokens = np.frombuffer(memory, dtype=np.int32).reshape(-1, WIDTH)
+            owner = np.frombuffer(memory, dtype=np.int32)  # of this memory, for all views of it
+            tokens = owner.reshape(-1, WIDTH)
             np.multiply(ids[:, None], 100, out=tokens, casting="unsafe")
             tokens += np.arange(WIDTH, dtype=np.int32)
         except Exception:
             self._count(-int(self.nbytes[row_group]))
             raise
-        weakref.finalize(tokens, self._count, -int(self.nbytes[row_group]))
-        tokens.flags.writeable = False
+        weakref.finalize(owner, self._count, -int(self.nbytes[row_group]))
+        self.memory.append(range(memory.address, memory.address + memory.size))
+        tokens.flags.writeable = not self.mapped
         return {"id": ids, "tokens": tokens}, int(self.nbytes[row_group])
 
     def name(self, row_group: int) -> tuple[str, int, int]:

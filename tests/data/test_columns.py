@@ -32,3 +32,22 @@ def test_dictionaries_tensors_and_fixed_bytes():
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12).reshape(2, 3, 2))
     assert decoded(tensors).shape == (2, 3, 2)
     assert decoded([b"ab", b"cd", b"ef"], pa.binary(2))[1:].tolist() == [[99, 100], [101, 102]]
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.uint16(), pa.int64(), pa.float32(), pa.float64()])
+def test_numbers_of_a_slice(kind):
+    whole = pa.array(range(100), pa.int64()).cast(kind)
+    for start, length in ((0, 100), (7, 50), (99, 1), (100, 0)):
+        column = decoded(whole.slice(start, length))
+        assert column.tolist() == list(range(start, start + length))
+        assert column.dtype == np.dtype(kind.to_pandas_dtype())
+    lists = pa.ListArray.from_arrays(pa.array(range(0, 101, 5), pa.int32()), whole)
+    assert decoded(lists.slice(3, 4)).tolist() == np.arange(15, 35).reshape(4, 5).tolist()
+    assert decoded(pa.array([], kind)).dtype == np.dtype(kind.to_pandas_dtype())
+
+
+def test_memory_that_is_another_ones_is_not_to_be_written_to():
+    own, mapped = pa.allocate_buffer(80), pa.py_buffer(bytes(80))
+    for memory, writeable in ((own, True), (mapped, False)):
+        column = decoded(pa.Array.from_buffers(pa.int64(), 10, [None, memory]))
+        assert column.flags.writeable == writeable

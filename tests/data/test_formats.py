@@ -4,6 +4,7 @@ import io
 import json
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.data.formats import text
-from elastic_dp.data.index import read_index
+from elastic_dp.data.formats.format import ShardAt
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.data.index import Index, read_index
 from elastic_dp.data.row_groups import ShardRowGroups
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
@@ -419,8 +422,10 @@ def test_mixed_formats_need_a_choice(tmp_path):
     assert read_index(config(tmp_path, format="csv")).num_rows == 1
 
 
-def test_a_row_group_is_one_request(tmp_path):
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
     """The footer comes with the first one where it is near; columns that lie far apart are asked for apart."""
+    monkeypatch.setattr("elastic_dp.data.index.FOOTER_BYTES_KEPT", kept)
     wide = pa.table({name: np.random.default_rng(0).random(1 << 17) for name in "abc"})
     pq.write_table(wide, tmp_path / "a.parquet", row_group_size=1 << 16, compression="none")
     wanted = config(in_memory(tmp_path), columns=["a", "c"])
@@ -434,13 +439,46 @@ def test_a_row_group_is_one_request(tmp_path):
         requests.append(store.counts.requests - before.requests)
         asked.append(store.counts.bytes_read - before.bytes_read)
     assert requests == [1, 1, 1]
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr("elastic_dp.data.formats.parquet.GAP_BYTES", 1000)
+    monkeypatch.setattr("elastic_dp.data.formats.parquet.GAP_BYTES", 1000)
     before = store.counts
     groups.read(0)
     assert store.counts.requests - before.requests == 2
     assert store.counts.bytes_read - before.bytes_read < 0.7 * asked[1]
-    monkey.undo()
+
+
+def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypatch):
+    """Of the first shards, as many as fit; the index of an earlier release has none."""
+    monkeypatch.setattr("elastic_dp.data.formats.parquet.TOGETHER_BYTES", 0)
+    for number in range(3):
+        parquet(tmp_path / f"{number}", nested(0, 20))
+    wanted = config(in_memory(tmp_path))
+    size = int(read_index(wanted).shards["tail"][0].as_py())
+    monkeypatch.setattr("elastic_dp.data.index.FOOTER_BYTES_KEPT", 2 * size)
+    index = Index.from_bytes(read_index(wanted).to_bytes())
+    without = index.shards.select([name for name in index.shards.schema.names if name != "footer"])
+    earlier = replace(index, shards=without)
+    assert earlier.digest == index.digest
+    groups_of_shard = int(index.group_bounds[1])
+    for known, expected in ((index, [1, 1, 2]), (earlier, [2, 2, 2])):
+        store = Store(wanted.url)
+        groups = ShardRowGroups(wanted, known, [store])
+        requests = []
+        for shard in range(3):
+            before = store.counts.requests
+            groups.read(shard * groups_of_shard)
+            requests.append(store.counts.requests - before)
+        assert requests == expected
+
+
+def test_footers_are_kept_where_each_read_asks_for_the_same_version(tmp_path):
+    """And asking takes a request."""
+    parquet(tmp_path / "a", nested(0, 20))
+    assert read_index(config(tmp_path)).footer(0) is None
+    store = Store(in_memory(tmp_path))
+    (entry,) = store.find(store.path)
+    for version in (entry.version, ""):
+        at = ShardAt(store, entry.path, entry.size, version, "a")
+        assert bool(Parquet().scan(at, None).footer) == bool(version)
 
 
 def test_open_files_are_bounded(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Rows gathered out of row groups against plain indexing."""
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
@@ -14,10 +16,10 @@ def decoded(values):
     return decode_column(pa.chunked_array([pa.array(values)]), "column 'x' of a.parquet")
 
 
-def gathered(columns, groups, rows) -> Gathering:
-    gathering = Gathering(np.array(groups), np.array(rows), Blocks(4))
+def gathered(columns, groups, rows, bounds=(), own=lambda group: 0) -> Gathering:
+    gathering = Gathering(np.array(groups), np.array(rows), Blocks(4), bounds)
     for group in reversed(gathering.row_groups):  # they come in any order
-        gathering.copy(group, {"x": columns[group]})
+        gathering.copy(group, {"x": columns[group]}, own)
     return gathering
 
 
@@ -53,6 +55,27 @@ def test_rows_are_where_they_belong(drawn, data):
     assert out.dtype == columns[0].dtype and out.shape == (stop - start, *columns[0].shape[1:])
     assert out.flags.writeable and out.flags.c_contiguous
     assert all(np.array_equal(a, b) for a, b in zip(out, expected, strict=True))
+
+
+@settings(deadline=None, max_examples=300)
+@given(choices(), st.data())
+def test_micro_batches_share_nothing_whether_they_were_copied_or_not(drawn, data):
+    columns, groups, rows = drawn
+    cuts = data.draw(st.sets(st.integers(1, len(rows))))
+    bounds = sorted({0, len(rows)} | cuts)
+    kept = data.draw(st.sets(st.sampled_from(range(len(columns)))))
+    for column in columns:
+        column.flags.writeable = data.draw(st.booleans())
+    expected = [columns[g][r].copy() for g, r in zip(groups, rows, strict=True)]
+    gathering = gathered(columns, groups, rows, bounds, lambda group: 7 * (group in kept))
+    cut = [gathering.cut(start, stop)["x"] for start, stop in itertools.pairwise(bounds)]
+    for (start, stop), out in zip(itertools.pairwise(bounds), cut, strict=True):
+        assert np.array_equal(out, expected[start:stop])
+        out.fill(1)  # and nobody else sees it
+        expected[start:stop] = np.ones_like(out)
+    held = {g for g in kept if any(np.shares_memory(out, columns[g]) for out in cut)}
+    arrays = sum(out.nbytes for out in gathering._out.values())
+    assert gathering.nbytes == arrays + 7 * len(held) or columns[0].nbytes == 0
 
 
 def test_lists_are_an_array_where_a_micro_batch_has_one_length():

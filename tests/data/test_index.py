@@ -256,7 +256,7 @@ def made(shards):
     for n in range(shards):
         ints = np.array([1000, 1000], dtype=np.int64)
         columns.add("a", schema, same)
-        build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", Scan(schema, ints, ints, ints, ints, n, 900))
+        build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", Scan(schema, ints, ints, ints, ints, n, 900, bytes(900)))
     index = build.finish(columns)
     content = index.to_bytes()
     return index, Index.from_bytes(content), len(content)

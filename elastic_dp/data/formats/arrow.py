@@ -74,7 +74,7 @@ class Arrow:
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         path = shard.local
-        head = self._heads.read(shard, place.head)
+        head = self._heads.read(shard, shard.head)
         path = shard.local
         if path is None:
             content = shard.read(place.start, place.end)

@@ -52,8 +52,8 @@ class Csv:
         content = bytes(shard.read(place.start, place.end))
         if is_compressed(shard):
             content = decompress(shard, content)
-        elif place.head:
-            content = self._heads.read(shard, place.head) + content
+        elif shard.head:
+            content = self._heads.read(shard, shard.head) + content
         return _parse(content, schema)
 
     def close(self) -> None:

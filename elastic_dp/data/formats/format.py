@@ -21,13 +21,17 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShardAt:
-    """One shard in a store. `name` is for people."""
+    """One shard in a store. `name` is for people. The last four are what the index kept of its scan."""
 
     store: Store
     path: str
     size: int
     version: str
     name: str
+    check: int = 0
+    tail: int = 0
+    head: int = 0  # where its first row group starts
+    footer: pa.Buffer | None = None  # None: not kept
 
     @property
     def local(self) -> str | None:
@@ -45,7 +49,8 @@ class Scan:
 
     `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
     decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
-    end that say where everything is, 0 if there are none.
+    end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
+    request.
     """
 
     schema: pa.Schema
@@ -55,18 +60,16 @@ class Scan:
     nbytes: Ints
     check: int
     tail: int = 0
+    footer: bytes = b""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One row group of one shard, as the index knows it."""
+    """One row group, as the index knows it: its number in its shard, and its bytes there."""
 
-    group: int  # in the shard
+    group: int
     start: int
     end: int
-    check: int  # of the shard
-    tail: int
-    head: int  # where the shard's first row group starts
 
 
 class Format(Protocol):

@@ -1,6 +1,7 @@
 """Parquet: the footer says everything, a row group is read by one range request of the wanted columns.
 
-A footer is read once per process and kept, within a number of bytes; it must be the one that the index saw. Of
+A footer is taken from the index, where that has kept it, or read once per process; it is kept, within a number of
+bytes, and must be the one that the index saw. Of
 a file of this machine the handles stay open too, one for each thread that reads it at the time. Nothing is
 memory mapped: a mapped file that somebody cuts short kills the process.
 """
@@ -65,6 +66,8 @@ class Parquet:
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
+            # What the index keeps is as good as the shard's own only where each read asks for the same version.
+            footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
@@ -120,20 +123,24 @@ class Parquet:
     def _read_footer(
         self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
     ) -> _Footer:
-        start = shard.size - place.tail
+        if shard.footer is not None:
+            return self._keep(shard.path, _Footer(_parse(shard.footer), shard.tail, stamp))
+        start = shard.size - shard.tail
         is_near = start - place.end <= GAP_BYTES and place.end - place.start <= TOGETHER_BYTES
         held.fetch([(place.start if is_near and stamp is None else start, shard.size)])
         tail = held.slice(start, shard.size)
-        if zlib.crc32(tail) != place.check:
+        if zlib.crc32(tail) != shard.check:
             raise ObjectRewritten(shard.name)
-        read = _Footer(_parse(tail), place.tail, stamp)
+        return self._keep(shard.path, _Footer(_parse(tail), shard.tail, stamp))
+
+    def _keep(self, path: str, footer: _Footer) -> _Footer:
         with self._lock:
-            self._forget(shard.path)
-            self._footers[shard.path] = read
-            self._footer_bytes += read.nbytes
+            self._forget(path)
+            self._footers[path] = footer
+            self._footer_bytes += footer.nbytes
             while self._footer_bytes > FOOTER_BYTES_KEPT and len(self._footers) > 1:
                 self._forget(next(iter(self._footers)))
-        return read
+        return footer
 
     def _put_back(self, path: str, kept: _Footer, file: pq.ParquetFile) -> None:
         with self._lock:
@@ -232,7 +239,7 @@ def _read_tail(shard: ShardAt) -> memoryview:
     return end[-length:]
 
 
-def _parse(tail: memoryview) -> pq.FileMetaData:
+def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
 
 
