@@ -148,10 +148,19 @@ def _s3(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     flat = {**options, **(options.get("client_kwargs") or {})}
     flat.pop("client_kwargs", None)
     config = _translate(_S3, flat)
+    _check_endpoint((config or {}).get("endpoint"))
     named = config and ("access_key_id" in config or config.get("skip_signature"))
     if not named and "AWS_ACCESS_KEY_ID" not in os.environ and _botocore_files():
         return None
     return config
+
+
+def _check_endpoint(endpoint: Any) -> None:
+    parts = urlsplit(str(endpoint)) if endpoint is not None else None
+    if parts is not None and not (parts.scheme in ("http", "https") and parts.hostname):
+        raise StorageError(
+            f"endpoint_url is {endpoint!r}, must be a URL with its scheme, as 'http://minio:9000'"
+        )
 
 
 def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -106,6 +106,10 @@ class Retry:
             raise
         except Exception as error:  # the seam to foreign libraries: sorted in faults.py
             fault = fault_of(error)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+                raise
+            fault = Fault(Kind.PERMANENT, f"a panic in the store's library: {error}")
         with self._counting:
             self._counts.wait_s += time.monotonic() - began
         return [], fault

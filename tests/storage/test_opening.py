@@ -2,6 +2,7 @@
 
 import pytest
 
+from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from elastic_dp.storage.obstore_backend import _TRANSLATIONS
 from tests.storage.servers import s3_options
@@ -100,3 +101,24 @@ def test_a_folder_of_another_file_system_is_read_and_written(tmp_path):
     store.delete(path)
     store.delete(path)
     assert store.find(store.path) == []
+
+
+@pytest.mark.parametrize("endpoint", ["", "minio:9000", "localhost:9000", "http//x", "ftp://x", 7])
+def test_an_endpoint_that_is_no_url(endpoint):
+    """Else obstore panics, in whatever thread reads first."""
+    options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": endpoint}}
+    with pytest.raises(StorageError, match=r"endpoint_url is .*as 'http://minio:9000'"):
+        Store("s3://bucket/x", options)
+
+
+def test_a_panic_is_an_error_of_the_store(monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panic(*anything):
+        raise PanicException("unwrap on None")
+
+    store = Store("s3://bucket/x", {"key": "k", "secret": "s"})
+    monkeypatch.setattr(store._backend, "read", panic)
+    with pytest.raises(StorageError, match=r"panic.*unwrap on None"):
+        store.read("a", 0, 1)
