@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.data.blocks import Blocks
+from elastic_dp.data.blocks import ALIGNED_TO, Blocks, aligned
 from elastic_dp.data.columns import Array, Column, Lists
 
 Ints = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class Gathering:
     ) -> None:
         """Takes its rows. `own` asks for the row group itself, and says how many bytes it has; 0: it is not to be had."""
         pieces = self._pieces[row_group]
-        whole = self._whole(pieces) if _can_be_kept(columns) else []
+        whole = self._whole(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
         if whole and _are_enough(whole, columns) and (nbytes := own(row_group)):
             pieces = self._keep(columns, whole, pieces)
             self._kept_bytes += nbytes
@@ -73,9 +73,9 @@ class Gathering:
             for rows, places in pieces:
                 self._copy(name, column, rows, places)
 
-    def _whole(self, pieces: Pieces) -> list[_Whole]:
+    def _whole(self, pieces: Pieces, aligned_rows: int) -> list[_Whole]:
         """Micro-batches that are rows on end of the row group. No two have a row in common, though several epochs of
-        a small data set may be made at once."""
+        a small data set may be made at once. `aligned_rows`: a multiple of it is the first row."""
         found, end = list[_Whole](), 0
         for rows, places in pieces:
             if not _is_run(places):
@@ -85,7 +85,8 @@ class Gathering:
             high = bisect_right(self._bounds, first + len(places))
             for start, stop in itertools.pairwise(self._bounds[low:high]):
                 part = rows[start - first : stop - first]
-                if part[0] >= end and (on_end or _is_run(part)):
+                begins = part[0] >= end and part[0] % aligned_rows == 0
+                if begins and (on_end or _is_run(part)):
                     found.append(_Whole(start, stop, int(part[0])))
                     end = int(part[-1]) + 1
         return found
@@ -95,7 +96,7 @@ class Gathering:
         left = np.ones(self._count, dtype=bool)
         for start, stop, row in whole:
             here = slice(row, row + stop - start)
-            self._kept[start] = {name: column[here] for name, column in columns.items()}
+            self._kept[start] = {name: aligned(c[here]) for name, c in columns.items()}
             left[start:stop] = False
         parts = [(rows[left[places]], places[left[places]]) for rows, places in pieces]
         return [part for part in parts if len(part[0])]
@@ -177,6 +178,12 @@ def _can_be_kept(columns: Mapping[str, Column]) -> bool:
     return all(isinstance(c, np.ndarray) and c.flags.writeable for c in columns.values())
 
 
+def _aligned_rows(columns: Mapping[str, Array]) -> int:
+    """Every so many rows begin at an aligned address in each column, as Arrow's memory does."""
+    widths = (c.dtype.itemsize * math.prod(c.shape[1:]) for c in columns.values())
+    return math.lcm(*(ALIGNED_TO // math.gcd(ALIGNED_TO, width) for width in widths))
+
+
 def _are_enough(whole: list[_Whole], columns: Mapping[str, Array]) -> bool:
     used = sum(each.stop - each.start for each in whole)
     return used * _USED >= len(next(iter(columns.values())))
@@ -201,12 +208,14 @@ def _objects(column: Column, rows: Ints) -> list[Any]:
 
 def _pick(out: Array | list[Any], kept: Ints) -> Any:
     if isinstance(out, np.ndarray):
-        return out[kept]
+        return aligned(out[kept])
     return _regular([out[place] for place in kept.tolist()])
 
 
 def _regular(out: Array | list[Any]) -> Any:
     """Lists that have one length in this micro-batch are an array [rows, length]."""
-    if isinstance(out, np.ndarray) or not out or not isinstance(out[0], np.ndarray):
+    if isinstance(out, np.ndarray):
+        return aligned(out)
+    if not out or not isinstance(out[0], np.ndarray):
         return out
-    return np.stack(out) if len({row.shape for row in out}) == 1 else out
+    return aligned(np.stack(out)) if len({row.shape for row in out}) == 1 else out

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
+from elastic_dp.data.blocks import empty_bytes
 from elastic_dp.errors import ClusterError, ElasticError
 
 _SOCKET_BYTES = 4 << 20
@@ -189,7 +189,7 @@ def _receive(connection: socket.socket) -> Any:
 
 
 def _read(connection: socket.socket, length: int) -> memoryview:
-    room: Any = np.empty(length, dtype=np.uint8)
+    room: Any = empty_bytes(length)
     content = memoryview(room)
     got = 0
     while got < length:

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import torch
 
-from elastic_dp.data.blocks import SMALLEST_BYTES, Blocks
+from elastic_dp.data.blocks import ALIGNED_TO, SMALLEST_BYTES, Blocks, aligned, is_aligned
 
 INT32 = np.dtype(np.int32)
 ROWS = SMALLEST_BYTES // 4 // 4  # of 8 numbers: twice that
@@ -73,3 +73,17 @@ def test_threads_never_share_one():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_every_array_begins_where_torchs_own_would():
+    """Else MKL's products of matrices would differ with it, and what is handed out would depend on the fleet."""
+    blocks = Blocks(2)
+    for count in (1, 3, 1000, SMALLEST_BYTES // 4 + 1, SMALLEST_BYTES // 4 + 1):
+        array = blocks.empty((count,), INT32)
+        assert is_aligned(array) and array.shape == (count,)
+    whole = blocks.empty((64, 17), np.dtype(np.float32))
+    whole[...] = np.arange(64 * 17).reshape(64, 17)
+    for start in range(64):
+        piece = aligned(whole[start:])
+        assert address(piece) % ALIGNED_TO == 0 and np.array_equal(piece, whole[start:])
+        assert np.shares_memory(piece, whole) == (start % 16 == 0)

@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.data.blocks import Blocks
+from elastic_dp.data.blocks import Blocks, aligned_copy, is_aligned
 from elastic_dp.data.columns import Lists, decode_column
 from elastic_dp.data.gathering import Gathering
 
@@ -64,18 +64,26 @@ def test_micro_batches_share_nothing_whether_they_were_copied_or_not(drawn, data
     cuts = data.draw(st.sets(st.integers(1, len(rows))))
     bounds = sorted({0, len(rows)} | cuts)
     kept = data.draw(st.sets(st.sampled_from(range(len(columns)))))
+    columns = [aligned_copy(column) if data.draw(st.booleans()) else column for column in columns]
     for column in columns:
         column.flags.writeable = data.draw(st.booleans())
     expected = [columns[g][r].copy() for g, r in zip(groups, rows, strict=True)]
-    gathering = gathered(columns, groups, rows, bounds, lambda group: 7 * (group in kept))
+    owned: list[int] = []
+
+    def own(group: int) -> int:
+        owned.extend({group} & kept)
+        return 7 * (group in kept)
+
+    gathering = gathered(columns, groups, rows, bounds, own)
     cut = [gathering.cut(start, stop)["x"] for start, stop in itertools.pairwise(bounds)]
+    assert all(is_aligned(out) for out in cut if out.nbytes)
+    assert gathering.nbytes == sum(out.nbytes for out in gathering._out.values()) + 7 * len(owned)
     for (start, stop), out in zip(itertools.pairwise(bounds), cut, strict=True):
         assert np.array_equal(out, expected[start:stop])
         out.fill(1)  # and nobody else sees it
         expected[start:stop] = np.ones_like(out)
-    held = {g for g in kept if any(np.shares_memory(out, columns[g]) for out in cut)}
-    arrays = sum(out.nbytes for out in gathering._out.values())
-    assert gathering.nbytes == arrays + 7 * len(held) or columns[0].nbytes == 0
+    held = [group for group, c in enumerate(columns) if any(np.shares_memory(c, o) for o in cut)]
+    assert set(held) <= set(owned)
 
 
 def test_lists_are_an_array_where_a_micro_batch_has_one_length():

@@ -107,6 +107,12 @@ def plain(ctx: Any) -> None:
     loop(ctx, model, optimizer, scheduler=scheduler, clip_norm=0.5)
 
 
+def seventeen(ctx: Any) -> None:
+    """Columns, and no step between the data and the first matrix product."""
+    model = classifier(17)
+    loop(ctx, model, adamw(model))
+
+
 def batch_norm(ctx: Any) -> None:
     model = nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)

@@ -2,11 +2,17 @@
 
 import random
 import time
+from dataclasses import replace
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
+from elastic_dp.data.index import read_index
 from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
-from elastic_dp.spec import MapStyleData
+from elastic_dp.spec import DataConfig, MapStyleData
 from tests.patience import eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, resize, spec_of
 from tests.train.jobs import (
@@ -17,10 +23,22 @@ from tests.train.jobs import (
     compiled,
     in_small_buckets,
     plain,
+    seventeen,
 )
 
 # Once more with their gradients in many buckets: some are absent, on some ranks or on all, or come twice.
 IN_BUCKETS = ("frozen_and_unused", "branching", "checkpointed_reentrant")
+
+
+def as_a_user_would(batch):
+    """Nothing to see; but what it gives back begins anywhere."""
+    x = np.empty(batch["x"].nbytes + 4, np.uint8)[4:].view(np.float32).reshape(batch["x"].shape)
+    x[...] = batch["x"]
+    return batch | {"x": x}
+
+
+def tensors_of_arrays(batch):
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def evaluation():
@@ -91,6 +109,39 @@ def test_a_short_tail(rows, train):
     assert outcome.generations >= 2
     assert outcome.digest == calm.digest
     assert calm.digest != local(spec_of(steps=20, rows=rows), train).digest
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "more"),
+    [
+        ("none", {}),
+        ("rows", {}),
+        ("rows", {"transform": as_a_user_would}),
+        ("rows", {"transform": as_a_user_would, "workers": 1}),
+        ("rows", {"collate_fn": tensors_of_arrays}),
+    ],
+    ids=["none", "rows", "transform", "process", "collate_fn"],
+)
+def test_rows_of_an_odd_number_of_bytes(shuffle, more, tmp_path):
+    """Where a micro-batch lies in its portion depends on the fleet, and a matrix product on the address of its input."""
+    random = np.random.default_rng(0)
+    for shard in range(4):
+        x = pa.FixedSizeListArray.from_arrays(random.random(17 * 150, dtype=np.float32), 17)
+        labels = random.integers(0, 4, 150)
+        pq.write_table(
+            pa.table({"x": x, "y": labels}), tmp_path / f"{shard}.parquet", row_group_size=50
+        )
+    data = DataConfig(str(tmp_path), micro_batch_size=3, shuffle=shuffle, **more)
+    index = read_index(data)
+    digests = {}
+    for workers in (0, 1, 3):
+        spec = replace(spec_of(steps=12, workers=max(1, workers)), data=data)
+        if workers:
+            spec = replace(spec, scaling=replace(spec.scaling, min_workers=workers))
+            digests[workers] = group(spec, seventeen, index=index)[0].digest
+        else:
+            digests[workers] = local(spec, seventeen).digest
+    assert len(set(digests.values())) == 1, digests
 
 
 def test_an_uneven_number_of_virtual_workers():
