@@ -7,6 +7,7 @@ import platform
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,22 @@ def kind_of(device: torch.device, exact: bool) -> str:
         ]
     else:
         parts += [
-            f"cpu {torch.backends.cpu.get_cpu_capability()}",
+            f"cpu {_processor()}, {torch.backends.cpu.get_cpu_capability()}",
             f"threads {torch.get_num_threads()}",
             f"mkldnn {torch.backends.mkldnn.is_available()}",
         ]
     return "; ".join(parts)
+
+
+def _processor() -> str:
+    """By this, too, MKL and oneDNN choose their kernels; vector units of two vendors add in different orders."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    named = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+    return " ".join(facts[name] for name in named if name in facts)
 
 
 def software_of(device: torch.device, code: str) -> tuple[tuple[str, str], ...]:
