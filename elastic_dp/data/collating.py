@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_dp.data.blocks import aligned, aligned_copy
+from elastic_dp.data.blocks import aligned_copy, is_aligned
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
 from elastic_dp.spec import DataConfig
@@ -125,8 +125,8 @@ def nbytes_of(batch: Any) -> int:
 
 def _to_tensor(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
-        plain = value.flags.c_contiguous and value.flags.writeable
-        return torch.from_numpy(aligned(value) if plain else aligned_copy(value))
+        plain = value.flags.c_contiguous and value.flags.writeable and is_aligned(value)
+        return torch.from_numpy(value if plain else aligned_copy(value))
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
         raise DataError(
             f"column {name!r} holds lists of different lengths ({len(value[0])}, …) in one micro-batch; pad "

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.data.blocks import ALIGNED_TO, Blocks, aligned
+from elastic_dp.data.blocks import ALIGNED_TO, Blocks, aligned, is_aligned
 from elastic_dp.data.columns import Array, Column, Lists
 
 Ints = npt.NDArray[np.int64]
@@ -96,7 +96,7 @@ class Gathering:
         left = np.ones(self._count, dtype=bool)
         for start, stop, row in whole:
             here = slice(row, row + stop - start)
-            self._kept[start] = {name: aligned(c[here]) for name, c in columns.items()}
+            self._kept[start] = {name: column[here] for name, column in columns.items()}
             left[start:stop] = False
         parts = [(rows[left[places]], places[left[places]]) for rows, places in pieces]
         return [part for part in parts if len(part[0])]
@@ -174,12 +174,14 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
 
 
 def _can_be_kept(columns: Mapping[str, Column]) -> bool:
-    """Arrays, in memory that may be written to."""
-    return all(isinstance(c, np.ndarray) and c.flags.writeable for c in columns.values())
+    """Arrays, in memory that may be written to, and begins where it should, as Arrow's does."""
+    return all(
+        isinstance(c, np.ndarray) and c.flags.writeable and is_aligned(c) for c in columns.values()
+    )
 
 
 def _aligned_rows(columns: Mapping[str, Array]) -> int:
-    """Every so many rows begin at an aligned address in each column, as Arrow's memory does."""
+    """Every so many rows begin at an aligned address in each column."""
     widths = (c.dtype.itemsize * math.prod(c.shape[1:]) for c in columns.values())
     return math.lcm(*(ALIGNED_TO // math.gcd(ALIGNED_TO, width) for width in widths))
 

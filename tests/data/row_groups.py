@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.data.blocks import aligned
 from elastic_dp.errors import BadShard
 
 WIDTH = 16  # of "tokens"
@@ -57,7 +58,7 @@ class FakeRowGroups:
             self.before(row_group)
             if row_group in self.bad:
                 raise BadShard(*self.name(row_group)[:2], "flipped bits")
-            ids = np.arange(self.first[row_group], self.first[row_group + 1])
+            ids = aligned(np.arange(self.first[row_group], self.first[row_group + 1]))
             memory = pa.allocate_buffer(4 * WIDTH * len(ids))  # as decoded columns have it
             owner = np.frombuffer(memory, dtype=np.int32)  # of this memory, for all views of it
             tokens = owner.reshape(-1, WIDTH)
