@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_dp.data.blocks import aligned_copy, is_aligned
+from elastic_dp.data.blocks import ALIGNED_TO, aligned_copy, is_aligned
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
 from elastic_dp.spec import DataConfig
@@ -107,6 +107,18 @@ def pinned(batch: Any) -> Any:
         return {key: pinned(value) for key, value in batch.items()}
     if type(batch) in (list, tuple):
         return type(batch)(pinned(value) for value in batch)
+    return batch
+
+
+def aligned_tensors(batch: Any) -> Any:
+    """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see blocks.py."""
+    if isinstance(batch, torch.Tensor):
+        unaligned = batch.layout == torch.strided and batch.data_ptr() % ALIGNED_TO
+        return batch.clone() if unaligned else batch
+    if type(batch) is dict:
+        return {key: aligned_tensors(value) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(aligned_tensors(value) for value in batch)
     return batch
 
 

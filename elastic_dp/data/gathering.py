@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.data.blocks import ALIGNED_TO, Blocks, aligned, is_aligned
+from elastic_dp.data.blocks import ALIGNED_TO, Blocks, aligned, aligned_copy, is_aligned
 from elastic_dp.data.columns import Array, Column, Lists
 
 Ints = npt.NDArray[np.int64]
@@ -61,12 +61,13 @@ class Gathering:
         self,
         row_group: int,
         columns: Mapping[str, Column],
-        own: Callable[[int], int] = lambda row_group: 0,
+        own: Callable[[int], int | None] = lambda row_group: None,
     ) -> None:
-        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has; 0: it is not to be had."""
+        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has; None: it is not to be had."""
         pieces = self._pieces[row_group]
         whole = self._whole(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
-        if whole and _are_enough(whole, columns) and (nbytes := own(row_group)):
+        nbytes = own(row_group) if whole and _are_enough(whole, columns) else None
+        if nbytes is not None:
             pieces = self._keep(columns, whole, pieces)
             self._kept_bytes += nbytes
         for name, column in columns.items():
@@ -138,7 +139,7 @@ class Gathering:
             shape = (self._count, *column.shape[1:]) if fixed else ()
             out = self._blocks.empty(shape, column.dtype) if fixed else [None] * self._count
         elif isinstance(out, np.ndarray) and not (fixed and out.shape[1:] == column.shape[1:]):
-            out = list(out)
+            out = [aligned(row) for row in out]
         self._out[name] = out
         return out
 
@@ -201,9 +202,10 @@ def _is_run(numbers: Ints) -> bool:
 def _objects(column: Column, rows: Ints) -> list[Any]:
     if isinstance(column, Lists):
         starts, ends = column.offsets[rows].tolist(), column.offsets[rows + 1].tolist()
-        return [column.values[start:end].copy() for start, end in zip(starts, ends, strict=True)]
+        each = zip(starts, ends, strict=True)
+        return [aligned_copy(column.values[start:end]) for start, end in each]
     if isinstance(column, np.ndarray):  # lists of one length, beside a row group of others
-        return list(column[rows])
+        return [aligned_copy(column[row]) for row in rows.tolist()]
     picked: list[Any] = column.take(pa.array(rows)).to_pylist()
     return picked
 

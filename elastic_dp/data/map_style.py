@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import default_collate
 
-from elastic_dp.data.collating import located, nbytes_of, pinned
+from elastic_dp.data.collating import aligned_tensors, located, nbytes_of, pinned
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.data.index import Index
 from elastic_dp.data.micro_batches import MicroBatch, MicroBatches
@@ -213,7 +213,7 @@ def _fetch(config: MapStyleData, indices: Ints) -> Any:
         items = fetch_all(indices.tolist())
     else:
         items = [config.dataset[index] for index in indices.tolist()]
-    return (config.collate_fn or default_collate)(items)
+    return aligned_tensors((config.collate_fn or default_collate)(items))
 
 
 def _digest(config: MapStyleData, num_rows: int, identity: str) -> str:

@@ -134,17 +134,17 @@ class RowGroupReader:
                 self._unpin(key, number)
             self._look_for_work()
 
-    def own(self, key: Key, number: int) -> int:
+    def own(self, key: Key, number: int) -> int | None:
         """After `take`: a row group that nobody else needs is the caller's from now on, who does not release it.
 
-        Given back: its bytes, which do not count here any more; 0 if it is not the caller's.
+        Given back: its bytes, which do not count here any more; None if it is not the caller's.
         """
         with self._lock:
             if self._closed:
-                return 0
+                return None
             group = self._groups[number]
             if self._keep or group.pins > 1 or group.uses - {key}:
-                return 0
+                return None
             self._unpin(key, number)
             self._look_for_work()
             return group.nbytes

@@ -339,8 +339,9 @@ class _Stream:
                 self.reader.release(key, taken)
         return failed
 
-    def _own(self, key: Key, taken: set[int], row_group: int) -> int:
-        if nbytes := self.reader.own(key, row_group):
+    def _own(self, key: Key, taken: set[int], row_group: int) -> int | None:
+        nbytes = self.reader.own(key, row_group)
+        if nbytes is not None:
             taken.remove(row_group)
         return nbytes
 
@@ -348,7 +349,7 @@ class _Stream:
         self,
         gathering: Gathering,
         here: Mapping[int, Columns | BadShard],
-        own: Callable[[int], int],
+        own: Callable[[int], int | None],
     ) -> dict[int, BadShard]:
         failed = {}
         for row_group, content in here.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -148,19 +149,25 @@ def _s3(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     flat = {**options, **(options.get("client_kwargs") or {})}
     flat.pop("client_kwargs", None)
     config = _translate(_S3, flat)
-    _check_endpoint((config or {}).get("endpoint"))
+    if config is not None:
+        _check_endpoint(config.get("endpoint", _endpoint_of_environment()))
     named = config and ("access_key_id" in config or config.get("skip_signature"))
     if not named and "AWS_ACCESS_KEY_ID" not in os.environ and _botocore_files():
         return None
     return config
 
 
+def _endpoint_of_environment() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+
+
 def _check_endpoint(endpoint: Any) -> None:
-    parts = urlsplit(str(endpoint)) if endpoint is not None else None
-    if parts is not None and not (parts.scheme in ("http", "https") and parts.hostname):
-        raise StorageError(
-            f"endpoint_url is {endpoint!r}, must be a URL with its scheme, as 'http://minio:9000'"
-        )
+    if endpoint is None or re.fullmatch(r"https?://[^\s/]\S*", str(endpoint), re.IGNORECASE):
+        return
+    shown = str(endpoint).rpartition("@")[2]  # what is before it may be secret
+    raise StorageError(
+        f"endpoint_url is {shown!r}, must be a URL with its scheme, as 'http://minio:9000'"
+    )
 
 
 def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:

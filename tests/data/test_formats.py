@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.data.formats import text
-from elastic_dp.data.formats.format import ShardAt
+from elastic_dp.data.formats import FORMATS, text
+from elastic_dp.data.formats.format import Place, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.index import Index, read_index
 from elastic_dp.data.row_groups import ShardRowGroups
@@ -515,3 +515,40 @@ def test_rows_without_columns(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n{}\n")
     with pytest.raises(DataError, match=r"no (columns|rows)"):
         read_index(config(tmp_path))
+
+
+class Bucket:
+    """A store with one object."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def local_path(self, path: str) -> None:
+        return None
+
+    def read(self, path: str, start: int, end: int, version: str = "") -> bytes:
+        return self.content[start:end]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv"])
+def test_two_buckets_with_objects_of_one_path(kind, tmp_path):
+    """What is kept of one, a footer or a header, is not that of the other."""
+    both = []
+    for columns in (("a", "b"), ("b", "a")):
+        written = pa.table({name: [ord(name)] * 20 for name in columns})
+        path = tmp_path / columns[0]
+        if kind == "parquet":
+            pq.write_table(written, path, compression="none", write_statistics=False)
+        elif kind == "arrow":
+            write_arrow(path, written, stream=False)
+        else:
+            pyarrow.csv.write_csv(written, path)
+        content = path.read_bytes()
+        both.append(ShardAt(Bucket(content), "x", len(content), "", "x"))
+    chosen = FORMATS[kind]()
+    for shard in both:
+        scan = chosen.scan(shard, None)
+        known = replace(shard, check=scan.check, tail=scan.tail, head=int(scan.starts[0]))
+        place = Place(0, int(scan.starts[0]), int(scan.ends[0]))
+        read = chosen.read(known, place, scan.schema, scan.schema.names)
+        assert {name: set(read[name].to_pylist()) for name in "ab"} == {"a": {97}, "b": {98}}

@@ -16,7 +16,7 @@ def decoded(values):
     return decode_column(pa.chunked_array([pa.array(values)]), "column 'x' of a.parquet")
 
 
-def gathered(columns, groups, rows, bounds=(), own=lambda group: 0) -> Gathering:
+def gathered(columns, groups, rows, bounds=(), own=lambda group: None) -> Gathering:
     gathering = Gathering(np.array(groups), np.array(rows), Blocks(4), bounds)
     for group in reversed(gathering.row_groups):  # they come in any order
         gathering.copy(group, {"x": columns[group]}, own)
@@ -70,9 +70,9 @@ def test_micro_batches_share_nothing_whether_they_were_copied_or_not(drawn, data
     expected = [columns[g][r].copy() for g, r in zip(groups, rows, strict=True)]
     owned: list[int] = []
 
-    def own(group: int) -> int:
+    def own(group: int) -> int | None:
         owned.extend({group} & kept)
-        return 7 * (group in kept)
+        return 7 if group in kept else None
 
     gathering = gathered(columns, groups, rows, bounds, own)
     cut = [gathering.cut(start, stop)["x"] for start, stop in itertools.pairwise(bounds)]
@@ -117,3 +117,16 @@ def test_what_one_micro_batch_writes_no_other_sees():
     first, second = gathering.cut(0, 3)["x"], gathering.cut(3, 6)["x"]
     first[:] = -1
     assert second.tolist() == [3, 4, 5]
+
+
+def test_rows_that_make_no_array_begin_where_arrays_do():
+    """Of lists that are regular in one row group and not in the other, in either order, and of ragged ones."""
+    regular, ragged = decoded([[1.0] * 5] * 9), decoded([[2.0] * (n % 4 + 1) for n in range(9)])
+    groups, rows = [0] * 7 + [1] * 7, [*range(7), *range(7)]
+    for columns in ((regular, ragged), (ragged, regular)):
+        for order in (lambda groups: groups, reversed):
+            gathering = Gathering(np.array(groups), np.array(rows), Blocks(4))
+            for group in order(gathering.row_groups):
+                gathering.copy(group, {"x": columns[group]})
+            handed_out = gathering.cut(0, 14)["x"]
+            assert len(handed_out) == 14 and all(map(is_aligned, handed_out))

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.data.blocks import ALIGNED_TO
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling import Order, batch_seed
@@ -132,3 +133,36 @@ def test_too_small():
         open_data(MapStyleData([], micro_batch_size=4), virtual_workers=2)
     with pytest.raises(DataError, match="3 rows, fewer than one global batch of 8"):
         open_data(MapStyleData([1, 2, 3], micro_batch_size=4), virtual_workers=2)
+
+
+class Slices(Dataset):
+    """Fetches rows in a row as a piece of one tensor."""
+
+    def __init__(self) -> None:
+        self.x = torch.arange(150.0).reshape(50, 3)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitems__(self, indices):
+        return self.x[indices[0] : indices[-1] + 1]
+
+
+def as_fetched(items):
+    return {"x": items, "both": [items, (items,)]}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tensors_begin_where_torchs_own_memory_does(workers):
+    config = MapStyleData(
+        Slices(), micro_batch_size=3, shuffle=False, collate_fn=as_fetched, workers=workers
+    )
+    data = open_data(config, virtual_workers=1)
+    for step in range(1, 6):
+        batch = data.batch(step, 0)
+        for tensor in (batch["x"], batch["both"][0], batch["both"][1][0]):
+            assert tensor.data_ptr() % ALIGNED_TO == 0
+            assert tensor[0, 0] == 9 * (step - 1)
+    data.close()
+    if not workers:
+        assert open_evaluation(config).batch(1)["x"].data_ptr() % ALIGNED_TO == 0

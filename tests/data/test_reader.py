@@ -91,7 +91,7 @@ def test_a_row_group_is_its_takers_own_if_nobody_else_needs_it():
     here = reader.take((1, 0), [0, 1])
     while len(here) < 2:
         here |= reader.take((1, 0), [number for number in (0, 1) if number not in here])
-    assert reader.own((1, 0), 1) == 0, "somebody else needs it"
+    assert reader.own((1, 0), 1) is None, "somebody else needs it"
     assert reader.own((1, 0), 0) == groups.nbytes[0]
     assert reader.bytes_held == groups.nbytes[1]
     reader.release((1, 0), [1])
@@ -107,7 +107,7 @@ def test_a_row_group_that_two_hold_is_neithers_own():
     for key in ((1, 0), (2, 0)):
         reader.take(key, [0])
     reader.forget([(1, 0)])  # its need is gone, while it copies rows
-    assert reader.own((2, 0), 0) == 0
+    assert reader.own((2, 0), 0) is None
     for key in ((1, 0), (2, 0)):
         reader.release(key, [0])
     assert reader.bytes_held == 0
@@ -118,7 +118,7 @@ def test_what_stays_for_who_comes_back_is_nobodys_own():
     groups = FakeRowGroups([10])
     reader = opened(groups, 1 << 20, keep=True)
     reader.take((1, 0), [0])
-    assert reader.own((1, 0), 0) == 0
+    assert reader.own((1, 0), 0) is None
     reader.release((1, 0), [0])
     reader.close()
 

@@ -103,7 +103,9 @@ def test_a_folder_of_another_file_system_is_read_and_written(tmp_path):
     assert store.find(store.path) == []
 
 
-@pytest.mark.parametrize("endpoint", ["", "minio:9000", "localhost:9000", "http//x", "ftp://x", 7])
+@pytest.mark.parametrize(
+    "endpoint", ["", "minio:9000", "localhost:9000", "http//x", "ftp://x", "http:// bad", 7]
+)
 def test_an_endpoint_that_is_no_url(endpoint):
     """Else obstore panics, in whatever thread reads first."""
     options = {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": endpoint}}
@@ -122,3 +124,13 @@ def test_a_panic_is_an_error_of_the_store(monkeypatch):
     monkeypatch.setattr(store._backend, "read", panic)
     with pytest.raises(StorageError, match=r"panic.*unwrap on None"):
         store.read("a", 0, 1)
+
+
+def test_an_endpoint_of_the_environment_is_looked_at_too_and_no_secret_is_said(monkeypatch):
+    with pytest.raises(StorageError) as caught:
+        Store("s3://bucket/x", {"key": "k", "secret": "s", "endpoint_url": "id:canary@minio:9000"})
+    assert "'minio:9000'" in str(caught.value) and "canary" not in str(caught.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    with pytest.raises(StorageError, match="endpoint_url is 'minio:9000'"):
+        Store("s3://bucket/x", {"key": "k", "secret": "s"})
+    Store("s3://bucket/x", {"key": "k", "secret": "s", "endpoint_url": "http://minio:9000"})

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
 from elastic_dp.data.schema import is_text, same
 from elastic_dp.storage import ObjectRewritten
@@ -50,7 +50,7 @@ class Arrow:
     def __init__(self) -> None:
         self._heads = Heads()
         self._lock = threading.Lock()
-        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()  # by path; oldest use first
+        self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         is_file = bytes(shard.read(0, min(8, shard.size)))[:6] == _MAGIC
@@ -94,14 +94,14 @@ class Arrow:
     def _map(self, shard: ShardAt, path: str) -> _Mapped:
         stamp = _stamp(path)
         with self._lock:
-            mapped = self._mapped.get(shard.path)
+            mapped = self._mapped.get(shard.key)
         if mapped is None or mapped.stamp != stamp:
             shard.read(0, 1)  # tells whether it is still the version that the index knows
             with pa.memory_map(path) as file:
                 mapped = _Mapped(file.read_buffer(), stamp)
         with self._lock:
-            self._mapped[shard.path] = mapped
-            self._mapped.move_to_end(shard.path)
+            self._mapped[shard.key] = mapped
+            self._mapped.move_to_end(shard.key)
             if len(self._mapped) > FILES_MAPPED:
                 self._mapped.popitem(last=False)
         return mapped

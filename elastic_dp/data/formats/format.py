@@ -19,6 +19,9 @@ from elastic_dp.storage import Store
 Ints = npt.NDArray[np.int64]
 
 
+ShardKey = tuple[int, str]
+
+
 @dataclass(frozen=True)
 class ShardAt:
     """One shard in a store. `name` is for people. The last four are what the index kept of its scan."""
@@ -32,6 +35,11 @@ class ShardAt:
     tail: int = 0
     head: int = 0  # where its first row group starts
     footer: pa.Buffer | None = None  # None: not kept
+
+    @property
+    def key(self) -> ShardKey:
+        """Two buckets may hold objects of one path."""
+        return id(self.store), self.path
 
     @property
     def local(self) -> str | None:

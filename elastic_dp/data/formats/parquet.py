@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.schema import same
 from elastic_dp.storage import ObjectRewritten
 
@@ -45,9 +45,9 @@ class Parquet:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._footers: OrderedDict[str, _Footer] = OrderedDict()  # by path; oldest use first
+        self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # oldest use first
         self._footer_bytes = 0
-        self._gates: dict[str, threading.Lock] = {}  # by path, of footers that a thread is reading
+        self._gates: dict[ShardKey, threading.Lock] = {}  # of footers that a thread is reading
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
@@ -100,61 +100,61 @@ class Parquet:
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
-            self._put_back(shard.path, kept, file)
+            self._put_back(shard.key, kept, file)
 
     def _footer(
         self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
     ) -> _Footer:
         """The one that is kept, or else from the shard; threads that want it meanwhile wait."""
         with self._lock:
-            if (kept := self._footers.get(shard.path)) and kept.stamp == stamp:
+            if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
                 return kept
-            gate = self._gates.setdefault(shard.path, threading.Lock())
+            gate = self._gates.setdefault(shard.key, threading.Lock())
         with gate:
             with self._lock:
-                if (kept := self._footers.get(shard.path)) and kept.stamp == stamp:
+                if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
                     return kept
             try:
                 return self._read_footer(shard, place, held, stamp)
             finally:
                 with self._lock:
-                    self._gates.pop(shard.path, None)
+                    self._gates.pop(shard.key, None)
 
     def _read_footer(
         self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
     ) -> _Footer:
         if shard.footer is not None:
-            return self._keep(shard.path, _Footer(_parse(shard.footer), shard.tail, stamp))
+            return self._keep(shard.key, _Footer(_parse(shard.footer), shard.tail, stamp))
         start = shard.size - shard.tail
         is_near = start - place.end <= GAP_BYTES and place.end - place.start <= TOGETHER_BYTES
         held.fetch([(place.start if is_near and stamp is None else start, shard.size)])
         tail = held.slice(start, shard.size)
         if zlib.crc32(tail) != shard.check:
             raise ObjectRewritten(shard.name)
-        return self._keep(shard.path, _Footer(_parse(tail), shard.tail, stamp))
+        return self._keep(shard.key, _Footer(_parse(tail), shard.tail, stamp))
 
-    def _keep(self, path: str, footer: _Footer) -> _Footer:
+    def _keep(self, key: ShardKey, footer: _Footer) -> _Footer:
         with self._lock:
-            self._forget(path)
-            self._footers[path] = footer
+            self._forget(key)
+            self._footers[key] = footer
             self._footer_bytes += footer.nbytes
             while self._footer_bytes > FOOTER_BYTES_KEPT and len(self._footers) > 1:
                 self._forget(next(iter(self._footers)))
         return footer
 
-    def _put_back(self, path: str, kept: _Footer, file: pq.ParquetFile) -> None:
+    def _put_back(self, key: ShardKey, kept: _Footer, file: pq.ParquetFile) -> None:
         with self._lock:
             kept.idle.append(file)
-            if path in self._footers:
-                self._footers.move_to_end(path)
+            if key in self._footers:
+                self._footers.move_to_end(key)
             for number, footer in enumerate(reversed(self._footers.values())):
                 if number >= SHARDS_OPEN:
                     if not footer.idle:
                         break
                     footer.idle.clear()
 
-    def _forget(self, path: str) -> None:
-        if (old := self._footers.pop(path, None)) is not None:
+    def _forget(self, key: ShardKey) -> None:
+        if (old := self._footers.pop(key, None)) is not None:
             self._footer_bytes -= old.nbytes
 
 
