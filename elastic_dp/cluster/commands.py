@@ -306,8 +306,8 @@ def _execute(job: Path) -> tuple[int, str]:
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        return code, end.code if isinstance(end.code, str) else ""
+            return 1, end.code
+        return (end.code if isinstance(end.code, int) else int(end.code is not None)), ""
     except ElasticError as error:
         said = f"{type(error).__name__}: {error}"
         print(said, file=sys.stderr)
@@ -334,7 +334,8 @@ def _attach(name: str, address: str | None, storage_path: str | None = None) -> 
     from elastic_dp.cluster.finding import connect
     from elastic_dp.cluster.starting import attach
 
-    with contextlib.suppress(*[] if storage_path is None else [ClusterError]):
+    forgiven = () if storage_path is None else (ClusterError,)
+    with contextlib.suppress(*forgiven):
         connect(address)
     return attach(name, storage_path)
 

@@ -57,7 +57,7 @@ class Blocks:
 
 
 def is_aligned(array: npt.NDArray[Any]) -> bool:
-    return bool(array.__array_interface__["data"][0] % ALIGNED_TO == 0)
+    return _address(array) % ALIGNED_TO == 0
 
 
 def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -74,5 +74,9 @@ def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def empty_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     """Aligned."""
     memory = np.empty(nbytes + ALIGNED_TO, np.uint8)
-    first = -memory.__array_interface__["data"][0] % ALIGNED_TO
+    first = -_address(memory) % ALIGNED_TO
     return memory[first : first + nbytes]
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -101,25 +101,27 @@ def located(error: UserCodeError, step: int, virtual_worker: int, rows: str) -> 
 
 def pinned(batch: Any) -> Any:
     """Tensors in dicts, lists and tuples, in memory that a GPU copies from without a stop."""
-    if isinstance(batch, torch.Tensor):
-        return batch.pin_memory()
-    if type(batch) is dict:
-        return {key: pinned(value) for key, value in batch.items()}
-    if type(batch) in (list, tuple):
-        return type(batch)(pinned(value) for value in batch)
-    return batch
+    return _each_tensor(batch, torch.Tensor.pin_memory)
 
 
 def aligned_tensors(batch: Any) -> Any:
     """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see blocks.py."""
+    return _each_tensor(batch, _aligned)
+
+
+def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
-        unaligned = batch.layout == torch.strided and batch.data_ptr() % ALIGNED_TO
-        return batch.clone() if unaligned else batch
+        return change(batch)
     if type(batch) is dict:
-        return {key: aligned_tensors(value) for key, value in batch.items()}
+        return {key: _each_tensor(value, change) for key, value in batch.items()}
     if type(batch) in (list, tuple):
-        return type(batch)(aligned_tensors(value) for value in batch)
+        return type(batch)(_each_tensor(value, change) for value in batch)
     return batch
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    unaligned = tensor.layout == torch.strided and tensor.data_ptr() % ALIGNED_TO
+    return tensor.clone() if unaligned else tensor
 
 
 def nbytes_of(batch: Any) -> int:

@@ -95,8 +95,7 @@ class MapStyleDataset(_NoRowGroups):
 
     def batch(self, step: int, virtual_worker: int) -> Any:
         if not self._processes:
-            batch = _fetch(self._config, self._order.locate(step, virtual_worker)[1])
-            return pinned(batch) if self._pin else batch
+            return _fetch_here(self._config, self._order.locate(step, virtual_worker)[1], self._pin)
         self._start_processes()
         try:
             return self._micro_batches.take(step, virtual_worker)
@@ -164,8 +163,7 @@ class MapStyleEvaluation(_NoRowGroups):
         return 0
 
     def batch(self, index: int) -> Any:
-        batch = _fetch(self._config, self._indices(index))
-        return pinned(batch) if self._pin else batch
+        return _fetch_here(self._config, self._indices(index), self._pin)
 
     def describe(self, index: int) -> str:
         return _describe(self._indices(index))
@@ -213,7 +211,13 @@ def _fetch(config: MapStyleData, indices: Ints) -> Any:
         items = fetch_all(indices.tolist())
     else:
         items = [config.dataset[index] for index in indices.tolist()]
-    return aligned_tensors((config.collate_fn or default_collate)(items))
+    return (config.collate_fn or default_collate)(items)
+
+
+def _fetch_here(config: MapStyleData, indices: Ints, pin: bool) -> Any:
+    """In the process that uses it; what comes from another one is in memory of ours."""
+    batch = _fetch(config, indices)
+    return pinned(batch) if pin else aligned_tensors(batch)
 
 
 def _digest(config: MapStyleData, num_rows: int, identity: str) -> str:

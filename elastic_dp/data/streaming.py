@@ -389,8 +389,7 @@ def _groups_of(works: Sequence[Located]) -> list[int]:
 def _rows_in(row_groups: RowGroups, ahead_bytes: int) -> int:
     """How many are made at once."""
     row_bytes = max(1, int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum())))
-    most = min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
-    return most
+    return min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
 
 
 def most_bytes(row_groups: RowGroups, count: int) -> int:

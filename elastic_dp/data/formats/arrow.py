@@ -73,7 +73,6 @@ class Arrow:
         return Scan(schema, rows, starts, ends, nbytes, check)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        path = shard.local
         head = self._heads.read(shard, shard.head)
         path = shard.local
         if path is None:
