@@ -217,6 +217,11 @@ class RayFleet:
         with self._lock:
             self._actors.pop(worker, None)
             self._asked.pop(worker, None)
+        if isinstance(
+            error, ray.exceptions.RayTaskError
+        ):  # it raised, and still has its node's resources
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor, no_restart=True)
         reason, cause = _death(error)
         if worker in self._withdrawn:
             reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED
@@ -231,6 +236,8 @@ def _death(error: BaseException | None) -> tuple[str, Cause]:
     """Why an actor is no more, as Ray tells it."""
     if error is None:
         return "left", Cause.UNKNOWN
+    if isinstance(error, ray.exceptions.RayTaskError):  # its text begins with Ray's own frames
+        return f"{type(error.cause).__name__}: {error.cause}"[:600], Cause.UNKNOWN
     text = str(error).strip()
     reason = text.splitlines()[0][:300]
     if getattr(error, "preempted", False):

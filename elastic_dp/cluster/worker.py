@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from elastic_dp.cluster.heartbeats import Page
 from elastic_dp.cluster.logs import LogKeeper
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
+from elastic_dp.errors import ClusterError
 from elastic_dp.protocol.messages import (
     START,
     AbortGeneration,
@@ -141,13 +143,17 @@ class Worker:
                 self._log.close()
 
     def _run(self) -> str:
+        try:  # before anybody counts on this worker: without its GPU it ends, and another is started
+            device = pick_device(self._spec.scaling.resources_per_worker)
+        except ClusterError as error:
+            self._link.say(f"{self.identity} ends: {error}")
+            raise
         self._link.post(WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):
             if self._control.orphaned_in_s() <= 0:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
-        device = pick_device(self._spec.scaling.resources_per_worker)
         nccl = self._spec.scaling.resources_per_worker.get("GPU", 0) >= 1
         try:
             data = open_data(
@@ -195,9 +201,23 @@ class Worker:
 
 
 def pick_device(resources: Mapping[str, float]) -> torch.device:
-    if resources.get("GPU", 0) > 0 and torch.cuda.is_available():
+    """The GPU, where the worker was given one. Raises ClusterError if torch does not see it: training on the CPU
+    instead would be a hundred times slower, under a backend that moves CUDA tensors only."""
+    gpus = resources.get("GPU", 0)
+    if gpus <= 0:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
         return torch.device("cuda", 0)
-    return torch.device("cpu")
+    why = (
+        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}; see that the driver is new enough for it "
+        "and that the container sees its libraries (on GKE LD_LIBRARY_PATH must hold /usr/local/nvidia/lib64)"
+        if torch.version.cuda
+        else f"torch {torch.__version__} was built without CUDA; install a build with it"
+    )
+    raise ClusterError(
+        f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "
+        f"{socket.gethostname()}: {why}. To train on the CPU, set scaling.resources_per_worker.GPU=0"
+    )
 
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:

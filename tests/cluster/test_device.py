@@ -1,0 +1,79 @@
+"""A worker that was given a GPU trains on it, or ends and says why. It never trains on the CPU instead."""
+
+import dataclasses
+import types
+
+import pytest
+import ray
+import torch
+
+from elastic_dp.cluster import ray_actors
+from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.worker import pick_device
+from elastic_dp.errors import ClusterError
+from elastic_dp.protocol.messages import Cause
+from tests.runs import group, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    def found(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
+    return found
+
+
+@pytest.mark.parametrize("resources", [{}, {"CPU": 1}, {"CPU": 1, "GPU": 0}])
+@pytest.mark.parametrize("count", [0, 1])
+def test_pick_device_without_a_gpu_asked_for_is_the_cpu(resources, count, cuda):
+    cuda(count)
+    assert pick_device(resources) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("amount", [0.25, 1, 2])
+def test_pick_device_with_a_gpu_asked_for_is_that(amount, cuda):
+    cuda(1)
+    assert pick_device({"GPU": amount}) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("build", "said"), [("13.0", "LD_LIBRARY_PATH"), (None, "without CUDA")])
+def test_pick_device_with_a_gpu_that_is_not_there_raises(build, said, cuda, monkeypatch):
+    cuda(0)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    with pytest.raises(ClusterError, match="resources_per_worker asks for 1 GPU") as caught:
+        pick_device({"GPU": 1})
+    assert said in str(caught.value) and "scaling.resources_per_worker.GPU=0" in str(caught.value)
+
+
+def train(ctx):
+    model = classifier()
+    for _ in ctx.steps(model, adamw(model), cross_entropy):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is there")
+def test_a_worker_without_its_gpu_ends_and_makes_no_step(capfd):
+    spec = spec_of(workers=1, resources_per_worker={"CPU": 1, "GPU": 1})
+    failure = dataclasses.replace(spec.failure, max_losses_without_progress=1)
+    outcome, _ = group(dataclasses.replace(spec, failure=failure), train)
+    assert outcome.step == 0 and type(error_of(outcome)) is ClusterError
+    assert "finds no CUDA device" in capfd.readouterr().err
+
+
+def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(monkeypatch):
+    killed, lost = [], []
+    actor = types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: "a1"))
+    fleet = object.__new__(ray_actors.RayFleet)
+    fleet._lock, fleet._actors, fleet._asked = ray_actors.threading.Lock(), {"w1": actor}, {}
+    fleet._withdrawn, fleet._told_to_go = set(), set()
+    fleet.placement = types.SimpleNamespace(failed=lambda actor: None)
+    fleet._controller = types.SimpleNamespace(post=lost.append)
+    monkeypatch.setattr(ray_actors.ray, "kill", lambda actor, no_restart: killed.append(actor))
+    raised = ray.exceptions.RayTaskError("run", "frames\nof Ray", ClusterError("no CUDA device"))
+    future = types.SimpleNamespace(exception=raised.as_instanceof_cause)
+    fleet._ended("w1", actor, future)
+    assert killed == [actor]
+    [event] = lost
+    assert (event.worker, event.reason) == ("w1", "ClusterError: no CUDA device")
+    assert event.cause is Cause.UNKNOWN
