@@ -107,8 +107,10 @@ CLUSTER = [
     Field(
         "cluster",
         "autoscalerOptions.env.RAY_AUTOSCALER_RECONCILE_ALLOCATE_STATUS_TIMEOUT_S",
+        # A pod that is not ready by then is deleted: a GPU node boots, loads its driver and pulls the image in up to 15
+        # minutes (kuberay#4226). Ray's own default, 3600, is the most that makes sense.
         "spot that does not come is waited for an hour otherwise",
-        lambda value, _: 60 <= float(value) <= 600,
+        lambda value, _: 900 <= float(value) < 3600,
     ),
     Field(
         "cluster",

@@ -14,14 +14,21 @@ from typing import Any
 
 import yaml
 
+from tests.k8s.filled import filled
+
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-RUNS = ("overlays/cpu-smoke", "overlays/eks-spot", "overlays/gke-spot")
+RUNS = (
+    *("overlays/cpu-smoke", "overlays/eks-spot", "overlays/gke-spot", "overlays/aks-spot"),
+    *("overlays/eks-efa", "overlays/gke-gpudirect", "overlays/minio", "overlays/nfs"),
+)
 CLUSTERS = ("overlays/eks-shared", "overlays/gke-shared")
 OVERLAYS = (*RUNS, *CLUSTERS)
+ON_WHOLE_MACHINES = ("overlays/eks-efa", "overlays/gke-gpudirect")
 SHARED = (
-    *("namespaces/base", "namespaces/eks", "namespaces/gke"),
-    *("prepull", "monitoring", "admin/kueue"),
+    *("namespaces/base", "namespaces/eks", "namespaces/gke", "namespaces/aks"),
+    *("namespaces/gke-gpudirect", "admin/priority"),
+    *("prepull/aks", "prepull/eks", "prepull/gke", "monitoring", "admin/kueue"),
 )
 
 
@@ -33,7 +40,10 @@ def build(folder: str) -> list[dict[str, Any]]:
 @functools.cache
 def _built(folder: str) -> list[dict[str, Any]]:
     made = subprocess.run(
-        [_kubectl(), "kustomize", str(K8S / folder)], capture_output=True, text=True, check=False
+        [_kubectl(), "kustomize", str(filled() / folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert made.returncode == 0, made.stderr
     assert not made.stderr, made.stderr  # a deprecated field of a kustomization

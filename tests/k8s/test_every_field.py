@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.k8s import manifests, test_fits, test_names, test_policy, test_schemas
+from tests.k8s import (
+    manifests,
+    test_clouds,
+    test_fits,
+    test_machines,
+    test_names,
+    test_policy,
+    test_schemas,
+)
 from tests.k8s.fields import broken
 
 IDENTITY = {"apiVersion", "kind"}
@@ -40,7 +48,7 @@ def _checks(folder: str, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any
     not look at it."""
     built, looked = manifests._built, set()
     patch.setattr(manifests, "_built", lambda asked: looked.add(asked) or built(asked))
-    for module in (test_fits, test_names, test_policy, test_schemas):
+    for module in (test_clouds, test_fits, test_machines, test_names, test_policy, test_schemas):
         for name, test in vars(module).items():
             if not name.startswith("test_"):
                 continue

@@ -19,6 +19,7 @@ from tests.k8s.fields import SETTLE_S, is_field
 from tests.k8s.manifests import (
     CLUSTERS,
     K8S,
+    ON_WHOLE_MACHINES,
     OVERLAYS,
     ROOT,
     RUNS,
@@ -37,6 +38,9 @@ NOTICE_S = {
     "eks-shared": 120,
     "gke-spot": 15,
     "gke-shared": 15,
+    "gke-gpudirect": 15,
+    "eks-efa": 120,
+    "aks-spot": 30,
 }  # of a spot reclaim
 INSTANCE = "app.kubernetes.io/instance"
 
@@ -87,12 +91,17 @@ def test_the_entrypoint_sets_fields_that_a_job_has(folder):
     given = _sets(" ".join(words))
     for name in set(given) - {"storage_path"}:
         assert is_field(JobSpec, name.split(".")), name
-    most = sum(group["maxReplicas"] for group in groups(objects).values())
-    assert int(given["scaling.max_workers"]) <= most
-    gpus = given.get("scaling.resources_per_worker.GPU", "0")
+    gpus = int(given.get("scaling.resources_per_worker.GPU", "0"))
+    cpus = int(given.get("scaling.resources_per_worker.CPU", "1"))
+    most = 0
     for group in groups(objects).values():
-        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-        assert limits.get("nvidia.com/gpu", "0") == gpus
+        resources = group["template"]["spec"]["containers"][0]["resources"]
+        there = int(resources["limits"].get("nvidia.com/gpu", "0"))
+        assert bool(there) == bool(gpus)
+        a_pod = there // gpus if gpus else 1
+        assert a_pod * gpus == there and a_pod * cpus <= int(resources["requests"]["cpu"])
+        most += group["maxReplicas"] * a_pod
+    assert int(given["scaling.max_workers"]) <= most
 
 
 @pytest.mark.parametrize("folder", RUNS)
@@ -124,7 +133,10 @@ def test_volumes_that_are_mounted_are_there(folder):
         used = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}  # fmt: skip
         assert used <= claims
     for claim in of_kind(objects, "PersistentVolumeClaim"):
-        assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+        on_one_node = folder == "overlays/cpu-smoke"
+        mode, of = ("ReadWriteOnce", None) if on_one_node else ("ReadWriteMany", "nfs-csi")
+        assert claim["spec"]["accessModes"] == [mode]
+        assert claim["spec"].get("storageClassName") == of
         assert claim["spec"]["resources"]["requests"]["storage"]
     head = {volume["name"] for volume in templates(objects)["head"]["spec"]["volumes"]}
     mounts = cluster(objects)["autoscalerOptions"]["volumeMounts"]
@@ -202,7 +214,9 @@ def test_what_rays_autoscaler_reads(folder):
     config = _derive_autoscaling_config_from_ray_cr(resource)
     types = config["available_node_types"]
     assert types["headgroup"]["resources"]["CPU"] == 0
-    gpu = {} if folder == "overlays/cpu-smoke" else {"GPU": 1}
+    gpu = {"GPU": 8 if folder in ON_WHOLE_MACHINES else 1}
+    if folder == "overlays/cpu-smoke":
+        gpu = {}
     for name in ("spot", "on-demand"):
         assert types[name]["labels"] == {"ray.io/market-type": name}
         assert {k: v for k, v in types[name]["resources"].items() if k == "GPU"} == gpu
@@ -246,7 +260,8 @@ def test_kueue_covers_what_a_run_asks_for():
     assert {flavor["name"] for flavor in group["flavors"]} == set(flavors)
     for name, worker in groups(build("overlays/eks-spot")).items():
         pod = worker["template"]["spec"]
-        assert pod["nodeSelector"] == flavors[name]["spec"]["nodeLabels"]
+        # The flavour is the head's, too: it must not name a GPU.
+        assert flavors[name]["spec"]["nodeLabels"].items() <= pod["nodeSelector"].items()
         asked = set(pod["containers"][0]["resources"]["requests"]) - {"ephemeral-storage"}
         assert asked <= set(group["coveredResources"])
 

@@ -30,6 +30,9 @@ RAY = Path(ray.__file__).parent
 @pytest.mark.parametrize("name", KNOWN["environment"])
 def test_ray_reads_the_variable(name):
     entry = KNOWN["environment"][name]
+    if "read_by" not in entry:  # not Ray
+        assert entry["says"]
+        return
     text = (RAY / entry["read_by"]).read_bytes()
     in_core = entry["read_by"].startswith("core/")
     assert (name.removeprefix("RAY_") if in_core else name).encode() in text

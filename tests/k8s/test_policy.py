@@ -2,12 +2,21 @@
 
 import pytest
 
-from tests.k8s.manifests import OVERLAYS, build, groups, of_kind, ray_object, templates
+from tests.k8s.manifests import (
+    ON_WHOLE_MACHINES,
+    OVERLAYS,
+    build,
+    groups,
+    of_kind,
+    ray_object,
+    templates,
+)
 
 INSTANCE = "app.kubernetes.io/instance"
 GPU = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 ON_GPUS = [folder for folder in OVERLAYS if folder != "overlays/cpu-smoke"]
 EKS, GKE = "karpenter.sh/capacity-type", "cloud.google.com/gke-spot"
+AKS = "kubernetes.azure.com/scalesetpriority"
 
 
 def own(name):
@@ -22,13 +31,26 @@ def tcp(*ports):
     return [{"protocol": "TCP", "port": port} for port in ports]
 
 
+def blocks(*cidrs):
+    return [{"ipBlock": {"cidr": cidr}} for cidr in cidrs]
+
+
+DNS = [{"protocol": "UDP", "port": 53}, *tcp(53)]
+
+
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_the_network_policy_is_this(folder):
     objects = build(folder)
     [policy] = of_kind(objects, "NetworkPolicy")
     name = ray_object(objects)["metadata"]["name"]
-    dns = namespace("kube-system") | {"podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}
-    anywhere = {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}
+    dns = [
+        namespace("kube-system") | {"podSelector": {"matchLabels": {"k8s-app": app}}}
+        for app in ("kube-dns", "node-local-dns")
+    ] + blocks("169.254.20.10/32", "169.254.169.254/32")
+    anywhere = [
+        {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
+        {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10", "fd00:ec2::/32"]}},
+    ]
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert policy["spec"]["ingress"] == [
         {"from": [own(name)]},
@@ -37,19 +59,23 @@ def test_the_network_policy_is_this(folder):
     ]
     among, names, out, *more = policy["spec"]["egress"]
     assert among == {"to": [own(name)]}
-    assert names == {"to": [dns], "ports": [{"protocol": "UDP", "port": 53}, *tcp(53)]}
-    assert out == {"to": [anywhere], "ports": tcp(443, 6443)}
-    identity = [f"169.254.169.{last}/32" for last in (252, 254)]
+    assert names == {"to": dns, "ports": DNS}
+    assert out == {"to": anywhere, "ports": tcp(443, 6443)}
     redis = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "redis"}}}
+    google = {"to": blocks("169.254.169.252/32", "169.254.169.254/32"), "ports": tcp(80, 988)}
+    amazon = {"to": blocks("169.254.170.23/32", "fd00:ec2::23/128"), "ports": tcp(80)}
+    azure = {"to": blocks("169.254.10.10/32", "169.254.10.11/32"), "ports": DNS}
     assert more == {
-        "overlays/gke-spot": [_to(identity)],
-        "overlays/gke-shared": [_to(identity)],
-        "overlays/eks-shared": [{"to": [redis], "ports": tcp(6379)}],
+        "overlays/gke-spot": [google],
+        "overlays/gke-shared": [google],
+        "overlays/gke-gpudirect": [google],
+        "overlays/eks-spot": [amazon],
+        "overlays/eks-efa": [amazon],
+        "overlays/eks-shared": [amazon, {"to": [redis], "ports": tcp(6379)}],
+        "overlays/aks-spot": [azure],
+        "overlays/minio": [{"to": [namespace("minio")], "ports": tcp(9000)}],
+        "overlays/nfs": [{"to": blocks("10.0.0.0/8"), "ports": tcp(3128)}],
     }.get(folder, [])
-
-
-def _to(addresses):
-    return {"to": [{"ipBlock": {"cidr": cidr}} for cidr in addresses], "ports": tcp(80, 988)}
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
@@ -74,26 +100,41 @@ def test_workers_get_gpus(folder):
         pod = group["template"]["spec"]
         assert GPU in pod["tolerations"]  # GPU nodes turn others away
         asked = pod["containers"][0]["resources"]
-        assert asked["requests"]["nvidia.com/gpu"] == asked["limits"]["nvidia.com/gpu"] == "1"
+        gpus = {asked[kind]["nvidia.com/gpu"] for kind in ("requests", "limits")}
+        assert gpus == {"8" if folder in ON_WHOLE_MACHINES else "1"}
 
 
-@pytest.mark.parametrize("folder", ON_GPUS)
-def test_only_spot_workers_are_on_spot_machines(folder):
+@pytest.mark.parametrize("folder", [folder for folder in OVERLAYS if "/eks-" in folder])
+def test_only_spot_workers_are_on_spot_machines_of_eks(folder):
     pods = {name: template["spec"] for name, template in templates(build(folder)).items()}
-    if "eks" in folder:
-        wanted = {"head": "on-demand", "spot": "spot", "on-demand": "on-demand"}
-        assert {name: pod["nodeSelector"][EKS] for name, pod in pods.items()} == wanted
-        [spread] = pods["spot"]["topologySpreadConstraints"]
-        assert spread["topologyKey"] == "topology.kubernetes.io/zone"
-        assert spread["labelSelector"] == {"matchLabels": {"ray.io/group": "spot"}}
-        return
-    expression = {"key": GKE, "operator": "DoesNotExist"}
+    wanted = {"head": "on-demand", "spot": "spot", "on-demand": "on-demand"}
+    assert {name: pod["nodeSelector"][EKS] for name, pod in pods.items()} == wanted
+
+
+@pytest.mark.parametrize("folder", [folder for folder in OVERLAYS if "/gke-" in folder])
+def test_only_spot_workers_are_on_spot_machines_of_gke(folder):
+    pods = {name: template["spec"] for name, template in templates(build(folder)).items()}
     for name in ("head", "on-demand"):
-        required = pods[name]["affinity"]["nodeAffinity"]
-        [term] = required["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-        assert term == {"matchExpressions": [expression]}
+        assert _required(pods[name]) == {"key": GKE, "operator": "DoesNotExist"}
     assert pods["spot"]["nodeSelector"][GKE] == "true"
     taint = {"key": GKE, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
     assert taint in pods["spot"]["tolerations"]
-    for name in ("spot", "on-demand"):
-        assert pods[name]["nodeSelector"]["cloud.google.com/gke-accelerator"]
+
+
+def test_only_spot_workers_are_on_spot_machines_of_aks():
+    """Label and taint as Microsoft's "Add an Azure Spot node pool to an AKS cluster" has them."""
+    pods = {
+        name: template["spec"] for name, template in templates(build("overlays/aks-spot")).items()
+    }
+    for name in ("head", "on-demand"):
+        assert _required(pods[name]) == {"key": AKS, "operator": "NotIn", "values": ["spot"]}
+    assert pods["spot"]["nodeSelector"][AKS] == "spot"
+    taint = {"key": AKS, "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+    assert taint in pods["spot"]["tolerations"] and taint not in pods["on-demand"]["tolerations"]
+
+
+def _required(pod):
+    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    [term] = required["nodeSelectorTerms"]
+    [expression] = term["matchExpressions"]
+    return expression
