@@ -1,0 +1,293 @@
+"""One params.env for each kind of cluster: each value reaches every place that needs it and no other, and a value that was
+not filled in is refused by `kubectl kustomize` itself.
+"""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.k8s.filled import ANSWERS, K8S, copy_filled, params
+from tests.k8s.manifests import _kubectl, build, ray_object
+
+HEAD = "headGroupSpec.template.spec.containers.0."
+WORKERS = "workerGroupSpecs.N."
+WORKER = WORKERS + "template.spec.containers.0."
+# Where a value goes in a run, below what becomes the RayCluster; "entrypoint" is the RayJob's.
+PLACES = {
+    "image": {HEAD + "image", WORKER + "image"},
+    "storage_path": {"entrypoint"},
+    "data_url": {"entrypoint"},
+    "script": {"entrypoint"},
+    "max_workers": {"entrypoint"},
+    "virtual_workers": {"entrypoint"},
+    "arguments": {"entrypoint"},
+    "max_pods": {WORKERS + "maxReplicas"},
+    "worker_cpu": {WORKER + "resources.requests.cpu"},
+    "worker_memory": {WORKER + f"resources.{of}.memory" for of in ("requests", "limits")},
+    "endpoint": {HEAD + "env.AWS_ENDPOINT_URL", WORKER + "env.AWS_ENDPOINT_URL"},
+    "proxy": {HEAD + "env.HTTPS_PROXY", WORKER + "env.HTTPS_PROXY"},
+    "storage_class": {"storageClassName"},
+    "storage_size": {"resources.requests.storage"},
+    "gpus_per_pod": {WORKER + f"resources.{of}.nvidia.com/gpu" for of in ("requests", "limits")},
+}
+GPU_KIND = {
+    "gke": "cloud.google.com/gke-accelerator",
+    "eks": "karpenter.k8s.aws/instance-gpu-name",
+    "aks": "node.kubernetes.io/instance-type",
+}
+IN_THE_NAMESPACE = {
+    "gke": ("service_account", "iam.gke.io/gcp-service-account"),
+    "eks": ("role_arn", "eks.amazonaws.com/role-arn"),
+    "aks": ("client_id", "azure.workload.identity/client-id"),
+}
+OTHER_VALUES = {
+    "image": "other.example.org/team/elastic-dp:2",
+    "storage_path": "s3://other@example/runs?region=eu",
+    "data_url": "s3://other@example/shards",
+    "client_id": "a-b-c-d-e",
+    "machine_type": "Standard_other",
+    "endpoint": "https://other:9000",
+    "proxy": "http://other:3128",
+    "storage_class": "other",
+    "storage_size": "7Gi",
+    "service_account": "other@example.org",
+    "role_arn": "arn:aws:iam::444455556666:role/other",
+    "arguments": "--set config.lr=0.1 -- --flag 'two words'",
+    "script": "jobs/other.py",
+    "name": "other",
+    "engineers": "other@example.org",
+    "operators": "others@example.org",
+    "gpu_kind": "other",
+    "worker_memory": "7Gi",
+}
+
+
+def kustomization(folder: str) -> dict[str, Any]:
+    return yaml.safe_load((K8S / folder / "kustomization.yaml").read_text())
+
+
+def cloud_of(folder: str) -> str | None:
+    """Whose params.env a kustomization reads."""
+    for component in kustomization(folder).get("components", []):
+        if found := re.fullmatch(r"\.\./\.\./params/(\w+)", component):
+            return found[1]
+    return None
+
+
+def overridden(folder: str) -> set[str]:
+    """What an overlay's `run/` and its components say over the params.env."""
+    keys = set()
+    for component in kustomization(folder)["components"]:
+        path = (K8S / folder / component).resolve().relative_to(K8S)
+        for generator in kustomization(str(path)).get("configMapGenerator", []):
+            if generator.get("behavior") == "merge":
+                assert generator["name"] == "params"
+                keys |= {literal.partition("=")[0] for literal in generator["literals"]}
+    return keys
+
+
+OVERLAYS = [f"overlays/{path.name}" for path in sorted((K8S / "overlays").iterdir())]
+READERS = [
+    folder
+    for path in sorted(K8S.glob("*/*/kustomization.yaml"))
+    if cloud_of(folder := str(path.parent.relative_to(K8S)))
+]
+CASES = [
+    pytest.param(folder, key, id=f"{folder}-{key}")
+    for folder in OVERLAYS
+    for key in params(cloud_of(folder))
+    if key not in overridden(folder)
+]
+
+
+def rendered(k8s, folder: str) -> subprocess.CompletedProcess[str]:
+    command = [_kubectl(), "kustomize", str(k8s / folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def with_value(tmp_path, folder: str, key: str, value: str) -> list[dict[str, Any]]:
+    k8s = copy_filled(tmp_path / "k8s", {cloud_of(folder): {key: value}})
+    made = rendered(k8s, folder)
+    assert made.returncode == 0, made.stderr
+    return list(yaml.safe_load_all(made.stdout))
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict | list):
+        yield path, value
+        return
+    if path.endswith(".env"):
+        value = {variable["name"]: variable.get("value", "") for variable in value}
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(below, f"{path}.{key}" if path else str(key))
+
+
+def by_place(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every value by its place: "RayJob/0 spec.entrypoint". Objects of one kind are told apart by their order."""
+    count: dict[str, int] = {}
+    found = {}
+    for thing in objects:
+        kind = thing["kind"]
+        count[kind] = count.get(kind, -1) + 1
+        found |= {f"{kind}/{count[kind]} {path}": leaf for path, leaf in leaves(thing)}
+    return found
+
+
+def changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, Any]:
+    old, new = by_place(before), by_place(after)
+    assert set(old) == set(new)
+    return {place: new[place] for place in new if new[place] != old[place]}
+
+
+def plain(place: str) -> str:
+    """The place in a run, whichever group it is of and whether a RayJob or a RayCluster has it."""
+    path = place.partition(" ")[2].removeprefix("spec.").removeprefix("rayClusterSpec.")
+    return re.sub(r"workerGroupSpecs\.\d+", "workerGroupSpecs.N", path)
+
+
+def other(key: str, now: str) -> str:
+    return OTHER_VALUES.get(key) or str(int(now) + 5)
+
+
+@pytest.mark.parametrize(("folder", "key"), CASES)
+def test_params_each_value_reaches_its_places_and_no_other(folder, key, tmp_path):
+    cloud = cloud_of(folder)
+    value = other(key, params(cloud)[key])
+    objects = with_value(tmp_path, folder, key, value)
+    differs = changed(build(folder), objects)
+    if key in ("engineers", "operators", IN_THE_NAMESPACE.get(cloud, [""])[0]):
+        assert not differs  # the namespace's, below
+        return
+    if key == "name":
+        named = {o["metadata"]["name"] for o in objects if o["kind"] != "PersistentVolumeClaim"}
+        assert named == {"other", "other-head", "other-workers"}
+        old = ray_object(build(folder))["metadata"]["name"]
+        assert not re.search(rf"name[=:] ?{old}\b", yaml.safe_dump(objects))
+        return
+    places = PLACES.get(key) or {WORKERS + f"template.spec.nodeSelector.{GPU_KIND[cloud]}"}
+    if ray_object(build(folder))["kind"] == "RayCluster":
+        places = places - {"entrypoint"}
+    assert {plain(place) for place in differs} == places
+    groups = [place for place in differs if "workerGroupSpecs" in place]
+    assert len(groups) == 2 * len([place for place in places if "workerGroupSpecs" in place])
+    for place, now in differs.items():
+        if not place.endswith("entrypoint"):
+            assert now == (int(value) if place.endswith("maxReplicas") else value), place
+
+
+@pytest.mark.parametrize("folder", [f for f in OVERLAYS if f.endswith("-spot")])
+def test_params_entrypoint_has_each_value_under_its_own_option(folder, tmp_path):
+    objects = with_value(tmp_path, folder, "arguments", OTHER_VALUES["arguments"])
+    values = params(cloud_of(folder)) | ANSWERS[cloud_of(folder)]
+    options = (
+        f"name={values['name']}",
+        f"storage_path={values['storage_path']}",
+        f"scaling.max_workers={values['max_workers']}",
+        f"scaling.virtual_workers={values['virtual_workers']}",
+        f"data.url={values['data_url']}",
+        "scaling.resources_per_worker.GPU=1",
+        "config.lr=0.1",
+    )
+    assert shlex.split(ray_object(objects)["spec"]["entrypoint"]) == [
+        *("elastic-dp", "run", values["script"]),
+        *(word for option in options for word in ("--set", option)),
+        *("--", "--flag", "two words"),
+    ]
+
+
+@pytest.mark.parametrize("cloud", IN_THE_NAMESPACE)
+def test_params_namespace_has_the_clouds_identity_and_groups(cloud, tmp_path):
+    key, annotation = IN_THE_NAMESPACE[cloud]
+    folder = f"namespaces/{cloud}"
+    for name, places in {
+        key: {"ServiceAccount/0", "ServiceAccount/1"},
+        "engineers": {"RoleBinding/0"},
+        "operators": {"RoleBinding/1"},
+    }.items():
+        value = OTHER_VALUES[name]
+        differs = changed(build(folder), with_value(tmp_path / name, folder, name, value))
+        assert {place.partition(" ")[0] for place in differs} == places
+        assert set(differs.values()) == {value}
+        if name == key:
+            assert all(place.endswith(f"annotations.{annotation}") for place in differs)
+
+
+@pytest.mark.parametrize("folder", [f for f in READERS if f.startswith("prepull/")])
+def test_params_prepull_pulls_the_image_of_the_run(folder, tmp_path):
+    value = OTHER_VALUES["image"]
+    differs = changed(build(folder), with_value(tmp_path, folder, "image", value))
+    assert set(differs.values()) == {value} and len(differs) == 1
+
+
+@pytest.mark.parametrize("folder", READERS)
+def test_params_no_placeholder_is_left(folder):
+    """Of an image's name that nobody guesses, too: no other image is in a manifest than the one of params.env."""
+    text = yaml.safe_dump(build(folder))
+    assert not re.search(r"\b(NAME|SCRIPT|[A-Z]+_(PATH|URL|WORKERS)|ARGUMENTS)\b", text)
+    assert "ConfigMap" not in text
+    values = params(cloud_of(folder)) | ANSWERS[cloud_of(folder)]
+    images = set(re.findall(r"^ +image: (.+)$", text, re.M)) - {"registry.k8s.io/pause:3.10"}
+    assert images <= {values.get("image")}
+    assert folder.startswith("namespaces/") or images
+
+
+def test_params_every_overlay_reads_a_params_file():
+    assert {*OVERLAYS} <= {*READERS}
+
+
+def test_params_no_kustomization_renames_an_image_by_a_name_to_guess():
+    for path in K8S.rglob("kustomization.yaml"):
+        assert "images" not in yaml.safe_load(path.read_text()), path
+
+
+def refused(k8s, folder: str) -> str:
+    made = rendered(k8s, folder)
+    assert made.returncode != 0 and not made.stdout
+    return made.stderr
+
+
+@pytest.mark.parametrize("folder", [f for f in READERS if cloud_of(f) != "kind"])
+def test_params_as_shipped_are_refused_by_name(folder):
+    message = refused(K8S, folder)
+    assert re.search(r"params/checks/\w+-must-[\w-]+'", message), message
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "said"),
+    [
+        ("image", "", "image-must-have-registry-and-tag"),
+        ("image", "elastic-dp:0.1.0-cuda", "image-must-have-registry-and-tag"),
+        ("image", "registry.example.com/elastic-dp", "image-must-have-registry-and-tag"),
+        ("storage_path", "", "storage_path-must-be-a-url"),
+        ("storage_path", "/tmp/runs", "storage_path-must-be-a-url"),
+        ("data_url", "", "data_url-must-be-a-url"),
+    ],
+)
+def test_params_wrong_value_is_refused_by_name(key, wrong, said, tmp_path):
+    for folder in ("overlays/gke-spot", "overlays/eks-spot"):
+        k8s = copy_filled(tmp_path / cloud_of(folder), {cloud_of(folder): {key: wrong}})
+        assert said in refused(k8s, folder)
+
+
+def test_params_a_second_run_overrides_only_what_differs(tmp_path):
+    """What the README says of another run: a copy of an overlay, with a `run/` of its own."""
+    k8s = copy_filled(tmp_path / "k8s")
+    mine = k8s / "overlays" / "mine"
+    (mine / "run").mkdir(parents=True)
+    text = (k8s / "overlays/gke-spot/kustomization.yaml").read_text()
+    (mine / "kustomization.yaml").write_text(
+        text.replace("- ../../params/gke\n", "- ../../params/gke\n- run\n")
+    )
+    shared = (k8s / "overlays/gke-shared/run/kustomization.yaml").read_text()
+    (mine / "run/kustomization.yaml").write_text(shared.replace("name=shared", "name=mine"))
+    made = rendered(k8s, "overlays/mine")
+    assert made.returncode == 0, made.stderr
+    job = ray_object(list(yaml.safe_load_all(made.stdout)))
+    assert job["metadata"]["name"] == "mine" and "--set name=mine " in job["spec"]["entrypoint"]
+    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [group["maxReplicas"] for group in workers] == [32, 32]
