@@ -18,7 +18,6 @@ from elastic_dp.spec import JobSpec
 from tests.k8s.fields import SETTLE_S, is_field
 from tests.k8s.manifests import (
     CLUSTERS,
-    K8S,
     ON_WHOLE_MACHINES,
     OVERLAYS,
     ROOT,
@@ -190,23 +189,6 @@ def test_the_image_is_one_and_its_tag_says_which(folder):
     assert images.pop().endswith(":cpu" if folder == "overlays/cpu-smoke" else ":0.1.0-cuda")
 
 
-def test_the_image_is_built_from_what_is_there():
-    text = (K8S / "Dockerfile").read_text()
-    constraints = (ROOT / "constraints.txt").read_text().splitlines()
-    assert f"torch=={_default(text, 'TORCH')}" in constraints
-    assert f"ray=={_default(text, 'RAY')}" in constraints
-    for folder in OVERLAYS:
-        assert cluster(build(folder))["rayVersion"] == _default(text, "RAY")
-    ignored = (K8S / "Dockerfile.dockerignore").read_text().splitlines()
-    for source in re.findall(r"^COPY (.+) \S+$", text, re.M):
-        for name in source.split():
-            assert (ROOT / name).exists() and f"!{name}" in ignored, name
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    for extra in re.search(r"'\.\[(.+?)\]'", text)[1].split(","):
-        assert re.search(rf"^{extra} = \[", pyproject, re.M), extra
-    assert "USER 1000:1000" in text and "ENTRYPOINT [" not in text
-
-
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_what_rays_autoscaler_reads(folder):
     objects = build(folder)
@@ -279,7 +261,3 @@ def _outlives_pods(objects: list, path: str) -> None:
         mounts = {m["mountPath"]: m["name"] for m in template["spec"]["containers"][0]["volumeMounts"]}  # fmt: skip
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         assert "persistentVolumeClaim" in volumes[mounts[path]]
-
-
-def _default(dockerfile: str, name: str) -> str:
-    return re.search(rf"^ARG {name}=(\S+)$", dockerfile, re.M)[1]

@@ -26,6 +26,7 @@ PLACES = {
     "max_workers": {"entrypoint"},
     "virtual_workers": {"entrypoint"},
     "arguments": {"entrypoint"},
+    "retries": {"backoffLimit"},
     "max_pods": {WORKERS + "maxReplicas"},
     "worker_cpu": {WORKER + "resources.requests.cpu"},
     "worker_memory": {WORKER + f"resources.{of}.memory" for of in ("requests", "limits")},
@@ -171,13 +172,14 @@ def test_params_each_value_reaches_its_places_and_no_other(folder, key, tmp_path
         return
     places = PLACES.get(key) or {WORKERS + f"template.spec.nodeSelector.{GPU_KIND[cloud]}"}
     if ray_object(build(folder))["kind"] == "RayCluster":
-        places = places - {"entrypoint"}
+        places = places - {"entrypoint", "backoffLimit"}
     assert {plain(place) for place in differs} == places
     groups = [place for place in differs if "workerGroupSpecs" in place]
     assert len(groups) == 2 * len([place for place in places if "workerGroupSpecs" in place])
     for place, now in differs.items():
         if not place.endswith("entrypoint"):
-            assert now == (int(value) if place.endswith("maxReplicas") else value), place
+            a_number = place.endswith(("maxReplicas", "backoffLimit"))
+            assert now == (int(value) if a_number else value), place
 
 
 @pytest.mark.parametrize("folder", [f for f in OVERLAYS if f.endswith("-spot")])

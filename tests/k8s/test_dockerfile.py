@@ -1,0 +1,215 @@
+"""k8s/Dockerfile without a Docker daemon: its instructions are read, hadolint's rules that apply are checked, and its pip
+steps run in a clean environment (slow).
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.k8s.manifests import K8S, OVERLAYS, ROOT, build, cluster, templates
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    word: str
+    rest: str
+
+
+def parsed() -> list[Instruction]:
+    lines = [
+        line
+        for line in (K8S / "Dockerfile").read_text().splitlines()
+        if not line.lstrip().startswith("#")
+    ]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    return [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+def all_of(word: str) -> list[str]:
+    return [instruction.rest for instruction in parsed() if instruction.word == word]
+
+
+def argument(name: str) -> str:
+    [found] = [rest.partition("=")[2] for rest in all_of("ARG") if rest.partition("=")[0] == name]
+    return found
+
+
+def position(pattern: str) -> int:
+    [found] = [i for i, each in enumerate(parsed()) if re.search(pattern, f"{each.word} {each.rest}")]  # fmt: skip
+    return found
+
+
+def test_dockerfile_has_only_known_instructions():
+    known = {"ARG", "FROM", "SHELL", "RUN", "ENV", "WORKDIR", "COPY", "USER", "CMD"}
+    assert {instruction.word for instruction in parsed()} == known  # DL3020: no ADD
+
+
+def test_dockerfile_dependencies_are_installed_before_code_is_copied():
+    order = [
+        position("^RUN apt-get update"),
+        position(r"^RUN case .*torch=="),
+        position(r"^COPY pyproject\.toml constraints\.txt"),
+        position(r"^RUN .*pip install .*-r /tmp/requirements\.txt"),
+        position("^COPY elastic_dp"),
+        position(r"^RUN pip install .*--no-deps \.$"),
+        position("^COPY jobs"),
+    ]
+    assert order == sorted(order)
+    after = " ".join(f"{i.word} {i.rest}" for i in parsed()[position("^COPY elastic_dp") :])
+    assert after.count("pip install") == 1 and "apt-get" not in after
+    before = " ".join(all_of("COPY")[:1])
+    assert before == "pyproject.toml constraints.txt ./"  # what else changes would spoil the layer
+
+
+def test_dockerfile_has_a_compiler_for_triton():
+    """gcc for Triton's launchers; g++ brings it and the headers along, and torch.compile needs it on a CPU."""
+    [apt] = [run for run in all_of("RUN") if "apt-get" in run]
+    assert "g++" in shlex.split(apt)
+
+
+def test_dockerfile_loader_finds_the_driver_that_gke_mounts():
+    [env] = all_of("ENV")
+    assert env == "LD_LIBRARY_PATH=/usr/local/nvidia/lib64:/usr/local/nvidia/lib"
+
+
+def test_dockerfile_says_the_oldest_driver():
+    assert re.search(r"driver, R580 \(580\.65\.06\) or newer", (K8S / "Dockerfile").read_text())
+
+
+def test_dockerfile_obeys_hadolint():
+    [image] = all_of("FROM")
+    assert ":" in image and "latest" not in image  # DL3006, DL3007
+    for run in all_of("RUN"):
+        assert "sudo" not in run  # DL3004
+        if "apt-get install" in run:  # DL3009, DL3014, DL3015
+            assert "--yes" in run and "--no-install-recommends" in run
+            assert "rm -rf /var/lib/apt/lists/*" in run and "apt-get update" in run
+            assert "apt-get upgrade" not in run  # DL3005
+        for command in re.findall(r"pip install[^;&]*", run):
+            assert "--no-cache-dir" in command  # DL3042
+            pinned = "==" in command or "-c constraints.txt" in command or "--no-deps" in command
+            assert pinned, command  # DL3013
+    assert all_of("WORKDIR") == ["/app"]  # DL3000: absolute
+    assert all_of("SHELL") == ['["/bin/bash", "-o", "pipefail", "-c"]']  # DL4006
+    [command] = all_of("CMD")
+    assert command.startswith("[")  # DL3025
+
+
+def test_dockerfile_user_is_the_manifests_and_not_root():
+    [user] = all_of("USER")
+    assert position("^USER") > position("^COPY jobs")  # DL3002: the last one is not root
+    [made] = [run for run in all_of("RUN") if "useradd" in run]
+    for folder in OVERLAYS:
+        for pod in templates(build(folder)).values():
+            context = pod["spec"]["securityContext"]
+            uid, gid = context["runAsUser"], context["runAsGroup"]
+            assert user == f"{uid}:{gid}" and uid != 0
+            assert f"--uid {uid} --gid {gid} --create-home" in made
+            paths = {m["mountPath"] for m in pod["spec"]["containers"][0]["volumeMounts"]}
+            assert "/home/ray" in paths and made.endswith(" ray")
+            assert pod["spec"]["containers"][0]["workingDir"] == all_of("WORKDIR")[0]
+
+
+def test_dockerfile_has_no_entrypoint_before_kuberays():
+    assert not all_of("ENTRYPOINT")
+
+
+def test_dockerfile_versions_are_those_of_constraints():
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert f"torch=={argument('TORCH')}" in pins
+    assert f"ray=={argument('RAY')}" in pins
+    for folder in OVERLAYS:
+        assert cluster(build(folder))["rayVersion"] == argument("RAY")
+
+
+def test_dockerfile_python_is_one_that_the_project_supports():
+    assert f"{argument('PYTHON')}.0" in SpecifierSet(PYPROJECT["requires-python"])
+
+
+def test_dockerfile_sources_exist_and_reach_the_build():
+    ignored = (K8S / "Dockerfile.dockerignore").read_text().splitlines()
+    assert ignored[1] == "*"
+    sources = [name for rest in all_of("COPY") for name in rest.split()[:-1]]
+    for name in sources:
+        assert (ROOT / name).exists(), name
+    assert {line[1:] for line in ignored if line.startswith("!")} == set(sources)
+
+
+def test_dockerfile_has_the_extras_of_every_store_and_of_the_command_line():
+    extras = argument("EXTRAS").split(",")
+    assert {"cli", "s3", "gs", "az"} <= set(extras) <= set(PYPROJECT["optional-dependencies"])
+
+
+def requirements() -> list[str]:
+    """What the Dockerfile's own command makes of pyproject.toml."""
+    [run] = [run for run in all_of("RUN") if "requirements.txt" in run]
+    [script] = re.match(r"python -c '([^']+)' \"\$EXTRAS\" > /tmp/requirements.txt", run).groups()
+    made = subprocess.run(
+        [sys.executable, "-c", script, argument("EXTRAS")],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return made.stdout.splitlines()
+
+
+def test_dockerfile_dependencies_are_the_projects_own():
+    wanted = {*PYPROJECT["dependencies"]}
+    for extra in argument("EXTRAS").split(","):
+        wanted |= {*PYPROJECT["optional-dependencies"][extra]}
+    found = requirements()
+    assert set(found) == wanted
+    for line in found:
+        Requirement(line)
+
+
+@pytest.mark.slow
+def test_dockerfile_steps_in_a_clean_environment(tmp_path):
+    """The steps after the system's, as they stand, in a folder that has only what COPY brought and an environment that has
+    only what RUN installed. torch comes from the index that pip has here: its own one may be out of reach.
+    """
+    app, venv, tmp = tmp_path / "app", tmp_path / "venv", tmp_path / "tmp"
+    app.mkdir()
+    tmp.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    settings = {name: rest.partition("=")[2] for rest in all_of("ARG") if (name := rest.partition("=")[0])}  # fmt: skip
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {**inherited, **settings, "PATH": f"{venv}/bin:{os.environ['PATH']}"}
+    for instruction in parsed():
+        if instruction.word == "COPY":
+            *names, target = instruction.rest.split()
+            for name in names:
+                source = ROOT / name
+                if source.is_dir():
+                    unwanted = shutil.ignore_patterns("__pycache__")
+                    shutil.copytree(source, app / target, ignore=unwanted)
+                else:
+                    shutil.copy(source, app / target)
+        if instruction.word == "RUN" and "pip" in instruction.rest:
+            command = instruction.rest.replace("/tmp/", f"{tmp}/")
+            command = re.sub(r" --index-url \S+", "", command)
+            bash = ["bash", "-o", "pipefail", "-c", command]
+            made = subprocess.run(bash, cwd=app, env=environment, capture_output=True, text=True)
+            assert made.returncode == 0, made.stdout + made.stderr
+    assert not list(tmp.iterdir())
+
+    def output(*words: str) -> str:
+        command = [venv / "bin" / words[0], *words[1:]]
+        made = subprocess.run(command, cwd=app, env=environment, capture_output=True, text=True)
+        assert made.returncode == 0, made.stdout + made.stderr
+        return made.stdout
+
+    assert "run" in output("elastic-dp", "--help")
+    output("pip", "check")
+    where = output("python", "-c", "import os; os.chdir('/'); import elastic_dp, ray, gcsfs, adlfs, s3fs; print(elastic_dp.__file__, ray.__version__)")  # fmt: skip
+    assert str(venv) in where and argument("RAY") in where
+    output("ray", "kuberay-autoscaler", "--help")
