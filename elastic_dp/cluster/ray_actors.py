@@ -178,8 +178,7 @@ class RayFleet:
     def kill(self, worker: WorkerId) -> None:
         actor = self._actors.get(worker)
         if actor is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(actor, no_restart=True)
+            _kill(actor)
 
     def withdraw_in_vain(self) -> None:
         """Those that wait because of a node that would do now; others are asked for in their place."""
@@ -217,11 +216,9 @@ class RayFleet:
         with self._lock:
             self._actors.pop(worker, None)
             self._asked.pop(worker, None)
-        if isinstance(
-            error, ray.exceptions.RayTaskError
-        ):  # it raised, and still has its node's resources
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(actor, no_restart=True)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            # It raised, and holds its node's GPU until it is killed: not here, in Ray's own thread, where that never returns.
+            threading.Thread(target=_kill, args=[actor], name="kill", daemon=True).start()
         reason, cause = _death(error)
         if worker in self._withdrawn:
             reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED
@@ -230,6 +227,11 @@ class RayFleet:
                 self.placement.failed(actor._actor_id.hex())  # before another is asked for
         finally:  # the GCS may be away
             self._controller.post(WorkerLost(worker, reason, cause))
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(actor, no_restart=True)
 
 
 def _death(error: BaseException | None) -> tuple[str, Cause]:

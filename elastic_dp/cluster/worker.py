@@ -143,11 +143,8 @@ class Worker:
                 self._log.close()
 
     def _run(self) -> str:
-        try:  # before anybody counts on this worker: without its GPU it ends, and another is started
-            device = pick_device(self._spec.scaling.resources_per_worker)
-        except ClusterError as error:
-            self._link.say(f"{self.identity} ends: {error}")
-            raise
+        # Before anybody counts on this worker: without its GPU it ends, and another is started.
+        device = pick_device(self._spec.scaling.resources_per_worker)
         self._link.post(WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):
             if self._control.orphaned_in_s() <= 0:

@@ -1,6 +1,7 @@
 """A worker that was given a GPU trains on it, or ends and says why. It never trains on the CPU instead."""
 
 import dataclasses
+import threading
 import types
 
 import pytest
@@ -62,18 +63,26 @@ def test_a_worker_without_its_gpu_ends_and_makes_no_step(capfd):
 
 
 def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(monkeypatch):
-    killed, lost = [], []
+    killed, by, lost = threading.Event(), [], []
     actor = types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: "a1"))
     fleet = object.__new__(ray_actors.RayFleet)
-    fleet._lock, fleet._actors, fleet._asked = ray_actors.threading.Lock(), {"w1": actor}, {}
+    fleet._lock, fleet._actors, fleet._asked = threading.Lock(), {"w1": actor}, {}
     fleet._withdrawn, fleet._told_to_go = set(), set()
     fleet.placement = types.SimpleNamespace(failed=lambda actor: None)
     fleet._controller = types.SimpleNamespace(post=lost.append)
-    monkeypatch.setattr(ray_actors.ray, "kill", lambda actor, no_restart: killed.append(actor))
+
+    def kill(actor, no_restart):
+        by.append((actor, threading.current_thread()))
+        killed.set()
+
+    monkeypatch.setattr(ray_actors.ray, "kill", kill)
     raised = ray.exceptions.RayTaskError("run", "frames\nof Ray", ClusterError("no CUDA device"))
     future = types.SimpleNamespace(exception=raised.as_instanceof_cause)
     fleet._ended("w1", actor, future)
-    assert killed == [actor]
+    assert killed.wait(30)
+    [(gone, thread)] = by
+    # In the thread that Ray calls back in, ray.kill never returns.
+    assert gone is actor and thread is not threading.current_thread()
     [event] = lost
     assert (event.worker, event.reason) == ("w1", "ClusterError: no CUDA device")
     assert event.cause is Cause.UNKNOWN
