@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
-from elastic_dp.checkpoint.layout import METADATA, WORDS, flat_bytes, header
+from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
 from elastic_dp.checkpoint.naming import model_state, optimizer_state
 from elastic_dp.checkpoint.reading import load, load_newest
 from elastic_dp.checkpoint.seal import Seal
@@ -80,14 +80,14 @@ def safetensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     table: dict[str, Any] = {"__metadata__": METADATA}
     contents, at = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if tensor.dtype not in WORDS:
+        if dtype_name(tensor.dtype) not in WORDS:
             raise CheckpointError(
                 f"safetensors has no {tensor.dtype} ({name}); export to a .pt file"
             )
         content = flat_bytes(tensor.contiguous()).numpy().tobytes()
         span = [at, at + len(content)]
         table[name] = {
-            "dtype": WORDS[tensor.dtype],
+            "dtype": WORDS[dtype_name(tensor.dtype)][0],
             "shape": list(tensor.shape),
             "data_offsets": span,
         }

@@ -7,6 +7,8 @@
 - All of it follows from the tensors' names, types and shapes: it does not depend on how many workers write or read.
 - A worker's share is some whole parts. Cuts fall between elements, so every part opens with any safetensors reader.
 - In host memory the parts lie as they will in the store, headers included: nothing is assembled to be written.
+
+A layout is read without torch, which takes seconds to import, since the command line lists and verifies checkpoints.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 64 << 20
 _MAX_BLOCK_BYTES = 8 << 20
@@ -26,12 +29,13 @@ _ALIGNED_TO = 64  # bytes, of every part's data in its file
 ROOM_ALIGNED_TO = 4096  # bytes, of every part in host memory: a disk takes pages without a copy
 
 METADATA = {"format": "pt"}  # as safetensors.torch writes it
-# What safetensors calls a dtype. It has no complex numbers of 16 bytes and some others: those are told as bytes.
+# What safetensors calls a dtype of torch, and the bytes of an element. It has no complex numbers of 16 bytes and some
+# others: those are told as bytes.
 WORDS = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32",
-    torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "uint16": ("U16", 2),
+    "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int32": ("I32", 4), "uint32": ("U32", 4),
+    "float32": ("F32", 4), "float64": ("F64", 8), "int64": ("I64", 8), "uint64": ("U64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
 }  # fmt: skip
 
 
@@ -48,20 +52,27 @@ class TensorSpec:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
         kept = None if tensor.is_contiguous() or not is_dense(tensor) else tuple(tensor.stride())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(name, dtype, tuple(tensor.shape), kept, tensor.device.type)
+        return cls(name, dtype_name(tensor.dtype), tuple(tensor.shape), kept, tensor.device.type)
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        import torch
+
         found: torch.dtype = getattr(torch, self.dtype)
         return found
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        known = WORDS.get(self.dtype)
+        return self.torch_dtype.itemsize if known is None else known[1]
 
     @property
     def nbytes(self) -> int:
         count = 1
         for n in self.shape:
             count *= n
-        return count * self.torch_dtype.itemsize
+        return count * self.itemsize
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """A tensor of this kind on the bytes of `flat`."""
@@ -115,7 +126,7 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor begins in the line, by slot."""
-        order = sorted(range(len(self.specs)), key=lambda i: -self.specs[i].torch_dtype.itemsize)
+        order = sorted(range(len(self.specs)), key=lambda i: -self.specs[i].itemsize)
         offsets, at = [0] * len(self.specs), 0
         for slot in order:
             offsets[slot] = at
@@ -211,8 +222,7 @@ class Layout:
     def _described(self, piece: Piece) -> tuple[str, str, list[int]]:
         """A whole tensor as it is, a piece of one as `name[first:last]` of its elements in memory."""
         spec = self.specs[piece.slot]
-        word = WORDS.get(spec.torch_dtype)
-        size = spec.torch_dtype.itemsize if word else 1
+        word, size = WORDS.get(spec.dtype, ("", 1))
         first, last = piece.start // size, piece.end // size
         if piece.end - piece.start == spec.nbytes and spec.stride is None and word:
             return spec.name, word, list(spec.shape)
@@ -224,6 +234,10 @@ def header(table: dict[str, Any]) -> bytes:
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     padded = text + b" " * (-(8 + len(text)) % _ALIGNED_TO)
     return len(padded).to_bytes(8, "little") + padded
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -240,4 +254,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not is_dense(tensor):
         tensor = tensor.contiguous()
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    import torch
+
     return flat.view(torch.uint8)

@@ -5,6 +5,7 @@ share into it with `read_share`, gives it to the others, and has the tree by `wh
 
 - Requests are whole blocks, many at once, so that latency does not count.
 - What is missing, cut off, swapped or changed raises CheckpointDamaged, which names the object.
+- torch is imported where tensors are made: `verify` and `missing_parts` only compare bytes.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep, SealName, part_path
-from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.seal import Seal, block_digest, block_digester
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, StorageError
 from elastic_dp.storage import ObjectMissing
+
+if TYPE_CHECKING:
+    import torch
 
 IN_FLIGHT = 32  # requests for blocks at once
 _CACHED_BYTES = 1 << 20  # of a file, at once: with smaller pieces threads wait for the interpreter
@@ -36,7 +37,7 @@ def read_share(
 ) -> tuple[int, int]:
     """Read one of `world_size` shares into its place in `line`, bytes on the host. Returns the place, (start, end)."""
     layout = seal.manifest.layout
-    assert line.numel() == layout.total and line.dtype == torch.uint8, (line.shape, line.dtype)
+    assert line.numel() == layout.total and line.element_size() == 1, (line.shape, line.dtype)
     parts = layout.share(rank, world_size)
     _read_blocks(catalog, seal, layout.blocks_of(parts), line, executor)
     return layout.span(parts)
@@ -51,6 +52,8 @@ def whole_tree(
     plain: bool = False,
 ) -> Any:
     """The state, its tensors on the memory of `line`; those that were on a device on this `device`, if there is one."""
+    from elastic_dp.checkpoint.decoding import decode
+
     layout = seal.manifest.layout
     tensors = [
         view if device is None or spec.device == "cpu" else view.to(device)
@@ -61,6 +64,10 @@ def whole_tree(
 
 def load(catalog: Catalog, seal: Seal, **how: Any) -> Any:
     """The whole state, read by this process alone, each tensor in memory of its own. `how`: see `whole_tree`."""
+    import torch
+
+    from elastic_dp.checkpoint.decoding import decode
+
     line = torch.empty(seal.manifest.layout.total, dtype=torch.uint8)
     read_share(catalog, seal, 0, 1, line)
     tensors = [view.clone() for view in seal.manifest.layout.views(line)]

@@ -4,6 +4,7 @@
   byte of the state, so two members with the same digest hold the same state.
 - `Seal` is one manifest with what only the sealer knows. It is written last, once, and never changed.
 - A file of an earlier format is brought up to this one when it is read; one of a later format is refused by its number.
+- Reading one imports no torch, see layout.py.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from typing import Any
 
 import xxhash
 
-from elastic_dp.checkpoint.decoding import decode
-from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.layout import Layout, TensorSpec
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
@@ -97,6 +96,8 @@ class Seal:
         return self.manifest.layout.total
 
     def to_bytes(self) -> bytes:
+        from elastic_dp.checkpoint.encoding import encode
+
         metrics = encode(dict(self.about.metrics))[0]  # NaN has no word in JSON
         body = {
             "fence": self.fence,
@@ -110,7 +111,7 @@ class Seal:
     def from_bytes(cls, content: bytes, step: int) -> Seal:
         """`step`: the one that its name says. Raises CheckpointDamaged; CheckpointError if it is of a later format."""
         body = _upgraded(_checked(content, step), step)
-        about = About(**{**body["about"], "metrics": decode(body["about"]["metrics"], [])})
+        about = About(**{**body["about"], "metrics": _decoded(body["about"]["metrics"])})
         seal = cls(Manifest.from_json(body["manifest"]), body["fence"], about)
         if seal.step != step:
             raise CheckpointDamaged(step, f"its seal is that of step {seal.step}")
@@ -140,6 +141,15 @@ def _checked(content: bytes, step: int) -> dict[str, Any]:
             step, "its seal is not the one that was written: the digest differs"
         )
     return stored
+
+
+def _decoded(metrics: Any) -> Any:
+    """Numbers stand for themselves; the decoder imports torch, so only what JSON has no word for is left to it."""
+    if all(isinstance(value, int | float) for value in metrics.values()):
+        return metrics
+    from elastic_dp.checkpoint.decoding import decode
+
+    return decode(metrics, [])
 
 
 def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_dp.checkpoint.encoding import encode
-from elastic_dp.checkpoint.layout import Layout, TensorSpec, flat_bytes, is_dense
+from elastic_dp.checkpoint.layout import WORDS, Layout, TensorSpec, flat_bytes, is_dense
 from elastic_dp.checkpoint.snapshot import Snapshot
 from tests.checkpoint.states import big_tree, same
 
@@ -111,3 +111,9 @@ def test_a_tensor_that_becomes_contiguous_has_another_layout():
         part = snapshot.manifest().layout.parts[0]
         stored = next(iter(safetensors.torch.load(bytes(snapshot.part(part))).values()))
         assert same(stored.view(-1).view(torch.uint8), flat_bytes(tensor))
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_itemsize_of_a_dtype_without_torch_is_that_of_torch(name):
+    assert TensorSpec("x", name, (3,)).nbytes == 3 * getattr(torch, name).itemsize
+    assert TensorSpec("x", "complex128", (3,)).nbytes == 48  # one that safetensors does not have
