@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.exporting import load_state
+    from elastic_dp.cluster.finding import attach
     from elastic_dp.cluster.record import Result
     from elastic_dp.cluster.run import Run
-    from elastic_dp.cluster.starting import attach
     from elastic_dp.cluster.trainer import ElasticTrainer
     from elastic_dp.spec import (
         CheckpointConfig,
@@ -42,7 +42,7 @@ _HOMES = {
     "Run": "elastic_dp.cluster.run",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
-    "attach": "elastic_dp.cluster.starting",
+    "attach": "elastic_dp.cluster.finding",
     "load_state": "elastic_dp.checkpoint.exporting",
 }
 

@@ -1,6 +1,9 @@
 """The command line, `elastic-dp`. A verb calls one public function and prints what it returns.
 
-With --json, standard output is JSON and nothing else. An ElasticError is one line on standard error and exit code 2.
+With --json, standard output is JSON and nothing else. An error is one line on standard error and exit code 2; with --json
+it is {"exit_code": 2, "error": "KIND: what happened"} on standard output, and so is a command line that is wrong.
+
+What takes long to import (ray, torch, pyarrow) is imported by the verb that needs it.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import json
 import sys
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
@@ -25,25 +28,42 @@ except ModuleNotFoundError as missing:
 
 from elastic_dp.checkpoint.commands import checkpoints
 from elastic_dp.cluster import commands as run_commands
-from elastic_dp.data.convert import SHARD_BYTES, Converted
-from elastic_dp.data.convert import convert as convert_data
-from elastic_dp.data.findings import size
-from elastic_dp.data.inspection import Inspection, Spread
-from elastic_dp.data.inspection import inspect as inspect_data
 from elastic_dp.errors import ElasticError
 from elastic_dp.storage import redact_url
 
+if TYPE_CHECKING:
+    from elastic_dp.data.convert import Converted
+    from elastic_dp.data.inspection import Inspection, Spread
+
+# click's own exception for a command line that is wrong; newer typers bring a click of their own.
+_UsageError: Any = typer.BadParameter.__base__
+
 
 class _Verbs(typer.core.TyperGroup):
-    """Errors that a user can mend are told in one line, without a traceback."""
+    """Errors that a user can mend are told in one line, without a traceback, or as JSON."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in words[: words.index("--") if "--" in words else None]
+        if as_json:
+            settings["standalone_mode"] = False  # raises what it would print
         try:
-            return super().invoke(ctx)
+            code = super().main(args, *more, **settings)
         except ElasticError as error:
+            text = " ".join(str(error).split())
+            if as_json:
+                _fail(2, f"{type(error).__name__}: {text}")
             console = Console(stderr=True, soft_wrap=True, highlight=False)
-            console.print(" ".join(str(error).split()), style="red", markup=False)
-            raise typer.Exit(2) from None
+            console.print(text, style="red", markup=False)
+            sys.exit(2)
+        except _UsageError as error:  # only with --json
+            _fail(error.exit_code, f"UsageError: {error.format_message()}")
+        return sys.exit(code if isinstance(code, int) else 0) if as_json else code
+
+
+def _fail(code: int, error: str) -> NoReturn:
+    print(json.dumps({"exit_code": code, "error": error}))
+    sys.exit(code)
 
 
 _SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_locals": False}
@@ -56,8 +76,25 @@ app.add_typer(checkpoints, name="checkpoints")
 run_commands.add_to(app)
 
 
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print(f"elastic_dp {version('elastic_dp')}")
+    except PackageNotFoundError:
+        print("elastic_dp, of a folder that is not installed")
+    raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
+    ] = False,
+) -> None:
     """Elastic data-parallel training."""
 
 
@@ -97,7 +134,9 @@ def convert(
         int | None,
         typer.Option(min=1, help="Rows of a row group. Default: 2 MiB of the widest column."),
     ] = None,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="Size of a shard.")] = SHARD_BYTES,
+    shard_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Size of a shard. Default: 512 MiB.")
+    ] = None,
     columns: _Columns = None,
     format: Annotated[
         FormatName | None, typer.Option(help="Default: parquet; arrow with --pack.")
@@ -121,13 +160,16 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Write SRC as shards that train well. Nothing is at DST before all of it is."""
+    from elastic_dp.data.convert import SHARD_BYTES
+    from elastic_dp.data.convert import convert as convert_data
+
     with _progress(quiet=as_json) as progress:
         task = progress.add_task("reading", total=None)
         converted = convert_data(
             source,
             destination,
             rows_per_group=rows_per_group,
-            shard_bytes=shard_bytes,
+            shard_bytes=shard_bytes or SHARD_BYTES,
             columns=_names(columns),
             format=format.value if format else None,
             compression=compression.value if compression else None,
@@ -161,6 +203,8 @@ def inspect(
     as_json: _Json = False,
 ) -> None:
     """Say what is at URL, what of it will read badly, why, and the command that mends it."""
+    from elastic_dp.data.inspection import inspect as inspect_data
+
     found = inspect_data(
         url,
         columns=_names(columns),
@@ -178,6 +222,8 @@ def main() -> None:
 
 
 def _print_inspection(found: Inspection) -> None:
+    from elastic_dp.data.findings import size
+
     out = _out()
     rows = "rows not counted" if found.rows is None else f"{found.rows:,} rows"
     out.print(f"{found.url}: {found.shards:,} {found.format} shards, {size(found.nbytes)}, {rows}")
@@ -221,6 +267,8 @@ def _names(columns: str | None) -> list[str] | None:
 
 
 def _said(now: Converted) -> str:
+    from elastic_dp.data.findings import size
+
     return f"{now.rows:,} rows, {now.row_groups:,} row groups, {now.shards:,} shards, {size(now.nbytes)}"
 
 

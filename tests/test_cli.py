@@ -4,7 +4,9 @@ import contextlib
 import gzip
 import importlib
 import json
+import subprocess
 import sys
+from importlib.metadata import version
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp import cli
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.lease import Holder, Lease
+from elastic_dp.cluster.record import Limits, Result, write_result
 from elastic_dp.data import convert, findings, inspect, open_data, read_index
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Store
+from tests.checkpoint.states import save, train_state
 
 GOOD = {"compression": "none", "use_dictionary": False, "write_statistics": False}
 
@@ -283,15 +290,152 @@ def test_what_people_read(tmp_path):
 
 
 def test_errors_are_one_line_and_code_2(tmp_path):
-    for arguments in (
-        ("inspect", tmp_path),
-        ("inspect", tmp_path, "--json"),
-        ("convert", tmp_path, "x"),
-    ):
+    for arguments in (("inspect", tmp_path), ("convert", tmp_path, "x")):
         result = run("data", *arguments, code=2)
         assert result.stdout == "" and result.stderr.count("\n") == 1
         assert result.stderr.startswith("no file at") and "Traceback" not in result.output
     assert "go together" in run("data", "inspect", "x", "--virtual-workers", 2, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("data", "inspect", "EMPTY"), "DataError: no file at"),
+        (("data", "convert", "EMPTY", "x"), "DataError: no file at"),
+        (("checkpoints", "verify", "EMPTY"), "CheckpointError: "),
+        (("status", "mine", "--storage-path", "EMPTY"), "ClusterError: no run named 'mine' is at"),
+        (("run", "SCRIPT", "--set", "nonsense"), "SpecError: "),
+        (("run", "SCRIPT", "--", "words", "--json"), None),
+        (("data", "inspect"), "UsageError: Missing argument 'URL'"),
+        (("data", "inspect", "x", "--virtual-workers", 0), "UsageError: Invalid value for"),
+        (("logs", "mine", "--nobody"), "UsageError: No such option: --nobody"),
+        (("nothing",), "UsageError: No such command 'nothing'"),
+    ],
+)
+def test_errors_with_json_are_json_and_have_the_same_exit_code(arguments, error, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(2)")
+    (tmp_path / "empty").mkdir()
+    there = {"EMPTY": str(tmp_path / "empty"), "SCRIPT": str(script)}
+    arguments = [there.get(word, word) for word in arguments]
+    plain = run(*arguments, code=2)
+    assert plain.stdout == ""
+    if error is None:  # this --json is the script's
+        return
+    told = run(*arguments, "--json", code=2)
+    facts = json.loads(told.stdout)
+    assert facts.keys() == {"exit_code", "error"} and told.stderr == ""
+    assert facts["exit_code"] == 2 and facts["error"].startswith(error), facts
+
+
+def test_version_is_that_of_the_package():
+    assert run("--version").stdout == f"elastic_dp {version('elastic_dp')}\n"
+
+
+@pytest.fixture(scope="module")
+def ended_run(tmp_path_factory):
+    """The storage path of a run with a checkpoint, events and logs that has ended, and a data set beside it."""
+    path = tmp_path_factory.mktemp("runs")
+    store, url = Store(str(path / "mine")), str(path / "mine")
+    holder = Holder(store, Lease("a host", "token"), lambda: 0.0, lambda: 0.0)
+    holder.acquire()
+    catalog = Catalog(store)
+    catalog.claim(1, None)
+    save(catalog, train_state(7), 7, metrics={"loss": 0.5})
+    result = Result("mine", url, 7, "the last step", "0", True, metrics={"loss": 0.5})
+    write_result(url, result, Limits())
+    (path / "mine" / "run.json").write_text('{"virtual_workers": 4}')
+    said = [{"time": t, "command": "Explain", "text": f"words {t}"} for t in (1.0, 3.0)]
+    (path / "mine" / "events.jsonl").write_text("".join(f"{json.dumps(w)}\n" for w in said))
+    (path / "mine" / "metrics.jsonl").write_text('{"time": 2.0, "step": 7, "loss": 0.5}\n{"time"')
+    (path / "mine" / "logs").mkdir()
+    for worker in ("w1", "w10", "w2", "w2.last"):
+        (path / "mine" / "logs" / f"{worker}.log").write_text(f"{worker} 1\n{worker} 2\n")
+    holder.release()
+    shard(path / "data", {"id": range(100)})
+    return path
+
+
+# What each may import of what is slow to import, out of these.
+SLOW = {"ray", "torch", "pyarrow", "numpy"}
+WITHOUT_RAY = {
+    "--help": set(),
+    "--version": set(),
+    "status --help": set(),
+    "data convert --help": set(),
+    "data inspect data": {"pyarrow", "numpy"},
+    "data convert data converted": {"pyarrow", "numpy"},
+    "checkpoints list mine": set(),
+    "checkpoints verify mine": set(),
+    "status mine --storage-path .": set(),
+    "events mine --storage-path .": set(),
+    "logs mine --storage-path .": set(),
+    "list --storage-path .": set(),
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_RAY)
+def test_commands_that_need_no_cluster_import_neither_ray_nor_torch(command, ended_run):
+    """Each takes seconds to import. The seconds are measured by `python -m benchmarks.command_line`."""
+    look = (
+        "import sys; from elastic_dp import cli\n"
+        "try: cli.main()\n"
+        f"finally: print(*sorted({SLOW!r} & set(sys.modules)), file=sys.stderr)"
+    )
+    words = [sys.executable, "-c", look, *command.split()]
+    done = subprocess.run(words, cwd=ended_run, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
+    assert set(done.stderr.split()) <= WITHOUT_RAY[command], done.stderr
+
+
+def test_events_of_an_ended_run_are_in_the_order_of_their_time(ended_run):
+    there = ("events", "mine", "--storage-path", ended_run)
+    lines = [json.loads(line) for line in run(*there, "--json").stdout.splitlines()]
+    assert [line["time"] for line in lines] == [1.0, 2.0, 3.0]
+    assert lines[1] == {"time": 2.0, "step": 7, "loss": 0.5}
+    assert run(*there, "--follow").stdout.count("\n") == 3
+
+
+def test_logs_of_an_ended_run_are_those_of_all_its_workers(ended_run):
+    there = ("logs", "mine", "--storage-path", ended_run)
+    every = [f"{w}  {w} {n}" for w in ("w1", "w2", "w2.last", "w10") for n in (1, 2)]
+    assert run(*there).stdout.splitlines() == every
+    last = run(*there, "--worker", "w2", "--tail", 1, "--json").stdout.splitlines()
+    assert [json.loads(line) for line in last] == [
+        {"worker": "w2", "line": "w2 2"},
+        {"worker": "w2.last", "line": "w2.last 2"},
+    ]
+    refused = run(*there, "--worker", "w3", code=2).stderr
+    assert "worker is 'w3', must be one of those in" in refused and "w1, w2, w10" in refused
+
+
+def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):
+    (row,) = json.loads(run("list", "--storage-path", ended_run, "--json").stdout)
+    assert (row["name"], row["phase"], row["step"]) == ("mine", "over", 7)
+    assert "finished after step 7" in run("list", "--storage-path", ended_run).stdout
+
+
+def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run, monkeypatch):
+    pytest.importorskip("ray")
+    from elastic_dp.cluster import finding
+
+    asked = []
+    monkeypatch.setattr(finding, "connect", lambda address, tell: asked.append(address))
+    monkeypatch.setattr(finding, "live", lambda name, url: None)
+    (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")
+    there = ("status", "mine", "--storage-path", ended_run, "--json")
+    try:
+        status = json.loads(run(*there).stdout)
+        assert (status["phase"], status["step"]) == ("unfinished", 7)
+        assert status["reason"] == "it has no result; the last event is: words 3.0" and not asked
+        store = Store(str(ended_run / "mine"))
+        holder = Holder(store, Lease("another", "token 2"), lambda: 0.0, lambda: 0.0)
+        holder.acquire()  # it may train somewhere, so the cluster is asked
+        assert "another has not given it up" in json.loads(run(*there).stdout)["reason"]
+        assert asked == [None]
+        holder.release()
+    finally:
+        (ended_run / "mine" / "away").rename(ended_run / "mine" / "result.json")
 
 
 def test_help_has_what_is_needed(tmp_path):

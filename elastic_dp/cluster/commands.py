@@ -1,6 +1,7 @@
 """`elastic-dp run`, `submit`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
 
-What needs ray or torch is imported where it is used, since `elastic-dp` starts without them. With --json, standard
+What needs ray or torch is imported where it is used, since `elastic-dp` starts without them, and a run that has ended is
+read without them. With --json, standard
 output is JSON and nothing else; what the script of `run` prints goes to standard error then. `run` ends with the
 exit code of its script: 0 where it returned, 1 where it or the run failed, 2 where the job cannot be as it was asked.
 """
@@ -24,18 +25,26 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
+from elastic_dp.storage import redact_url
 
 if TYPE_CHECKING:
+    from elastic_dp.cluster.ended import EndedRun
     from elastic_dp.cluster.run import Run
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 _Address = Annotated[
     str | None,
-    typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster. Default: the one here."),
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="Of the Ray cluster, HOST:6379. Default: the one on this machine, of several the newest.",
+    ),
 ]
 _Storage = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Its storage_path: finds it where it has ended, too."),
+    typer.Option(
+        metavar="URL",
+        help="The run's storage_path: finds it where it has ended, without a cluster.",
+    ),
 ]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 _Job = Annotated[
@@ -111,12 +120,24 @@ def submit(
         raise typer.Exit(follow_job(client, name, lambda text: print(text, end="", file=show)))
 
 
-def list_(address: _Address = None, as_json: _Json = False) -> None:
+def list_(
+    storage_path: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="List the runs there instead, without a cluster."),
+    ] = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
     """The runs of the cluster."""
-    from elastic_dp.cluster.finding import connect, runs
+    if storage_path is not None:
+        from elastic_dp.cluster.ended import runs_at
 
-    connect(address)
-    rows = runs()
+        rows, where = runs_at(storage_path), f"at {redact_url(storage_path)}"
+    else:
+        from elastic_dp.cluster.finding import runs
+
+        _connect(address)
+        rows, where = runs(), "on this cluster"
     if as_json:
         print(json.dumps(rows, default=str))
         return
@@ -125,7 +146,7 @@ def list_(address: _Address = None, as_json: _Json = False) -> None:
         world = f"{row.get('world_size', '?')} of {row.get('size', '?')}"
         numbers = str(row.get("step", "?")), world, str(row.get("generation", "?"))
         table.add_row(row["name"], row["phase"], *numbers, row["reason"])
-    _out().print(table if rows else "no runs on this cluster")
+    _out().print(table if rows else f"no runs {where}")
 
 
 def status(
@@ -135,7 +156,7 @@ def status(
     as_json: _Json = False,
 ) -> None:
     """How a run stands, and why; or how it ended."""
-    said = _attach(name, address, storage_path).status()
+    said = _find(name, address, storage_path).status()
     if as_json:
         print(json.dumps({"name": name} | said, default=str))
         return
@@ -157,11 +178,12 @@ def status(
 def events(
     name: _Name,
     follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    storage_path: _Storage = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
     """Every event, decision and metric, one a line; with --json one JSON object a line."""
-    for line in _attach(name, address).events(follow=follow):
+    for line in _find(name, address, storage_path).events(follow=follow):
         print(json.dumps(line, default=str) if as_json else _told(line), flush=True)
 
 
@@ -170,11 +192,13 @@ def logs(
     worker: Annotated[str | None, typer.Option(help="Only of this one. Default: all.")] = None,
     tail: Annotated[int, typer.Option(min=1, help="So many last lines of each.")] = 100,
     follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    storage_path: _Storage = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """What the workers that are up printed. (Of those that are gone Ray keeps it: `ray logs`.)"""
-    for each, line in _attach(name, address).logs(worker, tail=tail, follow=follow):
+    """What workers printed: of a live run those that are up, of one that has ended all of them. The run's folder keeps
+    it for both, also of workers that died: logs/WORKER.log and, with the last words, logs/WORKER.last.log."""
+    for each, line in _find(name, address, storage_path).logs(worker, tail=tail, follow=follow):
         words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
         print(words, flush=True)
 
@@ -274,13 +298,12 @@ def add_to(app: typer.Typer) -> None:
 def _run(
     job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
 ) -> int:
-    from elastic_dp.cluster.finding import connect
     from elastic_dp.cluster.overrides import Overrides, using
     from elastic_dp.cluster.record import read_result
 
     overrides = Overrides(texts)
     if address is not None:
-        connect(address)
+        _connect(address)
     with contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -330,14 +353,33 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _attach(name: str, address: str | None, storage_path: str | None = None) -> Run:
+def _connect(address: str | None) -> None:
     from elastic_dp.cluster.finding import connect
-    from elastic_dp.cluster.starting import attach
 
-    forgiven = () if storage_path is None else (ClusterError,)
-    with contextlib.suppress(*forgiven):
-        connect(address)
-    return attach(name, storage_path)
+    connect(address, tell=lambda text: print(text, file=sys.stderr))
+
+
+def _attach(name: str, address: str | None) -> Run:
+    from elastic_dp.cluster.finding import attach
+
+    _connect(address)
+    return attach(name)
+
+
+def _find(name: str, address: str | None, storage_path: str | None) -> Run | EndedRun:
+    """Of a run whose folder says that no cluster has it, what that folder holds, without Ray."""
+    if storage_path is None:
+        return _attach(name, address)
+    from elastic_dp.cluster.ended import EndedRun
+
+    ended = EndedRun(name, storage_path)
+    if ended.may_be_live:
+        from elastic_dp.cluster.finding import live
+
+        with contextlib.suppress(ClusterError):  # no cluster: only what is stored
+            _connect(address)
+            return live(name, ended.url) or ended
+    return ended
 
 
 def _say(facts: dict[str, Any], words: str, as_json: bool) -> None:

@@ -1,7 +1,7 @@
-"""Which runs a Ray cluster has, and jobs that it is given.
+"""Which runs a Ray cluster has, `elastic_dp.attach`, and jobs that a cluster is given.
 
 A run is found by the name of its controller's actor. Jobs need Ray's dashboard (`pip install 'ray[default]'` there),
-and nothing else does.
+and nothing else does. Nothing here imports torch: the command line asks without it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,55 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.services import find_bootstrap_address, find_gcs_addresses
 from ray.util import list_named_actors
 
-from elastic_dp.cluster.ray_actors import NAMESPACE
+from elastic_dp.cluster.record import read_result, run_url
+from elastic_dp.cluster.run import Run, ask
 from elastic_dp.errors import ClusterError
+from elastic_dp.spec import DataConfig, JobSpec
 
+NAMESPACE = "elastic_dp"  # Ray's, of all our actors
+PATIENCE_S = 60.0  # with a controller that restarts, before anything is known of its run
 CONTROLLER = "/controller"  # behind the run's name: that of the actor
 _ANSWER_S = 10.0  # what a controller may take to say how its run stands
 _LOOK_S = 1.0  # how often a job is asked whether it has ended
 
 
-def connect(address: str | None) -> None:
-    """To `address`, or else to RAY_ADDRESS or the cluster on this machine; to none where a connection is there."""
+@dataclass(frozen=True)
+class Present:
+    """A controller that is there, and what it says of itself."""
+
+    controller: Any
+    spec: JobSpec
+    url: str
+    ended: bool
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)  # at the user's call of attach
+
+
+def connect(address: str | None, tell: Callable[[str], None] = _warn) -> None:
+    """To `address`, or else to RAY_ADDRESS or the cluster on this machine; to none where a connection is there.
+
+    `tell`: is told which cluster was taken, where several run on this machine.
+    """
     if ray.is_initialized():
         return
+    if not address and not os.environ.get("RAY_ADDRESS"):
+        address, others = _on_this_machine()
+        if others:
+            tell(
+                f"{len(others) + 1} Ray clusters run on this machine: this is the one at {address}; choose another by "
+                f"--address or RAY_ADDRESS: {', '.join(others)}"
+            )
     try:
         ray.init(address=address or "auto", log_to_driver=False)
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
@@ -35,6 +66,67 @@ def connect(address: str | None) -> None:
             "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its token in RAY_AUTH_TOKEN or "
             f"~/.ray/auth_token. Ray says: {error}"
         ) from error
+
+
+def _on_this_machine() -> tuple[str | None, list[str]]:
+    """The address of the cluster with a node here that was started last, and of the others; None: as Ray finds it.
+
+    Ray itself goes by the file that the last `ray start` wrote, also where that cluster is gone and others are there.
+    """
+    live = sorted(find_gcs_addresses())
+    if not live:
+        return None, []
+    newest = find_bootstrap_address(None)
+    taken = newest if newest in live else live[0]
+    return taken, [address for address in live if address != taken]
+
+
+def attach(name: str, storage_path: str | os.PathLike[str] | None = None) -> Run:
+    """The run of that name: the live one on this cluster, or one that has ended at `storage_path`.
+
+    Raises ClusterError where there is neither.
+    """
+    url = None if storage_path is None else run_url(name, storage_path)
+    with contextlib.suppress(ClusterError):  # no cluster: only what is stored
+        connect(None)
+        if (run := live(name, url)) is not None:
+            return run
+    stored = None if url is None else read_result(url)
+    if stored is not None:
+        spec = JobSpec(name=name, data=DataConfig("-", micro_batch_size=1), max_steps=1)
+        return Run(spec, str(url), stored=stored)
+    there = ", ".join(names()) if ray.is_initialized() else ""
+    raise ClusterError(
+        f"no run named {name!r} is live on this cluster, which has: {there or 'none'}"
+        + (f". And {url} has no result" if url else ". One that ended is found by its storage_path")
+    )
+
+
+def live(name: str, url: str | None = None) -> Run | None:
+    """The run of that name whose controller answers; with `url`, only where that is its folder."""
+    present = find(name)
+    if present is None or (url is not None and not _same(url, present.url)):
+        return None
+    return Run(present.spec, present.url, present.controller, ended=present.ended)
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two URLs are of one folder, also where one is a relative path."""
+
+    def whole(url: str) -> str:
+        return url if "://" in url else os.path.abspath(url)
+
+    return whole(one) == whole(other)
+
+
+def find(name: str) -> Present | None:
+    """The controller of that name, if there is one."""
+    try:
+        controller = controller_of(name)
+        spec, url, ended = ask(controller, "about", patience_s=PATIENCE_S)
+    except (ValueError, ray.exceptions.RayActorError):
+        return None  # none, or one that goes
+    return Present(controller, spec, url, ended)
 
 
 def names() -> list[str]:

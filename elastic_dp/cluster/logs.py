@@ -20,19 +20,44 @@ import errno
 import io
 import os
 import queue
+import re
 import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from elastic_dp.errors import StorageError
-from elastic_dp.storage import Store
+from elastic_dp.errors import SpecError, StorageError
+from elastic_dp.storage import ObjectMissing, Store
 
 EVERY_S = 5.0
 HEAD_BYTES = 64 << 10
 TAIL_BYTES = 192 << 10
+_FILE = re.compile(r"(.+?)(\.last)?\.log")
+
+
+def read_logs(
+    store: Store, worker: str | None = None, tail: int = 100
+) -> Iterator[tuple[str, str]]:
+    """(worker, line) from a run's folder: the last `tail` lines of each file, those of `w2.last.log` as `w2.last`.
+
+    Raises SpecError for a worker that has no file.
+    """
+    names = [entry.path.rpartition("/")[2] for entry in store.find(_path(store, ""))]
+    found = [match for name in names if (match := _FILE.fullmatch(name))]
+    files = sorted(found, key=lambda match: (_by_number(match[1]), match[2] or ""))
+    workers = list(dict.fromkeys(match[1] for match in files))
+    if worker is not None and worker not in workers:
+        raise SpecError(
+            f"worker is {worker!r}, must be one of those in {store.url}/logs: {', '.join(workers) or 'none'}"
+        )
+    for match in files:
+        if worker in (None, match[1]):
+            with contextlib.suppress(ObjectMissing):  # deleted since it was listed
+                text = bytes(store.read_all(_path(store, match[0]))).decode(errors="replace")
+                for line in text.splitlines()[-tail:]:
+                    yield match[0].removesuffix(".log"), line
 
 
 class LogKeeper:
@@ -145,6 +170,11 @@ def _bounded(path: str) -> bytes:
         file.seek(size - TAIL_BYTES)
         left_out = size - HEAD_BYTES - TAIL_BYTES
         return head + f"\n… {left_out} bytes are left out here …\n".encode() + file.read(TAIL_BYTES)
+
+
+def _by_number(name: str) -> list[str]:
+    """w2 before w10."""
+    return [part.rjust(12, "0") if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _path(store: Store, name: str) -> str:

@@ -28,6 +28,7 @@ from elastic_dp.cluster import placing
 from elastic_dp.cluster.actor_link import ActorLink
 from elastic_dp.cluster.autoscaler import Autoscaler
 from elastic_dp.cluster.controller import Controller, Outcome
+from elastic_dp.cluster.finding import NAMESPACE
 from elastic_dp.cluster.kept import KeptLedger, forget, job_of
 from elastic_dp.cluster.logs import print_whatever_fits
 from elastic_dp.cluster.notices import Notices
@@ -53,7 +54,6 @@ from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.telemetry.journal import Journal, Position
 from elastic_dp.train.link import Written
 
-NAMESPACE = "elastic_dp"
 _LOW_ON_MEMORY = "low on memory"  # in what Ray says of those whom its memory monitor killed
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
 _PRINTED_S = 5.0  # how long workers may take to say what they printed

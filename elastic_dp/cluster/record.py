@@ -1,20 +1,26 @@
-"""A run's folder: what job it belongs to, and, once finished, its result. Small JSON files at any fsspec URL."""
+"""A run's folder: what job it belongs to, and, once finished, its result. Small JSON files at any fsspec URL.
+
+What needs pyarrow is imported where it is used, since the command line reads results without it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import os
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 
-from elastic_dp.data import Index, difference
 from elastic_dp.errors import RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import redact_url
+
+if TYPE_CHECKING:
+    from elastic_dp.data import Index
 
 FORMAT = 1  # of the JSON files here
 _FORMAT_KEY = "format"
@@ -61,6 +67,8 @@ class RunRecord:
 
         Raises RunMismatch, which names what of the data set has changed.
         """
+        from elastic_dp.data import difference
+
         path = f"{url}/run.json"
         stored = _read(path)
         if stored is None:
@@ -130,6 +138,11 @@ def finished(url: str, limits: Limits, steps_per_epoch: int) -> Result | None:
     return result
 
 
+def run_url(name: str, storage_path: str | os.PathLike[str]) -> str:
+    """The run's folder."""
+    return f"{os.fspath(storage_path).rstrip('/')}/{name}"
+
+
 def read_result(url: str) -> Result | None:
     return _read_result(url)[0]
 
@@ -149,6 +162,8 @@ def _read_result(url: str) -> tuple[Result | None, Limits]:
 
 
 def _read_index(url: str) -> Index | None:
+    from elastic_dp.data import Index
+
     fs, inner = fsspec.url_to_fs(f"{url}/{_INDEX}")
     return Index.from_bytes(fs.cat_file(inner)) if fs.exists(inner) else None
 

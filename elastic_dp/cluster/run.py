@@ -10,16 +10,20 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import elastic_dp.errors as errors
-from elastic_dp.cluster.controller import Outcome
+from elastic_dp.cluster.logs import read_logs
 from elastic_dp.cluster.record import Result, read_result
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.spec import JobSpec
+from elastic_dp.storage import Store, redact_url
+from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import Progress
-from elastic_dp.train.run import INTERRUPTED
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.controller import Outcome
 
 _FOLLOW_S = 1.0
 _AGAIN_S = 0.1
@@ -43,7 +47,7 @@ class Run:
         self._spec, self._url, self._loggers = spec, url, loggers
         self._before = None if controller is None or ended else read_result(url)
         self._end: Result | Exception | None = stored
-        self._last = {} if stored is None else _status_of(stored, spec)
+        self._last = {} if stored is None else status_of(stored, spec.labels)
         self._ending = threading.Lock()
 
     def status(self) -> dict[str, Any]:
@@ -77,6 +81,8 @@ class Run:
         """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint; else it goes on."""
         if self._end is not None or not _ray_ends_with_us():
             return
+        from elastic_dp.train.run import INTERRUPTED
+
         progress.show({"command": "Explain", "text": INTERRUPTED})
         with contextlib.suppress(ClusterError):  # it is over
             self.stop("interrupted", keep=True)
@@ -99,7 +105,11 @@ class Run:
         return self._ask("pids")
 
     def events(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """Every event, decision and metric as it comes, to the end of the run; or, not `follow`, what there is."""
+        """Every event, decision and metric as it comes, to the end of the run; or, not `follow`, what there is: of a
+        run that is over, what its folder holds."""
+        if not follow and self._end is not None:
+            yield from read_events(self._url)
+            return
         if not follow:
             yield from self._ask("follow", None, 0.0)[1]
             return
@@ -120,13 +130,17 @@ class Run:
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
         """(worker, line) of what the workers that are up, or one of them, printed: the last `tail` lines of each
-        stream; with `follow` also what comes, until the run ends."""
+        stream; with `follow` also what comes, until the run ends. Of a run that is over, what its folder holds of all."""
+        if self._end is not None:
+            yield from read_logs(Store(self._url), worker, tail)
+            return
         after: dict[str, dict[str, int]] = {}
         while not after or (follow and self._goes_on(_FOLLOW_S)):
             printed = self._printed(after)
             if worker is not None and worker not in printed and not after:
                 raise SpecError(
-                    f"worker is {worker!r}, must be one that is up: {', '.join(printed) or 'none'}"
+                    f"worker is {worker!r}, must be one that is up: {', '.join(printed) or 'none'}; what "
+                    f"others printed is in {redact_url(self._url)}/logs"
                 )
             for each, streams in printed.items():
                 if worker in (None, each):
@@ -165,7 +179,7 @@ class Run:
             stored = self._stored()
             if stored is None:
                 raise
-            self._last = _status_of(stored, self._spec)
+            self._last = status_of(stored, self._spec.labels)
             return stored
         end = outcome.result or error_of(outcome)
         self._end = end  # from here on nobody asks the controller
@@ -247,7 +261,7 @@ def _ray_ends_with_us() -> bool:
     return node is not None and bool(node.head)
 
 
-def _status_of(result: Result, spec: JobSpec) -> dict[str, Any]:
+def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
     """What the controller would say at the end of a run of which only the result is left."""
     return {
         "phase": "over",
@@ -263,7 +277,7 @@ def _status_of(result: Result, spec: JobSpec) -> dict[str, Any]:
         "metrics": dict(result.metrics),
         "waits_for": "",
         "avoided_nodes": {},
-        "labels": dict(spec.labels),
+        "labels": dict(labels),
     }
 
 

@@ -1,71 +1,25 @@
-"""Finding a run's controller on a cluster, or starting one: for `ElasticTrainer.start`, and `elastic_dp.attach`."""
+"""Starting a run's controller on a cluster, or joining the one that is there: for `ElasticTrainer.start`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import secrets
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from elastic_dp.cluster import placing
-from elastic_dp.cluster.finding import CONTROLLER, connect, controller_of, names
+from elastic_dp.cluster.finding import CONTROLLER, NAMESPACE, PATIENCE_S, Present, find
 from elastic_dp.cluster.kept import forget, keep_job
-from elastic_dp.cluster.ray_actors import NAMESPACE, ControllerActor
-from elastic_dp.cluster.record import Limits, read_result
-from elastic_dp.cluster.run import Run, ask
+from elastic_dp.cluster.ray_actors import ControllerActor
+from elastic_dp.cluster.record import Limits
+from elastic_dp.cluster.run import ask
 from elastic_dp.errors import ClusterError
-from elastic_dp.spec import DataConfig, JobSpec
+from elastic_dp.spec import JobSpec
 from elastic_dp.train.faults import Fault
-
-_PATIENCE_S = 60.0  # with a controller that restarts, before anything is known of its run
-
-
-@dataclass(frozen=True)
-class Present:
-    """A controller that is there, and what it says of itself."""
-
-    controller: Any
-    spec: JobSpec
-    url: str
-    ended: bool
-
-
-def attach(name: str, storage_path: str | os.PathLike[str] | None = None) -> Run:
-    """The run of that name: the live one on this cluster, or one that has ended at `storage_path`.
-
-    Raises ClusterError where there is neither.
-    """
-    url = None if storage_path is None else f"{os.fspath(storage_path).rstrip('/')}/{name}"
-    with contextlib.suppress(ClusterError):  # no cluster: only what is stored
-        connect(None)
-        present = find(name)
-        if present is not None and url in (None, present.url):
-            return Run(present.spec, present.url, present.controller, ended=present.ended)
-    stored = None if url is None else read_result(url)
-    if stored is not None:
-        spec = JobSpec(name=name, data=DataConfig("-", micro_batch_size=1), max_steps=1)
-        return Run(spec, str(url), stored=stored)
-    there = ", ".join(names()) if ray.is_initialized() else ""
-    raise ClusterError(
-        f"no run named {name!r} is live on this cluster, which has: {there or 'none'}"
-        + (f". And {url} has no result" if url else ". One that ended is found by its storage_path")
-    )
-
-
-def find(name: str) -> Present | None:
-    """The controller of that name, if there is one."""
-    try:
-        controller = controller_of(name)
-        spec, url, ended = ask(controller, "about", patience_s=_PATIENCE_S)
-    except (ValueError, ray.exceptions.RayActorError):
-        return None  # none, or one that goes
-    return Present(controller, spec, url, ended)
 
 
 def lead(
@@ -86,7 +40,7 @@ def lead(
     if present is not None and not present.ended:
         return _join(present, spec, url), False
     if present is not None:  # its result is kept
-        ask(present.controller, "forget", patience_s=_PATIENCE_S)
+        ask(present.controller, "forget", patience_s=PATIENCE_S)
         ray.kill(present.controller)
     token = secrets.token_hex(8)
     run = f"{spec.name}-{token[:4]}"
@@ -99,7 +53,7 @@ def lead(
         **placing.options([{placing.MARKET: "!in(spot)"}, {}]),
     ).remote(run)
     try:
-        ask(controller, "about", patience_s=_PATIENCE_S)
+        ask(controller, "about", patience_s=PATIENCE_S)
     except ray.exceptions.RayActorError as error:
         forget(run)
         raise ClusterError(

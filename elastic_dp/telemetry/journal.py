@@ -199,6 +199,16 @@ class Journal:
                 due = time.monotonic() + max(_PAUSE_S, 20 * (time.monotonic() - began))
 
 
+def read_events(url: str) -> Iterator[dict[str, Any]]:
+    """The lines of both files of a run's folder, by their time. Nothing, where no run has written there."""
+    fs, path = fsspec.url_to_fs(url)
+    files = []
+    for name in _FILES:
+        with contextlib.suppress(FileNotFoundError):
+            files.append(_finished(fs.cat_file(f"{path}/{name}.jsonl").decode().splitlines()))
+    return heapq.merge(*files, key=lambda line: line["time"])
+
+
 def _finished(texts: list[str]) -> Iterator[dict[str, Any]]:
     """Without lines that whoever wrote them did not finish."""
     for text in texts:

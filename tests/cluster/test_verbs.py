@@ -26,16 +26,48 @@ def test_every_verb_prints_json_where_it_is_asked_to():
 @pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])
 def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, monkeypatch):
     pytest.importorskip("ray")
-    from elastic_dp.cluster import finding, starting
+    from elastic_dp.cluster import finding
 
-    def gone(_):
+    def gone(*_, **__):
         raise ClusterError("nobody answers")
 
-    for module in (finding, starting):
-        monkeypatch.setattr(module, "connect", gone)
+    monkeypatch.setattr(finding, "connect", gone)
     url = str(tmp_path / "job")
     write_result(url, Result("job", url, 7, "enough", "0", True), Limits())
     words = ["status", "job", "--json", "--storage-path", str(tmp_path), *address]
     said = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
     assert (said["phase"], said["step"]) == ("over", 7)
     assert CliRunner().invoke(app, ["status", "job", *address]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("live", "newest", "taken", "others"),
+    [
+        (["a:1"], None, "a:1", []),
+        (["a:1"], "gone:1", "a:1", []),  # the file of a cluster that was killed
+        (["a:1", "b:2"], "b:2", "b:2", ["a:1"]),
+        (["b:2", "a:1", "c:3"], "gone:1", "a:1", ["b:2", "c:3"]),
+        ([], "away:1", "auto", []),  # as Ray finds it
+    ],
+)
+def test_of_several_local_clusters_the_one_that_was_taken_is_said(
+    live, newest, taken, others, monkeypatch
+):
+    pytest.importorskip("ray")
+    from elastic_dp.cluster import finding
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connected, told = [], []
+    monkeypatch.setattr(finding.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(finding.ray, "init", lambda address, **_: connected.append(address))
+    monkeypatch.setattr(finding, "find_gcs_addresses", lambda: frozenset(live))
+    monkeypatch.setattr(finding, "find_bootstrap_address", lambda _: newest)
+    finding.connect(None, told.append)
+    assert connected == [taken]
+    assert bool(told) is bool(others)
+    for text in told:
+        assert f"this is the one at {taken}" in text
+        assert f"choose another by --address or RAY_ADDRESS: {', '.join(others)}" in text
+    told.clear()
+    finding.connect("b:2", told.append)
+    assert connected == [taken, "b:2"] and not told

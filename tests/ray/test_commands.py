@@ -112,7 +112,11 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     }
     assert "starting 1 workers" in asked("events", "job").stdout
     assert "w1  hello from cli" in asked("logs", "job", "--worker", "w1").stdout
-    assert "must be one that is up: w1" in asked("logs", "job", "--worker", "w9", code=2).stderr
+    nobody = asked("logs", "job", "--worker", "w9", code=2).stderr
+    assert "must be one that is up: w1" in nobody and f"{tmp_path}/runs/job/logs" in nobody
+    there = ("--storage-path", tmp_path / "runs")
+    assert "starting 1 workers" in asked("events", "job", *there).stdout  # of the live one
+    assert said("status", "job", *there)["phase"] == "running"
 
     with pytest.warns(UserWarning, match=r"scaling.max_workers=1, not 3.*elastic-dp scale"):
         asked("run", job, *long, "--set", "scaling.max_workers=3", "--", "start")
@@ -129,8 +133,14 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert (ended["url"], ended["step"]) == (str(tmp_path / "runs" / "job"), more)
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert result["weights_sha256"] == undisturbed(tmp_path, more)
-    there = ("--storage-path", tmp_path / "runs")
     assert (said("status", "job", *there)["phase"], said("list")) == ("over", [])
+    assert "starting 1 workers" in asked("events", "job", *there).stdout
+    assert "w1  hello from nobody" in asked("logs", "job", "--worker", "w1", *there).stdout
+    assert [(row["name"], row["phase"]) for row in said("list", *there)] == [("job", "over")]
+    gone = edp.attach("job", tmp_path / "runs")
+    assert gone.result().step == more
+    assert any(line.get("step") == more for line in gone.events(follow=False))
+    assert ("w1", "hello from nobody") in list(gone.logs("w1", tail=10**6))
 
     other.write_text(job.read_text().replace("step.loss", "step.los"))
     failed = json.loads(
