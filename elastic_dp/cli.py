@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -34,6 +35,7 @@ from elastic_dp.storage import redact_url
 if TYPE_CHECKING:
     from elastic_dp.data.convert import Converted
     from elastic_dp.data.inspection import Inspection, Spread
+    from elastic_dp.data.skipped import Skipped
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
 _UsageError: Any = typer.BadParameter.__base__
@@ -157,6 +159,13 @@ def convert(
         str | None,
         typer.Option(help="The token after each document. Default: the tokenizer's usual one."),
     ] = None,
+    text_glob: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="With --pack: read the files of these names as text, and no others, e.g. '*.py'. May be repeated.",
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Write SRC as shards that train well. Nothing is at DST before all of it is."""
@@ -176,6 +185,7 @@ def convert(
             tokenizer=tokenizer,
             end_of_text=end_of_text,
             pack=pack,
+            text_glob=text_glob or (),
             on_progress=lambda now: progress.update(task, description=_said(now)),
         )
     if as_json:
@@ -186,6 +196,9 @@ def convert(
     )
     if converted.dropped_tokens:
         _out().print(f"{converted.dropped_tokens} last tokens were too few for a row")
+    _print_skipped(converted.skipped)
+    if converted.skipped and pack is not None and not text_glob:
+        _out().print("    --text-glob '*.ENDING' reads files of any ending as text")
 
 
 @data.command()
@@ -240,6 +253,7 @@ def _print_inspection(found: Inspection) -> None:
             f"left over; {plan.streams} streams, whose open row groups take {size(plan.virtual_worker_bytes)} for each virtual worker, "
             f"{size(plan.all_bytes)} if one worker runs all"
         )
+    _print_skipped(found.skipped)
     for finding in found.findings:
         out.print(
             f"{finding.kind}: {finding.says}",
@@ -248,6 +262,13 @@ def _print_inspection(found: Inspection) -> None:
         out.print(f"    {finding.mend}")
     if not found.findings:
         out.print("nothing found that would read badly", style="green")
+
+
+def _print_skipped(skipped: Sequence[Skipped]) -> None:
+    from elastic_dp.data.skipped import skipped_words
+
+    if skipped:
+        _out().print(f"not read: {skipped_words(skipped)}", style="yellow")
 
 
 def _out() -> Console:

@@ -289,6 +289,25 @@ def test_what_people_read(tmp_path):
     assert "slow: 1 row groups for 8 streams" in said.stdout
 
 
+def test_convert_and_inspect_say_what_they_did_not_read_and_how_to(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.txt").write_text("text")
+    for name in ("b.py", "c.py"):
+        (source / name).write_text("x = 1")
+    packed = ("--tokenizer", "bytes", "--pack", 1)
+    made = run("data", "convert", source, tmp_path / "one", *packed).stdout
+    assert "not read: 2 files: 2 .py (such as b.py)\n" in made and "--text-glob '*.ENDING'" in made
+    assert "not read: 2 files: 2 .py (such as b.py)\n" in run("data", "inspect", source).stdout
+    globs = ("--text-glob", "*.py", "--text-glob", "*.txt")
+    made = run("data", "convert", source, tmp_path / "two", *packed, *globs).stdout
+    assert made.startswith("17 rows") and "not read" not in made
+    told = run("data", "convert", source, tmp_path / "three", *packed, "--json").stdout
+    assert json.loads(told)["skipped"] == [
+        {"ending": ".py", "files": 2, "examples": ["b.py", "c.py"]}
+    ]
+
+
 def test_errors_are_one_line_and_code_2(tmp_path):
     for arguments in (("inspect", tmp_path), ("convert", tmp_path, "x")):
         result = run("data", *arguments, code=2)

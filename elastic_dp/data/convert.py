@@ -13,9 +13,10 @@ from typing import get_args
 import pyarrow as pa
 
 from elastic_dp.data.destination import Destination
-from elastic_dp.data.intake import open_documents, open_rows
+from elastic_dp.data.intake import find_source, open_documents, open_rows
 from elastic_dp.data.packing import Packing, Tokenizer, open_tokenizer
 from elastic_dp.data.shard_writer import Compression, Format, ShardWriter
+from elastic_dp.data.skipped import Skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
@@ -24,7 +25,8 @@ SHARD_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Converted:
-    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row."""
+    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row. `skipped`: files of the
+    source that were not read."""
 
     rows: int
     row_groups: int
@@ -32,6 +34,7 @@ class Converted:
     nbytes: int
     rows_per_group: int
     dropped_tokens: int = 0
+    skipped: tuple[Skipped, ...] = ()
 
 
 def convert(
@@ -46,6 +49,7 @@ def convert(
     tokenizer: str | Tokenizer | None = None,
     end_of_text: str | None = None,
     pack: int | None = None,
+    text_glob: Sequence[str] = (),
     on_progress: Callable[[Converted], None] | None = None,
 ) -> Converted:
     """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
@@ -56,19 +60,21 @@ def convert(
     text, or .txt files that are one document each, become rows of `pack` tokens (see packing.py); the tokenizer is
     "bytes", a tokenizer.json, a Hugging Face name, or any `Tokenizer`. `format`: Parquet, but Arrow for tokens, where it
     takes half the bytes and no decoding. `compression`: "none" for lists, images and Arrow, else "snappy".
-    `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
+    `text_glob`: with `pack`, the files whose names match one of these patterns are the text, whatever their endings, and
+    no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
     """
-    _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack)
+    _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
     wanted = None if columns is None else list(columns)
     packing: Packing | None = None
+    found = find_source(source, text_glob)
     if pack is None:
-        rows = open_rows(source, wanted)
+        rows = open_rows(found, wanted)
         schema, batches = rows.schema, rows.batches()
     else:
         assert tokenizer is not None
         loaded = open_tokenizer(tokenizer, end_of_text) if isinstance(tokenizer, str) else tokenizer
         packing = Packing(loaded, pack)
-        schema, batches = packing.schema, packing.batches(open_documents(source, wanted))
+        schema, batches = packing.schema, packing.batches(open_documents(found, wanted))
     format = format or ("arrow" if packing else "parquet")
     to = Destination(destination)
     with to.writing():
@@ -84,13 +90,13 @@ def convert(
             for batch in batches:
                 writer.write(batch)
                 if on_progress is not None:
-                    on_progress(_count(writer, packing))
+                    on_progress(_count(writer, packing, found.skipped))
         if not writer.rows:
-            raise DataError(_nothing(source, packing))
-    return _count(writer, packing)
+            raise DataError(_nothing(source, packing, found.skipped))
+    return _count(writer, packing, found.skipped)
 
 
-def _count(writer: ShardWriter, packing: Packing | None) -> Converted:
+def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped, ...]) -> Converted:
     return Converted(
         writer.rows,
         writer.row_groups,
@@ -98,6 +104,7 @@ def _count(writer: ShardWriter, packing: Packing | None) -> Converted:
         writer.nbytes,
         writer.rows_per_group or 0,
         packing.dropped_tokens if packing else 0,
+        skipped,
     )
 
 
@@ -108,10 +115,11 @@ def _compression(format: Format, schema: pa.Schema) -> Compression:
     return "none" if format == "arrow" or dense else "snappy"
 
 
-def _nothing(source: str, packing: Packing | None) -> str:
+def _nothing(source: str, packing: Packing | None, skipped: tuple[Skipped, ...]) -> str:
+    beside = f". Not read there: {skipped_words(skipped)}" if skipped else ""
     if packing is None:
-        return f"{redact_url(source)!r} holds no rows"
-    return f"{redact_url(source)!r} holds {packing.dropped_tokens} tokens, too few for one row; lower pack"
+        return f"{redact_url(source)!r} holds no rows{beside}"
+    return f"{redact_url(source)!r} holds {packing.dropped_tokens} tokens, too few for one row; lower pack{beside}"
 
 
 def _check(
@@ -121,6 +129,7 @@ def _check(
     compression: str | None,
     tokenizer: str | Tokenizer | None,
     pack: int | None,
+    text_glob: Sequence[str],
 ) -> None:
     for name, value in (("rows_per_group", rows_per_group), ("shard_bytes", shard_bytes)):
         if value is not None and value < 1:
@@ -129,6 +138,10 @@ def _check(
         raise DataError(
             "tokenizer and pack go together: how text becomes tokens, and how many a row has"
         )
+    if isinstance(text_glob, str):
+        raise DataError(f"text_glob is {text_glob!r}, must be a list of patterns: [{text_glob!r}]")
+    if text_glob and pack is None:
+        raise DataError("text_glob goes with tokenizer and pack: text alone has no columns")
     if format not in (None, *get_args(Format)):
         raise DataError(f"format is {format!r}, must be 'parquet' or 'arrow'")
     is_arrow = format == "arrow" or (format is None and pack is not None)

@@ -27,6 +27,7 @@ from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.listing import Listed, list_shards, prefix_of
 from elastic_dp.data.schema import Columns, type_name
+from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
@@ -295,6 +296,9 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[_Opened]:
     def open_one(url: str) -> _Opened:
         store = Store(url, config.storage_options, timeout_s=timeout_s)
         listed = list_shards(config, url, store)
+        if listed.skipped:
+            said = skipped_words(listed.skipped)
+            _log.warning("DataConfig.url: not read at %s, since no shards: %s", store.url, said)
         prefix = prefix_of(url, listed.is_file) if len(config.urls) > 1 else ""
         return _Opened(store, listed, FORMATS[listed.format](), prefix)
 

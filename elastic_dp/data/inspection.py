@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elastic_dp.data.findings import Finding, Shape, find
+from elastic_dp.data.skipped import Skipped
 from elastic_dp.data.survey import Survey, survey
 from elastic_dp.errors import DataError
 
@@ -48,7 +49,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`rows` and all of row groups: None where the format tells only when all of it is read."""
+    """`rows` and all of row groups: None where the format tells only when all of it is read. `skipped`: files that are no
+    shards."""
 
     url: str
     format: str
@@ -60,6 +62,7 @@ class Inspection:
     columns: tuple[ColumnFacts, ...]
     plan: Plan | None
     findings: tuple[Finding, ...]
+    skipped: tuple[Skipped, ...] = ()
 
 
 def inspect(
@@ -97,6 +100,7 @@ def inspect(
         columns=_columns(found),
         plan=None if virtual_workers is None else _plan(found, shape),
         findings=find(found, shape),
+        skipped=found.skipped,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from elastic_dp.data.destination import INCOMPLETE, not_whole
 from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.skipped import Skipped, count_skipped
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Entry, Store, redact_url
@@ -21,12 +22,14 @@ _GLOB_MARKS = "*?["
 
 @dataclass(frozen=True)
 class Listed:
-    """Of one source, in the order of the names. `is_file`: the URL is that of the one shard."""
+    """Of one source, in the order of the names. `is_file`: the URL is that of the one shard. `skipped`: files beside the
+    shards that are of no format."""
 
     format: str
     is_file: bool
     root: str
     entries: list[Entry]
+    skipped: tuple[Skipped, ...] = ()
 
     def name(self, number: int) -> str:
         return _name(self.root, self.entries[number])
@@ -54,7 +57,7 @@ def list_shards(config: DataConfig, url: str, store: Store) -> Listed:
     _refuse_incomplete(url, root, entries, kept)
     if not kept:
         raise DataError(_nothing(config, url))
-    return Listed(chosen, is_file, root, kept)
+    return Listed(chosen, is_file, root, kept, _skipped(root, seen, kept))
 
 
 def root_of(path: str) -> str:
@@ -126,6 +129,13 @@ def _only_format(url: str, root: str, entries: list[Entry]) -> str:
             "DataConfig.format, or move some away"
         )
     return next(iter(counts), "")
+
+
+def _skipped(root: str, seen: list[Entry], kept: list[Entry]) -> tuple[Skipped, ...]:
+    if len(seen) == len(kept):
+        return ()
+    read = {entry.path for entry in kept}
+    return count_skipped(_name(root, entry) for entry in seen if entry.path not in read)
 
 
 def _nothing(config: DataConfig, url: str) -> str:

@@ -19,6 +19,7 @@ from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
 from elastic_dp.data.schema import Columns, same, top_level
+from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
@@ -52,6 +53,7 @@ class Survey:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     job_columns: Columns
+    skipped: tuple[Skipped, ...] = ()
     schema: pa.Schema | None = None
     columns: list[Column] = field(default_factory=list)
     group_rows: list[int] = field(default_factory=list)
@@ -79,9 +81,11 @@ class Survey:
 
 def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
     """Raises DataError where there is no data set, or one without these columns."""
-    kind, files = find_format(url, list_files(url))
+    there = list_files(url)
+    kind, files = find_format(url, there)
     wanted = None if columns is None else list(columns)
-    found = Survey(redact_url(url), kind, files.names, files.sizes, Columns(wanted))
+    skipped = there.beside(files)
+    found = Survey(redact_url(url), kind, files.names, files.sizes, Columns(wanted), skipped)
     if kind == "parquet":
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":

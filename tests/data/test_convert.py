@@ -472,6 +472,90 @@ def test_a_bucket_that_is_not_there(tmp_path, bucket):
         convert("s3://not-there/in", str(tmp_path / "out"))
 
 
+@pytest.fixture
+def sources(tmp_path):
+    """A folder of programs with some text beside them."""
+    files = {
+        "a.py": "a = 1\n",
+        "deep/b.py": "b = 2\n",
+        "deep/__init__.py": "",
+        "deep/.git/c.py": "no",
+        "LICENSE.txt": "text",
+        "lib.so": "x",
+        "Makefile": "x",
+        "_old.csv": "x",
+    }
+    for name, content in files.items():
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return str(tmp_path / "source")
+
+
+def counted(skipped):
+    return {one.ending: (one.files, *one.examples) for one in skipped}
+
+
+def test_convert_of_text_beside_other_files_says_what_it_did_not_read(sources, tmp_path):
+    made = convert(sources, str(tmp_path / "out"), tokenizer="bytes", pack=5)
+    assert made.rows == 1
+    hidden = ("_old.csv", "deep/.git/c.py", "deep/__init__.py")
+    assert counted(made.skipped) == {
+        "hidden": (3, *hidden),
+        ".py": (2, "a.py", "deep/b.py"),
+        "": (1, "Makefile"),
+        ".so": (1, "lib.so"),
+    }
+    assert counted(inspect(sources).skipped) == counted(made.skipped)
+
+
+def test_text_glob_reads_files_of_any_name_as_text_and_no_others(sources, tmp_path):
+    made = convert(
+        sources, str(tmp_path / "out"), tokenizer="bytes", pack=1, text_glob=["*.py", "Make*"]
+    )
+    tokens = read(tmp_path / "out")["tokens"].to_pylist()
+    end = [256]
+    expected = [*b"x", *end, *b"a = 1\n", *end, *end, *b"b = 2\n", *end]
+    assert [token for row in tokens for token in row] == expected
+    assert counted(made.skipped) == {
+        "hidden": (2, "_old.csv", "deep/.git/c.py"),
+        ".so": (1, "lib.so"),
+        ".txt": (1, "LICENSE.txt"),
+    }
+    only = convert(
+        sources, str(tmp_path / "deep"), tokenizer="bytes", pack=1, text_glob=["deep/*.py"]
+    )
+    assert only.rows == len("b = 2\n") + 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"tokenizer": "bytes", "pack": 1, "text_glob": ["*.md"]}, r"matches '\*.md'.*2 \.py"),
+        ({"tokenizer": "bytes", "pack": 1, "text_glob": "*.py"}, r"must be a list.*\['\*\.py'\]"),
+        ({"text_glob": ["*.py"]}, "text_glob goes with tokenizer and pack"),
+    ],
+)
+def test_text_glob_that_cannot_be_is_refused(sources, tmp_path, asked, words):
+    with pytest.raises(DataError, match=words):
+        convert(sources, str(tmp_path / "out"), **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_opening_a_folder_for_training_says_what_is_not_read_in_it(tmp_path, caplog):
+    pq.write_table(pa.table({"a": range(9)}), tmp_path / "a.parquet")
+    for name in ("b.py", "c.py", "README.txt", "_hidden.py"):
+        (tmp_path / name).write_text("")
+    read_index(DataConfig(str(tmp_path), micro_batch_size=1))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    told = f"not read at {tmp_path}, since no shards: 3 files: 2 .py (such as b.py), 1 .txt"
+    assert told in record.message
+    caplog.clear()
+    read_index(DataConfig(f"{tmp_path}/*.parquet", micro_batch_size=1))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("files", "asked", "words"),
     [

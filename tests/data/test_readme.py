@@ -58,3 +58,20 @@ def test_the_python_of_it(raw, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     exec(code, {})
     assert 'shuffle="full"' in capsys.readouterr().out
+
+
+def test_the_data_of_the_kubernetes_run_are_the_programs_of_the_standard_library(tmp_path):
+    """The command that k8s/README.md shows, from a folder like it, to one here."""
+    text = (Path(__file__).parents[2] / "k8s" / "README.md").read_text()
+    (command,) = re.findall(r"`elastic-dp (data convert /usr/lib/python3\.11 [^`]*)`", text)
+    words = shlex.split(command)
+    source = tmp_path / "python3.11"
+    (source / "json").mkdir(parents=True)
+    for name in ("abc.py", "json/__init__.py"):
+        (source / name).write_text("x = 1\n" * 100)
+    (source / "LICENSE.txt").write_text("y" * 500)
+    words[2:4] = str(source), str(tmp_path / "out")
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{(2 * 600 + 2) // 129} rows")
+    assert "not read: 1 file: 1 .txt (such as LICENSE.txt)" in result.output

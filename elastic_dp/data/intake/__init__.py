@@ -1,11 +1,20 @@
-"""The formats people have, as one stream of Arrow record batches: `open_rows(url).batches()`.
+"""The formats people have, as one stream of Arrow record batches: `open_rows(find_source(url)).batches()`.
 
 Files are taken in the order of their names, rows in the order of their file, each once. Memory holds a few
 blocks of a file, whatever its size. What cannot be read is a DataError that names the file.
 """
 
 from elastic_dp.data.intake.files import Files, list_files
-from elastic_dp.data.intake.opening import open_documents, open_rows
+from elastic_dp.data.intake.opening import Source, find_source, open_documents, open_rows
 from elastic_dp.data.intake.rows import Documents, Rows
 
-__all__ = ["Documents", "Files", "Rows", "list_files", "open_documents", "open_rows"]
+__all__ = [
+    "Documents",
+    "Files",
+    "Rows",
+    "Source",
+    "find_source",
+    "list_files",
+    "open_documents",
+    "open_rows",
+]

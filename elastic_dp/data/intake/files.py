@@ -5,9 +5,10 @@ What is said of a URL or by a store goes through `redact`, and hides the foreign
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic_dp.data.destination import INCOMPLETE, not_whole
+from elastic_dp.data.skipped import Skipped, count_skipped
 from elastic_dp.errors import DataError, ElasticError, StorageError
 from elastic_dp.storage import redact, redact_url
 
@@ -24,21 +26,37 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class Files:
-    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may be a signature."""
+    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may be a signature.
+    `hidden`: names that are there, too, and begin with "." or "_"."""
 
     system: Any
     root: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     query: str = ""
+    hidden: tuple[str, ...] = ()
 
     def path(self, name: str) -> str:
         return (f"{self.root}/{name}" if self.root else name) + self.query
 
     def ending_in(self, *endings: str) -> Files:
-        kept = [i for i, name in enumerate(self.names) if kind_of(name) in endings]
-        names, sizes = tuple(self.names[i] for i in kept), tuple(self.sizes[i] for i in kept)
-        return replace(self, names=names, sizes=sizes)
+        return self._only([kind_of(name) in endings for name in self.names])
+
+    def matching(self, globs: Sequence[str]) -> Files:
+        return self._only([_matches(name, globs) for name in self.names])
+
+    def beside(self, read: Files) -> tuple[Skipped, ...]:
+        """What is here and not in `read`, a part of it."""
+        chosen = set(read.names)
+        return count_skipped((name for name in self.names if name not in chosen), self.hidden)
+
+    def _only(self, kept: Sequence[bool]) -> Files:
+        chosen = [
+            pair
+            for pair, keep in zip(zip(self.names, self.sizes, strict=True), kept, strict=True)
+            if keep
+        ]
+        return replace(self, names=tuple(n for n, _ in chosen), sizes=tuple(s for _, s in chosen))
 
     @property
     def is_local(self) -> bool:
@@ -66,8 +84,10 @@ class Files:
                 yield mapped
 
 
-def list_files(url: str) -> Files:
-    """Raises DataError if there is none or not all are there yet, StorageError if the store refuses."""
+def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
+    """`text_globs`: files that match one are not hidden by a "_" ("__init__.py").
+
+    Raises DataError if there is none or not all are there yet, StorageError if the store refuses."""
     try:
         system, path = url_to_fs(url)
         path, query = _split(system, str(path).rstrip("/"))
@@ -83,12 +103,14 @@ def list_files(url: str) -> Files:
     }
     if any(name.rpartition("/")[2] == INCOMPLETE for name in sizes):
         raise DataError(not_whole(url))
-    names = sorted(name for name in sizes if not _is_hidden(name))
+    hidden = [name for name in sorted(sizes) if _is_hidden(name, text_globs)]
+    names = sorted(sizes.keys() - set(hidden))
     if not names:
         raise DataError(
             f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as 'dir/**/*.csv'"
         )
-    return Files(system, root, tuple(names), tuple(sizes[name] for name in names), query)
+    there = tuple(sizes[name] for name in names)
+    return Files(system, root, tuple(names), there, query, tuple(hidden))
 
 
 def kind_of(name: str) -> str:
@@ -134,5 +156,12 @@ def _said(what: str, error: Exception) -> str:
     return redact(f"{what}: {type(error).__name__}: {error}", {})
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part[:1] in (".", "_") for part in name.split("/"))
+def _is_hidden(name: str, text_globs: Sequence[str]) -> bool:
+    marks = (".",) if _matches(name, text_globs) else (".", "_")
+    return any(part.startswith(marks) for part in name.split("/"))
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    """A glob without "/" is one of file names, in any folder."""
+    file = name.rpartition("/")[2]
+    return any(fnmatchcase(name if "/" in glob else file, glob) for glob in globs)

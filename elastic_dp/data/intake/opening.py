@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -12,6 +14,7 @@ from elastic_dp.data.intake.images import open_images
 from elastic_dp.data.intake.lines import open_csv, open_jsonl
 from elastic_dp.data.intake.rows import Documents, Rows
 from elastic_dp.data.intake.tables import open_arrow, open_parquet, open_saved_dataset
+from elastic_dp.data.skipped import Skipped, count_skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
@@ -30,12 +33,33 @@ _OPENERS = {
     "jsonl": open_jsonl,
     "csv": open_csv,
     "images": open_images,
+    "saved": open_saved_dataset,
 }
 
 
-def open_rows(url: str, columns: list[str] | None = None) -> Rows:
-    """Raises DataError where the format is not known, or is not one."""
-    files = list_files(url)
+@dataclass(frozen=True)
+class Source:
+    """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that have it; `skipped`:
+    the others."""
+
+    url: str
+    kind: str
+    files: Files
+    skipped: tuple[Skipped, ...] = ()
+
+
+def find_source(url: str, text_globs: Sequence[str] = ()) -> Source:
+    """`text_globs`: read the files that match one of them as text, and no others. Raises DataError where the format is
+    not known, or is not one."""
+    files = list_files(url, text_globs)
+    if text_globs:
+        read = files.matching(text_globs)
+        if not read.names:
+            raise DataError(
+                f"no file at {redact_url(url)!r} matches {' or '.join(map(repr, text_globs))} (text_glob); it has "
+                f"{skipped_words(files.beside(read))}"
+            )
+        return Source(url, "text", read, files.beside(read))
     if "dataset_dict.json" in files.names:
         splits = sorted({name.split("/")[0] for name in files.names if "/" in name})
         raise DataError(
@@ -43,26 +67,29 @@ def open_rows(url: str, columns: list[str] | None = None) -> Rows:
             f"'{redact_url(url).rstrip('/')}/{splits[0] if splits else 'train'}'"
         )
     if {"state.json", "dataset_info.json"} <= set(files.names):
-        return open_saved_dataset(files, columns)
-    kind, files = find_format(url, files)
-    if kind == "text":
-        raise DataError(
-            f"{redact_url(url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
-        )
-    if kind == "tar":
-        raise DataError(
-            f"{redact_url(url)!r} holds tar shards, which convert does not read; training does, as they are"
-        )
-    return _OPENERS[kind](files, columns)
+        return Source(url, "saved", files)
+    kind, read = find_format(url, files)
+    return Source(url, kind, read, files.beside(read))
 
 
-def open_documents(url: str, columns: list[str] | None = None) -> Documents:
+def open_rows(source: Source, columns: list[str] | None = None) -> Rows:
+    """Raises DataError where it has no rows as it is."""
+    if source.kind == "text":
+        raise DataError(
+            f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
+        )
+    if source.kind == "tar":
+        raise DataError(
+            f"{redact_url(source.url)!r} holds tar shards, which convert does not read; training does, as they are"
+        )
+    return _OPENERS[source.kind](source.files, columns)
+
+
+def open_documents(source: Source, columns: list[str] | None = None) -> Documents:
     """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
-    files = list_files(url)
-    saved = "state.json" in files.names or "dataset_dict.json" in files.names
-    if not saved and (found := find_format(url, files))[0] == "text":
-        return documents_of_files(found[1])
-    rows = open_rows(url, columns)
+    if source.kind == "text":
+        return documents_of_files(source.files)
+    rows, url = open_rows(source, columns), source.url
     texts = [
         f.name
         for f in rows.schema
@@ -88,7 +115,9 @@ def find_format(url: str, files: Files) -> tuple[str, Files]:
         raise DataError(
             f"{redact_url(url)!r} holds several formats ({there}); name one by a glob such as '**/*.parquet'"
             if kinds
-            else f"no file at {redact_url(url)!r} has an ending that is known: {', '.join(_FORMATS)}"
+            else f"no file at {redact_url(url)!r} has an ending that is known: {', '.join(_FORMATS)}. It has "
+            f"{skipped_words(count_skipped(files.names, files.hidden))}. `elastic-dp data convert --text-glob` reads files of "
+            "any name as text"
         )
     kind = next(iter(kinds))
     return kind, files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))

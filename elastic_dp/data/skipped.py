@@ -1,0 +1,45 @@
+"""Files that lie where a data set is read and are not part of it: counted by ending, so that it can be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_EXAMPLES = 3
+_ENDINGS = 6  # that are named
+HIDDEN = "hidden"
+_LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """`ending`: such as ".py", "" for names without one, or "hidden" for what begins with "." or "_", of any ending.
+    `examples`: the first names, at most three."""
+
+    ending: str
+    files: int
+    examples: tuple[str, ...]
+
+
+def count_skipped(names: Iterable[str], hidden: Sequence[str] = ()) -> tuple[Skipped, ...]:
+    """The most frequent ending first."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        file = name.rpartition("/")[2]
+        ending = f".{file.rpartition('.')[2].lower()}" if "." in file else ""
+        found.setdefault(ending, []).append(name)
+    if hidden:
+        found[HIDDEN] = list(hidden)
+    counted = [Skipped(key, len(of), tuple(sorted(of)[:_EXAMPLES])) for key, of in found.items()]
+    return tuple(sorted(counted, key=lambda one: (-one.files, one.ending)))
+
+
+def skipped_words(skipped: Sequence[Skipped]) -> str:
+    """For people, in one line."""
+    total = sum(one.files for one in skipped)
+    words = [
+        f"{one.files:,} {_LABELS.get(one.ending, one.ending)} (such as {one.examples[0]})"
+        for one in skipped[:_ENDINGS]
+    ]
+    more = [f"{len(skipped) - _ENDINGS} more endings"] if len(skipped) > _ENDINGS else []
+    return f"{total:,} file{'s' * (total != 1)}: {', '.join([*words, *more])}"
