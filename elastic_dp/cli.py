@@ -124,7 +124,7 @@ def convert(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Parquet, Arrow, JSON Lines, CSV or .txt files (a folder, a file, a glob), a folder by "
+            help="Parquet, Arrow, JSON Lines, CSV or .txt files (a folder with all below it, a file, a glob), a folder by "
             "datasets.save_to_disk, or images in a folder per class; a path or any fsspec URL.",
         ),
     ],
@@ -168,7 +168,7 @@ def convert(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write SRC as shards that train well. Nothing is at DST before all of it is."""
+    """Write SRC as shards that train well. DST is a data set only when all of it is there."""
     from elastic_dp.data.convert import SHARD_BYTES
     from elastic_dp.data.convert import convert as convert_data
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
-from elastic_dp.storage import Store
+from elastic_dp.storage import Store, redact_url
 
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.catalog import Catalog, SealName
@@ -52,7 +52,11 @@ def list_(url: _Url, as_json: _Json = False) -> None:
 
 
 @checkpoints.command()
-def verify(url: _Url, step: _Step = None, as_json: _Json = False) -> None:
+def verify(
+    url: _Url,
+    step: Annotated[int | None, typer.Option(help="Only of this step. Default: all.")] = None,
+    as_json: _Json = False,
+) -> None:
     """Read every byte of every checkpoint (or of one step's) and compare it with what was sealed."""
     from elastic_dp.checkpoint.reading import verify as verify_checkpoint
 
@@ -86,6 +90,7 @@ def export(
         ),
     ],
     step: _Step = None,
+    as_json: _Json = False,
 ) -> None:
     """Write a checkpoint as a file that opens without this package."""
     from elastic_dp.checkpoint.exporting import export as export_checkpoint
@@ -93,7 +98,10 @@ def export(
     catalog = _catalog(url)
     seal = catalog.find("latest" if step is None else step)
     export_checkpoint(catalog, seal, destination)
-    _out().print(f"step {seal.step} → {destination}")
+    if as_json:
+        print(json.dumps({"step": seal.step, "destination": redact_url(destination)}))
+    else:
+        _out().print(f"step {seal.step} → {redact_url(destination)}")
 
 
 def _catalog(url: str) -> Catalog:

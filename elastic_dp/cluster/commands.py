@@ -39,6 +39,20 @@ _Address = Annotated[
         help="Of the Ray cluster, HOST:6379. Default: the one on this machine, of several the newest.",
     ),
 ]
+_RunAddress = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="Of the Ray cluster, HOST:6379. Default: a Ray of the run's own, which ends with it.",
+    ),
+]
+_JobAddress = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="Of the cluster's dashboard, http://HOST:8265. Default: that of the one on this machine, of several the newest.",
+    ),
+]
 _Storage = Annotated[
     str | None,
     typer.Option(
@@ -68,10 +82,11 @@ def run(
     job: _Job,
     arguments: _Arguments = None,
     set_: _Set = None,
-    address: _Address = None,
+    address: _RunAddress = None,
     as_json: _Json = False,
 ) -> None:
-    """Run a job's script, with fields of the job set from here. Running it again attaches, or resumes."""
+    """Run a job's script, with fields of the job set from here. Running it again attaches to the live run, goes on
+    from its newest checkpoint, or returns the result of one that is finished."""
     raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
 
 
@@ -79,7 +94,7 @@ def submit(
     job: _Job,
     arguments: _Arguments = None,
     set_: _Set = None,
-    address: _Address = None,
+    address: _JobAddress = None,
     working_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Sent along. Default: the script's folder.")
     ] = None,
@@ -113,6 +128,7 @@ def submit(
         working_dir=str(folder),
         env={key: value for key, _, value in pairs},
         submission_id=submission_id,
+        tell=_tell,
     )
     _say({"submission_id": name}, f"submitted as {name}", as_json)
     if follow:
@@ -190,7 +206,7 @@ def events(
 def logs(
     name: _Name,
     worker: Annotated[str | None, typer.Option(help="Only of this one. Default: all.")] = None,
-    tail: Annotated[int, typer.Option(min=1, help="So many last lines of each.")] = 100,
+    tail: Annotated[int, typer.Option(min=1, help="So many last lines of each worker.")] = 100,
     follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
     storage_path: _Storage = None,
     address: _Address = None,
@@ -245,7 +261,9 @@ def stop(
     keep: Annotated[
         bool, typer.Option("--checkpoint/--no-checkpoint", help="To go on from, later.")
     ] = True,
-    wait: Annotated[bool, typer.Option(help="Until it has ended; print its result.")] = False,
+    wait: Annotated[
+        bool, typer.Option(help="Stay until it has ended, and print its result.")
+    ] = False,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
@@ -356,7 +374,11 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
 def _connect(address: str | None) -> None:
     from elastic_dp.cluster.finding import connect
 
-    connect(address, tell=lambda text: print(text, file=sys.stderr))
+    connect(address, _tell)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _attach(name: str, address: str | None) -> Run:

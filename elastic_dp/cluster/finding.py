@@ -51,13 +51,7 @@ def connect(address: str | None, tell: Callable[[str], None] = _warn) -> None:
     """
     if ray.is_initialized():
         return
-    if not address and not os.environ.get("RAY_ADDRESS"):
-        address, others = _on_this_machine()
-        if others:
-            tell(
-                f"{len(others) + 1} Ray clusters run on this machine: this is the one at {address}; choose another by "
-                f"--address or RAY_ADDRESS: {', '.join(others)}"
-            )
+    address = address or _on_this_machine(tell)
     try:
         ray.init(address=address or "auto", log_to_driver=False)
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
@@ -68,17 +62,22 @@ def connect(address: str | None, tell: Callable[[str], None] = _warn) -> None:
         ) from error
 
 
-def _on_this_machine() -> tuple[str | None, list[str]]:
-    """The address of the cluster with a node here that was started last, and of the others; None: as Ray finds it.
+def _on_this_machine(tell: Callable[[str], None]) -> str | None:
+    """The address of the cluster with a node here that was started last; None: as Ray finds it, by RAY_ADDRESS first.
 
     Ray itself goes by the file that the last `ray start` wrote, also where that cluster is gone and others are there.
     """
     live = sorted(find_gcs_addresses())
-    if not live:
-        return None, []
+    if not live or os.environ.get("RAY_ADDRESS"):
+        return None
     newest = find_bootstrap_address(None)
     taken = newest if newest in live else live[0]
-    return taken, [address for address in live if address != taken]
+    if others := [address for address in live if address != taken]:
+        tell(
+            f"{len(live)} Ray clusters run on this machine: this is the one at {taken}; choose another by --address or "
+            f"RAY_ADDRESS: {', '.join(others)}"
+        )
+    return taken
 
 
 def attach(name: str, storage_path: str | os.PathLike[str] | None = None) -> Run:
@@ -166,10 +165,13 @@ def submit(
     working_dir: str,
     env: Mapping[str, str],
     submission_id: str | None,
+    tell: Callable[[str], None],
 ) -> tuple[Any, str]:
-    """Give Ray a job; returns the client and the job's id."""
+    """Give Ray a job; returns the client and the job's id. `tell`: see `connect`."""
     from ray.job_submission import JobSubmissionClient
 
+    if "RAY_API_SERVER_ADDRESS" not in os.environ:
+        address = address or _on_this_machine(tell)
     with _dashboard():
         with _going_by(address):
             client = JobSubmissionClient(address)

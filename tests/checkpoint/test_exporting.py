@@ -1,5 +1,6 @@
 """Files that open without this package, the other checkpoints of torch, and warm starts."""
 
+import json
 import subprocess
 import sys
 
@@ -35,7 +36,8 @@ def invoke(*words):
 
 
 def test_safetensors(run, tmp_path):
-    assert invoke("export", run, tmp_path / "model.safetensors").exit_code == 0
+    told = invoke("export", run, tmp_path / "model.safetensors", "--json").stdout
+    assert json.loads(told) == {"step": 20, "destination": str(tmp_path / "model.safetensors")}
     opened = safetensors.torch.load_file(tmp_path / "model.safetensors")
     model = train_state(20).model.state_dict()
     assert opened.keys() == model.keys() and all(same(opened[key], model[key]) for key in model)

@@ -12,13 +12,17 @@ from elastic_dp.errors import ClusterError
 
 VERBS = {
     *("run", "submit", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),
-    *("stop", "restart"),
+    *("stop", "restart", "data convert", "data inspect", "checkpoints list", "checkpoints verify"),
+    "checkpoints export",
 }
 
 
 def test_every_verb_prints_json_where_it_is_asked_to():
-    verbs = typer.main.get_command(app).commands
-    assert set(verbs) >= VERBS
+    verbs = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        verbs |= {name: command} if inner is None else {f"{name} {v}": c for v, c in inner.items()}
+    assert set(verbs) == VERBS
     for name in VERBS:
         assert any("--json" in parameter.opts for parameter in verbs[name].params), name
 
@@ -71,3 +75,18 @@ def test_of_several_local_clusters_the_one_that_was_taken_is_said(
     told.clear()
     finding.connect("b:2", told.append)
     assert connected == [taken, "b:2"] and not told
+    monkeypatch.setenv("RAY_ADDRESS", "d:4")
+    finding.connect(None, told.append)  # Ray goes by it
+    assert connected[-1] == "auto" and not told
+
+
+def test_help_of_a_verb_says_where_it_goes_without_an_address():
+    """Which differs: `run` starts a Ray, `submit` talks to a dashboard, the others look for a cluster."""
+    verbs = typer.main.get_command(app).commands
+
+    def told(name):
+        return next(p.help for p in verbs[name].params if "--address" in p.opts)
+
+    assert "a Ray of the run's own" in told("run") and "http://HOST:8265" in told("submit")
+    for name in ("list", "status", "events", "logs", "scale", "drain", "stop", "restart"):
+        assert "HOST:6379. Default: the one on this machine, of several the newest" in told(name)

@@ -24,13 +24,15 @@ COMMANDS = re.findall(r"^elastic-dp (.*)$", SECTION, re.MULTILINE)
 @pytest.fixture
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("raw/table", "raw/books", "raw/photos/cat", "raw/photos/dog"):
+    for folder in ("raw/table", "raw/books", "raw/photos/cat", "raw/photos/dog", "raw/code"):
         Path(folder).mkdir(parents=True)
     table = pa.table({"id": np.arange(1000), "x": np.arange(1000) / 7})
     pq.write_table(table, "raw/table/a.parquet")
     Path("raw/rows.csv").write_text("id,x\n" + "1,2.5\n" * 1000)
     Path("raw/lines.jsonl").write_text(json.dumps({"id": 1, "x": 2.5, "y": "no"}) + "\n")
     Path("raw/books/a.txt").write_text("hello world " * 5000)
+    Path("raw/code/a.py").write_text("print()\n" * 1000)
+    Path("raw/code/README.md").write_text("no program" * 1000)
     for name in ("cat/1.jpg", "dog/1.jpg"):
         Path(f"raw/photos/{name}").write_bytes(b"an image")
     model = tokenizers.models.WordLevel({"hello": 0, "world": 1, "<|endoftext|>": 2}, "hello")
@@ -41,7 +43,7 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command_does_what_it_says(raw):
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
     for command in COMMANDS:
         result = CliRunner().invoke(cli.app, shlex.split(command))
         assert result.exit_code == 0, (command, result.output)
@@ -51,7 +53,7 @@ def test_every_command_does_what_it_says(raw):
     }
     books = 12 * 5000 + 1
     expected = {"table": 1000, "rows": 1000, "lines": 1, "photos": 2}
-    assert rows == expected | {"bytes": books // 2049, "gpt2": 10_001 // 2049}
+    assert rows == expected | {"bytes": books // 2049, "gpt2": 10_001 // 2049, "code": 8001 // 2049}
 
 
 def test_the_python_of_it(raw, capsys):
