@@ -450,7 +450,7 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
         store = Store(str(ended_run / "mine"))
         holder = Holder(store, Lease("another", "token 2"), lambda: 0.0, lambda: 0.0)
         holder.acquire()  # it may train somewhere, so the cluster is asked
-        assert "another has not given it up" in json.loads(run(*there).stdout)["reason"]
+        assert "another holds its lease" in json.loads(run(*there).stdout)["reason"]
         assert asked == [None]
         holder.release()
     finally:

@@ -45,7 +45,9 @@ class EndedRun:
             return status_of(result, {})
         sealed = Catalog(self._store).names()
         said = [line["text"] for line in self.events() if line.get("command") == "Explain"]
-        held = f"no cluster that answers here has it, and {self.holder} has not given it up; "
+        held = (
+            f"{self.holder} holds its lease, and may train on a cluster that does not answer here; "
+        )
         return {
             "phase": "unfinished",
             "reason": (held if self.may_be_live else "it has no result; ")

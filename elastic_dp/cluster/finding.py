@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.services import find_bootstrap_address, find_gcs_addresses
+from ray._private import services
+from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.util import list_named_actors
 
 from elastic_dp.cluster.record import read_result, run_url
@@ -52,6 +53,7 @@ def connect(address: str | None, tell: Callable[[str], None] = _warn) -> None:
     if ray.is_initialized():
         return
     address = address or _on_this_machine(tell)
+    _send_token()
     try:
         ray.init(address=address or "auto", log_to_driver=False)
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
@@ -62,22 +64,48 @@ def connect(address: str | None, tell: Callable[[str], None] = _warn) -> None:
         ) from error
 
 
-def _on_this_machine(tell: Callable[[str], None]) -> str | None:
-    """The address of the cluster with a node here that was started last; None: as Ray finds it, by RAY_ADDRESS first.
+def _send_token() -> None:
+    """Have Ray send the token that is saved for this user, unless RAY_AUTH_MODE says otherwise. A Ray that a script
+    starts asks for it by default, and a client sends it only where it is told to. Others do not look at it."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+    if "RAY_AUTH_MODE" not in os.environ and (
+        "RAY_AUTH_TOKEN" in os.environ or os.path.exists(path)
+    ):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # reads it again
 
-    Ray itself goes by the file that the last `ray start` wrote, also where that cluster is gone and others are there.
+
+def _on_this_machine(tell: Callable[[str], None]) -> str | None:
+    """The address of the newest cluster that has a node here; None: as Ray finds it, by RAY_ADDRESS first.
+
+    Of several, Ray itself takes the one of the last `ray start`, also where that is gone, or else any.
     """
-    live = sorted(find_gcs_addresses())
-    if not live or os.environ.get("RAY_ADDRESS"):
+    if os.environ.get("RAY_ADDRESS"):
         return None
-    newest = find_bootstrap_address(None)
-    taken = newest if newest in live else live[0]
-    if others := [address for address in live if address != taken]:
+    found = _newest_first()
+    if len(found) > 1:
         tell(
-            f"{len(live)} Ray clusters run on this machine: this is the one at {taken}; choose another by --address or "
-            f"RAY_ADDRESS: {', '.join(others)}"
+            f"{len(found)} Ray clusters run on this machine: this is the newest, at {found[0]}; choose another by "
+            f"--address or RAY_ADDRESS: {', '.join(found[1:])}"
         )
-    return taken
+    return found[0] if found else None
+
+
+def _newest_first() -> list[str]:
+    """Addresses of the clusters of which a node runs here: those of this user, or, without one, all."""
+    started: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for process in services.psutil.process_iter(["cmdline", "create_time", "uids"]):
+        words = process.info["cmdline"] or [""]
+        if os.path.basename(words[0]) != "raylet":
+            continue
+        mine = process.info["uids"] is not None and process.info["uids"].real == os.getuid()
+        for word in words:
+            if word.startswith("--gcs-address="):
+                times = started[mine]
+                address, at = word.partition("=")[2], process.info["create_time"]
+                times[address] = min(at, times.get(address, at))
+    found = started[True] or started[False]
+    return sorted(found, key=lambda address: -found[address])
 
 
 def attach(name: str, storage_path: str | os.PathLike[str] | None = None) -> Run:
@@ -172,6 +200,7 @@ def submit(
 
     if "RAY_API_SERVER_ADDRESS" not in os.environ:
         address = address or _on_this_machine(tell)
+    _send_token()
     with _dashboard():
         with _going_by(address):
             client = JobSubmissionClient(address)

@@ -1,6 +1,8 @@
 """What all verbs of the command line for runs have in common."""
 
 import json
+import os
+import types
 
 import pytest
 import typer
@@ -44,40 +46,80 @@ def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, mo
     assert CliRunner().invoke(app, ["status", "job", *address]).exit_code == 2
 
 
+def raylet(address, started, uid=None):
+    words = ["/ray/core/src/ray/raylet/raylet", "--node-name=x", f"--gcs-address={address}"]
+    uids = types.SimpleNamespace(real=os.getuid() if uid is None else uid)
+    return {"cmdline": words, "create_time": started, "uids": uids}
+
+
+OTHERS = -1  # a user
+GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids": None}
+
+
 @pytest.mark.parametrize(
-    ("live", "newest", "taken", "others"),
+    ("processes", "taken", "others"),
     [
-        (["a:1"], None, "a:1", []),
-        (["a:1"], "gone:1", "a:1", []),  # the file of a cluster that was killed
-        (["a:1", "b:2"], "b:2", "b:2", ["a:1"]),
-        (["b:2", "a:1", "c:3"], "gone:1", "a:1", ["b:2", "c:3"]),
-        ([], "away:1", "auto", []),  # as Ray finds it
+        ([], "auto", ""),  # Ray says that there is none
+        ([GCS, raylet("a:1", 1.0)], "a:1", ""),
+        ([raylet("b:2", 2.0), raylet("a:1", 1.0), raylet("c:3", 3.0)], "c:3", "b:2, a:1"),
+        ([raylet("a:1", 1.0), raylet("b:2", 2.0), raylet("a:1", 3.0)], "b:2", "a:1"),  # two nodes
+        ([raylet("a:1", 1.0), raylet("b:2", 2.0, OTHERS)], "a:1", ""),
+        ([raylet("b:2", 2.0, OTHERS)], "b:2", ""),
     ],
 )
-def test_of_several_local_clusters_the_one_that_was_taken_is_said(
-    live, newest, taken, others, monkeypatch
+def test_of_several_local_clusters_the_newest_is_taken_and_said(
+    processes, taken, others, monkeypatch
 ):
     pytest.importorskip("ray")
     from elastic_dp.cluster import finding
 
+    running = [types.SimpleNamespace(info=info) for info in processes]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     connected, told = [], []
     monkeypatch.setattr(finding.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(finding.ray, "init", lambda address, **_: connected.append(address))
-    monkeypatch.setattr(finding, "find_gcs_addresses", lambda: frozenset(live))
-    monkeypatch.setattr(finding, "find_bootstrap_address", lambda _: newest)
+    monkeypatch.setattr(finding.services.psutil, "process_iter", lambda _: running)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     finding.connect(None, told.append)
     assert connected == [taken]
     assert bool(told) is bool(others)
     for text in told:
-        assert f"this is the one at {taken}" in text
-        assert f"choose another by --address or RAY_ADDRESS: {', '.join(others)}" in text
+        assert f"this is the newest, at {taken}" in text
+        assert text.endswith(f"choose another by --address or RAY_ADDRESS: {others}")
     told.clear()
-    finding.connect("b:2", told.append)
-    assert connected == [taken, "b:2"] and not told
-    monkeypatch.setenv("RAY_ADDRESS", "d:4")
+    finding.connect("d:4", told.append)
+    monkeypatch.setenv("RAY_ADDRESS", "e:5")
     finding.connect(None, told.append)  # Ray goes by it
-    assert connected[-1] == "auto" and not told
+    assert connected == [taken, "d:4", "auto"] and not told
+
+
+@pytest.mark.parametrize(
+    ("saved", "mode", "wanted"),
+    [(True, None, "token"), (False, None, None), (True, "disabled", "disabled")],
+)
+def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
+    saved, mode, wanted, tmp_path, monkeypatch
+):
+    pytest.importorskip("ray")
+    from elastic_dp.cluster import finding
+
+    monkeypatch.setattr(finding.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(finding.ray, "init", lambda **_: None)
+    read_again = []
+    config = types.SimpleNamespace(initialize=read_again.append)
+    monkeypatch.setattr(finding, "Config", config)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode or "")
+    if mode is None:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+    if saved:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("secret")
+    finding.connect("a:1")
+    assert os.environ.get("RAY_AUTH_MODE") == wanted
+    assert bool(read_again) is (wanted == "token")
 
 
 def test_help_of_a_verb_says_where_it_goes_without_an_address():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -180,6 +181,47 @@ def test_run_ends_with_the_code_of_its_script(tmp_path):
     assert code_of(ours.format("ClusterError('full')")) == (1, ["ClusterError: full"])
     code, told = code_of("", "--set", "max_steps=3")
     assert code == 2 and "makes no ElasticTrainer" in told[0]
+
+
+STARTS_RAY = """
+import ray
+ray.init(address="local", num_cpus=1, include_dashboard=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+input()
+"""
+
+
+def test_another_terminal_reaches_the_ray_that_a_script_started(tmp_path):
+    """Which asks for the token that Ray has saved in the user's home."""
+    env = os.environ | {"HOME": str(tmp_path)}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
+        env.pop(name, None)
+    script = subprocess.Popen(
+        [sys.executable, "-c", STARTS_RAY],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with script:
+        address = script.stdout.readline().strip()
+        words = [sys.executable, "-m", "elastic_dp.cli", "list", "--json", "--address", address]
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+        script.communicate("\n")
+    assert (tmp_path / ".ray" / "auth_token").exists()
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_more_workers_than_cores_train_where_each_asks_for_a_part_of_one(job):
+    """As the README says, on a cluster of two CPUs."""
+    part = ("--set", "scaling.resources_per_worker.CPU=0.25")
+    readme = Path(clusters.ROOT, "README.md").read_text()
+    assert part[1] in readme and 'resources_per_worker={"CPU": 0.25}' in readme
+    more = ("--set", "scaling.max_workers=4", "--set", "max_steps=100000", "--set", "name=many")
+    asked("run", job, *part, *more, "--set", "config.body_s=0.05", "--", "start")
+    eventually(lambda: said("status", "many")["world_size"] == 4)
+    asked("stop", "many", "--no-checkpoint", "--wait")
 
 
 def test_an_address_that_is_none_is_said():
