@@ -334,7 +334,9 @@ class CheckpointConfig:
     `every_steps`: after each step that it divides. `every_s`: so many seconds after the last one. `every="auto"`: as
     often as pays, by what a checkpoint costs and how often everyone was lost. Whichever comes first; None: not by
     that. `num_to_keep`: the newest, or the best where `checkpoint_score_attribute` names a logged metric
-    (`checkpoint_score_order` "max" or "min"); None: all. `keep_every`: each step that it divides is kept for ever.
+    (`checkpoint_score_order` "max" or "min"); None: all. A checkpoint is ranked by the value that the body of its own step
+    logged; one without a value is never the best. The best and the newest are both kept, whatever `num_to_keep` is.
+    `keep_every`: each step that it divides is kept for ever.
     """
 
     every_steps: int | None = None

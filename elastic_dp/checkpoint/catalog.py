@@ -53,7 +53,11 @@ class Claim(NamedTuple):
 @dataclass(frozen=True)
 class Keep:
     """What is kept: the newest `num_to_keep` (None: all), or the best ones where `score_attribute` names a metric;
-    the newest in any case; and, for ever, each whose step `keep_every` divides."""
+    the newest in any case; and, for ever, each whose step `keep_every` divides.
+
+    A checkpoint is ranked by the value that its own step logged. One without a value, or with NaN, is never the best; it
+    ranks behind all that have one.
+    """
 
     num_to_keep: int | None = 3
     keep_every: int | None = None
@@ -117,7 +121,7 @@ class Catalog:
                 'step="best" needs a metric: set CheckpointConfig.checkpoint_score_attribute, or name it here'
             )
         seals = list(self.seals())
-        scored = [seal for seal in seals if name in seal.about.metrics]
+        scored = [seal for seal in seals if _score(keep, seal.step, seal.about.metrics)[0]]
         if not scored:
             known = sorted({metric for seal in seals for metric in seal.about.metrics})
             raise CheckpointError(

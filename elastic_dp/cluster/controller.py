@@ -128,12 +128,14 @@ class Controller:
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
         """Every worker sends the same, in order; the first one counts, and is written before the next is."""
+        if (
+            self._sealer is not None
+        ):  # also of a step that is made once more: its checkpoint is a new one
+            self._sealer.log(step, metrics)
         with self._log_lock:
             if (step, call) > self.logged_to:
                 self.logged_to = step, call
                 self.logged |= metrics
-                if self._sealer is not None:
-                    self._sealer.log(step, metrics)
                 self.journal.metrics(step, metrics)
 
     def say(self, text: str) -> None:

@@ -22,7 +22,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,7 +38,7 @@ from elastic_dp.train.pace import Pace
 
 _AGAIN_S = 2.0
 _PATIENCE_S = 5.0  # with members that have not told what they wrote
-_REMEMBERED = 10_000  # calls of ctx.log of which it is known at which step they were made
+_REMEMBERED = 1_000  # steps of which it is known what they logged
 _HOST = socket.gethostname()
 T = TypeVar("T")
 
@@ -91,6 +90,7 @@ class Sealer:
         self._pace = Pace(config, time.monotonic())
         self._was_lost = False  # whether going on from a checkpoint means that everyone was lost
         self._metrics = _Metrics()
+        self._said_unranked = False
         self._closing = threading.Event()
         self._unsealed: dict[int, _Unsealed] = {}
         self._sealed = 0
@@ -103,7 +103,7 @@ class Sealer:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """What a checkpoint of this step, or of a later one, is to know."""
+        """What a checkpoint of this step is to know."""
         self._metrics.add(step, metrics)
 
     def wrote(self, worker: WorkerId, written: Written) -> None:
@@ -158,7 +158,6 @@ class Sealer:
         while True:
             self._hurry()
             self._keep_pace()
-            self._metrics.prune()
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=self._idle_s())
             try:
@@ -300,12 +299,23 @@ class Sealer:
             self._sealed = step
             self._pace.sealed(one.stall_s, time.monotonic())
             self._tell(f"checkpoint of step {step} is sealed")
+            self._say_unranked(step, about)
             self._on_seal(step)
             self._catalog.retain(self._keep, self._fence, writing=self._unsealed)
         except (StateError, StorageError, OSError) as error:
             self._tell(f"no checkpoint of step {step}: {error}")
             if isinstance(error, StateError):
                 self._refused.add(step)
+
+    def _say_unranked(self, step: int, about: About) -> None:
+        """Once: a run that evaluates at other steps than it checkpoints would keep no best one, without a word."""
+        name = self._keep.score_attribute
+        if name is not None and name not in about.metrics and not self._said_unranked:
+            self._said_unranked = True
+            self._tell(
+                f"checkpoint of step {step} has no {name!r} and is not ranked by it: only what the body of its own "
+                "step logs with ctx.log, or gives to ctx.checkpoint, counts"
+            )
 
     def _about(self, step: int, written: Written) -> About:
         """What is known of a step that is being sealed."""
@@ -314,7 +324,7 @@ class Sealer:
             job=written.job,
             data=written.data,
             versions=written.versions,
-            metrics=self._metrics.after(step),
+            metrics=self._metrics.of(step),
             naming=written.naming,
             saved_at=time.time(),
             losses=losses,
@@ -323,25 +333,24 @@ class Sealer:
 
 
 class _Metrics:
-    """The newest value of each, as it was after any of the steps since the last checkpoint."""
+    """What the body of each step logged. A checkpoint has the values of its own step and of no other: an older value
+    says nothing about its weights, and would rank it by those of another step."""
 
     def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._later: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._logged: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Any thread may; all else is the sealer's."""
-        self._later.append((step, metrics))
+        """Any thread may, and every worker: what they log is the same."""
+        with self._lock:
+            self._logged.setdefault(step, {}).update(metrics)
+            if len(self._logged) > _REMEMBERED:
+                del self._logged[next(iter(self._logged))]
 
-    def after(self, step: int) -> dict[str, float]:
-        """Of this step, and from now on of no earlier one."""
-        while self._later and self._later[0][0] <= step:
-            self._values |= self._later.popleft()[1]
-        return {k: float(v) for k, v in self._values.items() if isinstance(v, int | float)}
-
-    def prune(self) -> None:
-        while len(self._later) > _REMEMBERED:
-            self._values |= self._later.popleft()[1]
+    def of(self, step: int) -> dict[str, float]:
+        with self._lock:
+            logged = dict(self._logged.get(step, {}))
+        return {k: float(v) for k, v in logged.items() if isinstance(v, int | float)}
 
 
 def _keep_of(config: CheckpointConfig) -> Keep:

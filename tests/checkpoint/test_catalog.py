@@ -144,7 +144,10 @@ def test_what_is_not_there_is_said_with_what_is():
         catalog.find(15)
     assert catalog.find("best", Keep(score_attribute="accuracy")).step == 20
     assert catalog.find("best", Keep(score_attribute="accuracy", order="min")).step == 10
-    with pytest.raises(CheckpointError, match="metric 'loss'; they have: accuracy"):
+    checkpoint(catalog, 50, {}, metrics={"nothing but": float("nan")})
+    with pytest.raises(CheckpointError, match="metric 'nothing but'"):
+        catalog.find("best", Keep(score_attribute="nothing but"))
+    with pytest.raises(CheckpointError, match="metric 'loss'; they have: accuracy, nothing but"):
         catalog.find("best", Keep(score_attribute="loss"))
     with pytest.raises(CheckpointError, match="needs a metric"):
         catalog.find("best")

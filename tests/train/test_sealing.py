@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.writing import write_parts
 from elastic_dp.spec import CheckpointConfig
@@ -232,6 +232,29 @@ def test_one_is_asked_for_in_time_and_knows_the_metrics_of_its_step(tmp_path):
     assert next(stage.catalog.seals()).about.metrics == {"loss": 2.5}
     # It says so a moment after it has looked at the clock, and on a busy machine a long one.
     assert stage.wanted.get(timeout=PATIENCE_S) - asked_at > 0.1
+    stage.sealer.close()
+
+
+def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_value(tmp_path):
+    """The last step took the value of the evaluation before it, tied with the best, and the best was deleted."""
+    config = CheckpointConfig(
+        num_to_keep=1, checkpoint_score_attribute="accuracy", checkpoint_score_order="max"
+    )
+    stage = Stage(str(tmp_path), config=config)
+    assert stage.goes_on_from() is None
+    for step, logged in ((5, {"accuracy": 0.9}), (6, {}), (7, {"accuracy": 0.4}), (9, {})):
+        stage.sealer.log(step, {"loss": 1.0} | logged)
+        stage.snapshot.take(step, {"weights": TREE["weights"] + step})
+        stage.write("w1", ("w1",), range(6), step)
+        assert stage.sealed.get(timeout=PATIENCE_S) == step
+    stage.comes_to_rest()
+    assert [seal.step for seal in stage.catalog.seals()] == [9, 5]
+    assert [seal.about.metrics for seal in stage.catalog.seals()] == [
+        {"loss": 1.0},
+        {"loss": 1.0, "accuracy": 0.9},
+    ]
+    assert stage.catalog.best(Keep(score_attribute="accuracy")).step == 5
+    assert sum("is not ranked" in text for text in stage.told) == 1
     stage.sealer.close()
 
 
