@@ -54,6 +54,7 @@ def evaluate(
         raise ModelError(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
+    session.stepper.buffers.take_extra_state()  # of this body; what the evaluation changes is undone
     index = session.evaluations_begun
     session.evaluations_begun += 1
     known: Results = {}

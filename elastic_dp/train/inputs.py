@@ -95,6 +95,11 @@ def _check_model(model: nn.Module) -> None:
                 f"model.{name} is of type {tensor.dtype}, and complex gradients are not added up; keep it as "
                 "torch.view_as_real has it, and call torch.view_as_complex in forward"
             )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise ModelError(
+                f"model.{name} is not a dense tensor ({tensor.layout}, {tensor.dtype}), and a worker that joins is given only "
+                "those. Register what it is made of (indices and values), or keep it as a plain attribute, if it never changes"
+            )
         if tensor.is_meta:
             raise ModelError(
                 f"model.{name} is on the meta device and holds no values; give it memory before the optimizer is "

@@ -76,6 +76,9 @@ def _compared(
         yield from _tensors("parameter", theirs, state.parameters)
     yield "the parameters", called, [*state.parameters]
     yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
+    if "extra_state" in step:  # else it is of before it was carried
+        mine = sorted(state.committed_extra)
+        yield "the modules with get_extra_state", sorted(step["extra_state"]), mine
     kind = type(state.optimizer).__name__
     yield "the optimizer", naming.get("made", {}).get("optimizer", kind), kind
     groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]

@@ -479,6 +479,7 @@ class Session:
                 "in training mode: use ctx.evaluate, or call model.eval() before and model.train() after; "
                 "keep an average of buffers in a model of its own and pass it as state="
             )
+        self.stepper.buffers.take_extra_state()
         self.in_body = False
 
     def pass_point(self, name: str, step: int | None = None) -> None:

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.distributed.transfer import TensorSlot, TensorSpec
 from elastic_dp.train.body import Untouched
+from elastic_dp.train.buffers import write
 
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes that every optimizer has
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory need not be set aside
@@ -72,10 +74,12 @@ class TrainState:
     kinds: list[str] = field(default_factory=list)  # of machines that have made steps of this state
     committed_hyper: list[dict[str, Any]] = field(default_factory=list)
     committed_scheduler: Any = None
+    committed_extra: dict[str, bytes] = field(default_factory=dict)
     _spares: list[list[torch.Tensor]] = field(default_factory=list)  # of `set_aside`
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
+        self._extra = extra_states(self.model)
         self.untouched = Untouched(self.model, self.optimizer)
         self.note_commit()
 
@@ -85,6 +89,7 @@ class TrainState:
         lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
         buffers = self.model.named_buffers()
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
+        lines += [f"extra state {extra.name}" for extra in self._extra]
         lines.append(f"optimizer {type(self.optimizer).__name__}")
         names = {p: name for name, p in self.parameters.items()}
         for number, group in enumerate(self.optimizer.param_groups):
@@ -97,6 +102,7 @@ class TrainState:
         """Remember what the body may change as it is now, for those who have yet to run it."""
         self.committed_hyper = self._hyper()
         self.committed_scheduler = _copied(self._scheduler_state())
+        self.committed_extra = self._extra_state()
 
     # ---------------------------------------------------------------- hand-over
 
@@ -110,6 +116,7 @@ class TrainState:
                 "optimizer_rest": self._optimizer_rest(),
                 "hyper": self.committed_hyper,
                 "scheduler": self.committed_scheduler,
+                "extra_state": self.committed_extra,
                 "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
                 "record": self.record,
                 "bad_row_groups": sorted(self.bad_row_groups),
@@ -118,6 +125,7 @@ class TrainState:
             "body": {
                 "hyper": self._hyper(),
                 "scheduler": self._scheduler_state(),
+                "extra_state": self._extra_state(),
                 "user": {key: value.state_dict() for key, value in self.user.items()},
                 "requires_grad": [p.requires_grad for p in self.parameters.values()],
                 "training": [m.training for m in self.model.modules()],
@@ -160,10 +168,10 @@ class TrainState:
         """Take what a step changes from a complete tree and, on a joiner, what bodies change."""
         step = tree["step"]
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
-            _take(mine, given)
+            write(mine, given)
         buffers = dict(self.model.named_buffers())
         for name, given in step["buffers"].items():
-            _take(buffers[name], given)
+            write(buffers[name], given)
         self._adopt_optimizer(step["optimizer"])
         self.optimizer.state.update(step["optimizer_rest"]["state"])
         vars(self.optimizer).update(step["optimizer_rest"]["own"])
@@ -171,6 +179,10 @@ class TrainState:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(changeable["scheduler"])
         self._adopt_hyper(changeable["hyper"])
+        given = changeable.get("extra_state", {})  # absent in checkpoints of before it was carried
+        for extra in self._extra:
+            if extra.name in given:
+                extra.write(given[extra.name])
         if self.loss_scale is not None:
             vars(self.loss_scale).update(step["loss_scale"])
         self.record = step["record"]
@@ -188,12 +200,16 @@ class TrainState:
         self.note_commit()
         if body:
             self.committed_hyper, self.committed_scheduler = step["hyper"], step["scheduler"]
+            self.committed_extra = step.get("extra_state", self.committed_extra)
 
     def _hyper(self) -> list[dict[str, Any]]:
         return [
             _copied({key: value for key, value in group.items() if key != "params"})
             for group in self.optimizer.param_groups
         ]
+
+    def _extra_state(self) -> dict[str, bytes]:
+        return {extra.name: extra.read() for extra in self._extra}
 
     def _scheduler_state(self) -> Any:
         return None if self.scheduler is None else self.scheduler.state_dict()
@@ -241,7 +257,7 @@ class TrainState:
         digest = hashlib.sha256()
         for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            flat = tensor.detach().cpu().contiguous().view(-1)
+            flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
@@ -266,8 +282,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not isinstance(value, nn.Parameter)
     return value is None or isinstance(value, int | float | str)
-
-
-def _take(mine: torch.Tensor, given: torch.Tensor) -> None:
-    if mine.data_ptr() != given.data_ptr():
-        mine.copy_(given)

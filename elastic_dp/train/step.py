@@ -297,7 +297,7 @@ class Stepper:
                 )
         return {v: leaves[v] for v in sorted(leaves) if leaves[v].weight}
 
-    def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor]:
+    def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
         if not changed:
             return {}
         self._values.launch(self.buffers.payload(changed))
@@ -317,7 +317,7 @@ class Stepper:
         weight: float,
         finite: bool,
         used: Sequence[int],
-        buffers: Mapping[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor | bytes],
     ) -> StepRecord:
         self.report("apply")
         state = self.state
