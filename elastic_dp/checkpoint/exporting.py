@@ -32,7 +32,7 @@ class LoadedState:
     each object that was given as `state=`. `damaged`: newer checkpoints that were skipped, and why."""
 
     step: int
-    model: dict[str, torch.Tensor]
+    model: dict[str, Any]
     optimizer: dict[str, Any] | None = None
     scheduler: Any = None
     user: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def load_state(
 
 def export(catalog: Catalog, seal: Seal, destination: str) -> None:
     """Write a file, or a folder where the name has no ending. Raises CheckpointError if the ending is another."""
-    state = _loaded(seal, load(catalog, seal, plain=True))
+    state = _loaded(seal, load(catalog, seal, plain=True), plain=True)
     if destination.endswith(".safetensors"):
         _write(destination, safetensors(state.model))
     elif destination.endswith((".pt", ".pth", ".bin")):
@@ -75,9 +75,15 @@ def export(catalog: Catalog, seal: Seal, destination: str) -> None:
         _export_distributed(state, destination)
 
 
-def safetensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """One file. Tied weights are written once for each of their names. Raises CheckpointError for a dtype it has not."""
+def safetensors(tensors: Mapping[str, Any]) -> bytes:
+    """One file. Tied weights are written once for each of their names. Raises CheckpointError for a dtype it has not, and
+    for what is no tensor."""
     table: dict[str, Any] = {"__metadata__": METADATA}
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"safetensors holds tensors only, and {name} is a {type(value).__name__}; export to a .pt file"
+            )
     contents, at = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if dtype_name(tensor.dtype) not in WORDS:
@@ -121,11 +127,13 @@ def _export_distributed(state: LoadedState, folder: str) -> None:
     dcp.save(_as_dict(state), checkpoint_id=folder, no_dist=True)
 
 
-def _loaded(seal: Seal, tree: Any, damaged: tuple[str, ...] = ()) -> LoadedState:
+def _loaded(
+    seal: Seal, tree: Any, damaged: tuple[str, ...] = (), *, plain: bool = False
+) -> LoadedState:
     naming, metrics = seal.about.naming, seal.about.metrics
     return LoadedState(
         step=seal.step,
-        model=model_state(tree, naming),
+        model=model_state(tree, naming, plain=plain),
         optimizer=optimizer_state(tree, naming) if "groups" in naming else None,
         scheduler=tree["step"]["scheduler"],
         user=tree["body"]["user"],

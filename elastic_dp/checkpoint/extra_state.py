@@ -89,4 +89,4 @@ def unpacked(
         tensors.append(tensor if plain else tensor.to(device))
         at += size
     whole = decode(tree, tensors, types=types, plain=plain)
-    return io.BytesIO(whole["value"]) if whole["file"] else whole["value"]
+    return io.BytesIO(whole["value"]) if whole["file"] and not plain else whole["value"]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_dp.checkpoint.extra_state import unpacked
+
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`parameters`: their names in the model's order. `model`: for each tensor of the state_dict, its name in the
@@ -25,12 +27,19 @@ def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"parameters": parameters, "model": keys, "groups": groups}
 
 
-def model_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What `model.load_state_dict` takes. The parameters of the state may be named or in the model's order."""
+def model_state(
+    tree: Mapping[str, Any], naming: Mapping[str, Any], *, plain: bool = False
+) -> dict[str, Any]:
+    """What `model.load_state_dict` takes: tensors, and the extra state of modules, `plain` as in `decode`. The parameters
+    of the state may be named or in the model's order."""
     step = tree["step"]
     tensors = {**step["buffers"], **_named(step["parameters"], naming)}
     keys = naming.get("model") or {name: name for name in tensors}
-    return {key: tensors[name] for key, name in keys.items()}
+    extra = {
+        name: unpacked(content, plain=plain)
+        for name, content in tree["body"].get("extra_state", {}).items()
+    }
+    return {key: tensors[name] for key, name in keys.items()} | extra
 
 
 def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from elastic_dp.checkpoint.exporting import safetensors as as_safetensors
 from elastic_dp.cli import app
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store
+from elastic_dp.train.state import TrainState
 from tests.checkpoint.states import big_tree, same, save, train_state
 
 runner = CliRunner()
@@ -142,3 +143,34 @@ def test_nothing_there(verb, tmp_path):
     result = invoke(verb, *words)
     assert result.exit_code == 2 and "no sealed checkpoint" in result.stderr
     assert "no sealed" in invoke("list", tmp_path).stdout
+
+
+class Counting(torch.nn.Linear):
+    """With state beside its tensors."""
+
+    uses: object = 3
+
+    def get_extra_state(self):
+        return {"uses": self.uses, "table": torch.arange(3.0), "past": [(1, b"x")]}
+
+    def set_extra_state(self, state):
+        self.uses = state["uses"]
+
+
+def test_extra_state_of_modules_is_exported(tmp_path):
+    model = torch.nn.Sequential(Counting(4, 4), torch.nn.Linear(4, 4))
+    model[0].uses = 7
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, {})
+    catalog = Catalog(Store(str(tmp_path / "run")))
+    catalog.claim(1, None)
+    save(catalog, state, 5)
+    loaded = load_state(str(tmp_path / "run"))
+    other = torch.nn.Sequential(Counting(4, 4), torch.nn.Linear(4, 4))
+    other.load_state_dict(loaded.model)
+    assert other[0].uses == 7
+    assert same(loaded.model["0._extra_state"], model[0].get_extra_state())
+    assert invoke("export", tmp_path / "run", tmp_path / "all.pt").exit_code == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert found["model"]["0._extra_state"]["uses"] == 7
+    refused = invoke("export", tmp_path / "run", tmp_path / "model.safetensors")
+    assert refused.exit_code != 0 and "0._extra_state is a dict" in refused.output
