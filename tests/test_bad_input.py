@@ -830,13 +830,20 @@ def test_sparse_gradients_and_lbfgs():
     fails(ModelError, ["LBFGS"], optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
 
 
-def test_an_optimizer_around_another():
+def test_an_optimizer_around_another_that_does_not_fit():
     class Around(torch.optim.SGD):
-        def __init__(self, inner):
-            super().__init__(inner.param_groups, lr=0.1)
+        def __init__(self, outer, inner):
+            super().__init__(outer.param_groups, lr=0.1)
             self.inner = inner
 
-    fails(ModelError, ["optimizer.inner", "groups"], optimizer=lambda m: Around(adamw(m)))
+    words = ["optimizer.inner", "not a parameter of"]
+    fails(ModelError, words, optimizer=lambda m: Around(adamw(m), adamw(classifier())))
+    words = ["optimizer.inner", "LBFGS"]
+    fails(
+        ModelError,
+        words,
+        optimizer=lambda m: Around(adamw(m), torch.optim.LBFGS(m.parameters())),
+    )
 
 
 def test_an_optimizer_of_another_model():

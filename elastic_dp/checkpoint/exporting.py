@@ -19,7 +19,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
-from elastic_dp.checkpoint.naming import model_state, optimizer_state
+from elastic_dp.checkpoint.naming import model_state, optimizer_state, scheduler_state
 from elastic_dp.checkpoint.reading import load, load_newest
 from elastic_dp.checkpoint.seal import Seal
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
@@ -135,7 +135,7 @@ def _loaded(
         step=seal.step,
         model=model_state(tree, naming, plain=plain),
         optimizer=optimizer_state(tree, naming) if "groups" in naming else None,
-        scheduler=tree["step"]["scheduler"],
+        scheduler=scheduler_state(tree),
         user=tree["body"]["user"],
         metrics=metrics,
         damaged=damaged,

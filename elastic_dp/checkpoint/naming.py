@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from elastic_dp.checkpoint.extra_state import unpacked
+from elastic_dp.checkpoint.objects import MISSING, Plain
+from elastic_dp.checkpoint.shared_memory import join
 
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -44,13 +46,35 @@ def model_state(
 
 def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[str, Any]:
     """What `optimizer.load_state_dict` takes."""
-    step = tree["step"]
-    states = {i: dict(state) for i, state in enumerate(step["optimizer"]) if state}
-    groups, first = [], 0
-    for hyper, names in zip(tree["body"]["hyper"], naming["groups"], strict=True):
-        groups.append({**hyper, "params": list(range(first, first + len(names)))})
-        first += len(names)
+    step, hyper = tree["step"], tree["body"]["hyper"]
+    parameters = _named(step["parameters"], naming)
+    owners = {f"parameter {name}": p for name, p in parameters.items()}
+    owners |= {f"buffer {name}": buffer for name, buffer in step["buffers"].items()}
+    owners |= {
+        f"optimizer.param_groups[{i}][{key!r}]": item
+        for i, group in enumerate(hyper)
+        for key, item in group.items()
+        if isinstance(item, torch.Tensor)
+    }
+    joined, _ = join(step["optimizer"], step.get("shared", []), owners)
+    names = [name for group in naming["groups"] for name in group]
+    plain = Plain()
+    states = {
+        i: plain.named(state, f"optimizer.state[{name}]")
+        for i, (name, state) in enumerate(zip(names, joined, strict=True))
+        if state
+    }
+    plain, groups, first = Plain(), [], 0
+    for i, (values, group) in enumerate(zip(hyper, naming["groups"], strict=True)):
+        inner = plain.named(values, f"optimizer.param_groups[{i}]")
+        groups.append({**inner, "params": list(range(first, first + len(group)))})
+        first += len(group)
     return {"state": states, "param_groups": groups}
+
+
+def scheduler_state(tree: Mapping[str, Any]) -> Any:
+    """What `scheduler.load_state_dict` takes."""
+    return Plain().value(tree["step"]["scheduler"], MISSING, "scheduler.state_dict()")
 
 
 def _named(parameters: Any, naming: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ import xxhash
 from elastic_dp.checkpoint.layout import Layout, TensorSpec
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,12 @@ def _from_1(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1}
+def _from_2(body: dict[str, Any]) -> dict[str, Any]:
+    """The same; what format 3 has more of an optimizer and of modules is absent in its tree (`TrainState.adopt`)."""
+    return body
+
+
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1, 2: _from_2}
 
 
 def _canonical(value: Any) -> bytes:

@@ -127,13 +127,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
                     f"the optimizer holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
                     "the model given to ctx.steps; pass one module that holds all of them"
                 )
-    for attribute, value in vars(optimizer).items():
-        values = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(x, torch.optim.Optimizer) for x in values):
-            raise ModelError(
-                f"optimizer.{attribute} is an optimizer of its own, whose state a worker that joins would not "
-                "get; use one optimizer with parameter groups"
-            )
 
 
 def _check_scheduler(scheduler: Any) -> None:
@@ -151,4 +144,3 @@ def _check_scheduler(scheduler: Any) -> None:
             f"scheduler is of type {kind}, whose step() needs more ({error}). Call it in the loop's body, e.g. "
             'scheduler.step(step.loss), and pass it as state={"scheduler": scheduler} instead'
         ) from None
-    pickled_tree(pack(scheduler.state_dict(), []), "scheduler.state_dict()")

@@ -472,6 +472,7 @@ class Session:
 
     def _body_ended(self) -> None:
         self.state.untouched.check()
+        self.state.optimizers.check_body()
         written = self.stepper.buffers.written_outside()
         if written is not None:
             raise LoopError(

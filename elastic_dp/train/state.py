@@ -19,11 +19,16 @@ import torch
 from torch import nn
 
 from elastic_dp.checkpoint.extra_state import extra_states
+from elastic_dp.checkpoint.objects import References
+from elastic_dp.checkpoint.shared_memory import join, split
 from elastic_dp.distributed.transfer import TensorSlot, TensorSpec
 from elastic_dp.train.body import Untouched
 from elastic_dp.train.buffers import write
+from elastic_dp.train.optimizers import Optimizers, same
 
-_OF_TORCH = ("defaults", "state", "param_groups")  # attributes that every optimizer has
+# What the trees of `Optimizers` are called.
+_OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
+_OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory need not be set aside
 
 
@@ -72,14 +77,20 @@ class TrainState:
     record: StepRecord | None = None
     bad_row_groups: set[int] = field(default_factory=set)  # left out of the data by all members
     kinds: list[str] = field(default_factory=list)  # of machines that have made steps of this state
-    committed_hyper: list[dict[str, Any]] = field(default_factory=list)
-    committed_scheduler: Any = None
     committed_extra: dict[str, bytes] = field(default_factory=dict)
     _spares: list[list[torch.Tensor]] = field(default_factory=list)  # of `set_aside`
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
         self._extra = extra_states(self.model)
+        references = References()
+        for prefix, module in self.model.named_modules():
+            references.add(f"model.{prefix}".rstrip("."), module)
+        for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
+            references.add(f"model.{name}", tensor)
+        for key, value in self.user.items():
+            references.add(f"state[{key!r}]", value)
+        self.optimizers = Optimizers(self.optimizer, self.scheduler, self.parameters, references)
         self.untouched = Untouched(self.model, self.optimizer)
         self.note_commit()
 
@@ -100,22 +111,28 @@ class TrainState:
 
     def note_commit(self) -> None:
         """Remember what the body may change as it is now, for those who have yet to run it."""
-        self.committed_hyper = self._hyper()
-        self.committed_scheduler = _copied(self._scheduler_state())
+        self.optimizers.note_commit()
         self.committed_extra = self._extra_state()
 
     # ---------------------------------------------------------------- hand-over
 
     def tree(self, evaluations: Sequence[dict[str, float]], ended: str | None) -> dict[str, Any]:
         """Everything, as the source gives it."""
+        optimizers = self.optimizers
+        state, committed, now = optimizers.state(), optimizers.committed, optimizers.now()
+        if same(now["own"], committed["own"]):
+            now["own"] = None  # once is enough
+        # Of the groups tensors are copies, and written into those that are there: what they share stays as it is.
+        carried = {"state": state, "committed": committed["own"], "now": now["own"]}
+        carried, shared = split(carried, self._owners())
         return {
             "step": {
                 "parameters": list(self.parameters.values()),
                 "buffers": dict(self.model.named_buffers()),
-                "optimizer": self._optimizer_tensors(),
-                "optimizer_rest": self._optimizer_rest(),
-                "hyper": self.committed_hyper,
-                "scheduler": self.committed_scheduler,
+                **carried["state"],
+                **committed,
+                "own": carried["committed"],
+                "shared": shared,
                 "extra_state": self.committed_extra,
                 "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
                 "record": self.record,
@@ -123,8 +140,8 @@ class TrainState:
                 "kinds": list(self.kinds),
             },
             "body": {
-                "hyper": self._hyper(),
-                "scheduler": self._scheduler_state(),
+                **now,
+                "own": carried["now"],
                 "extra_state": self._extra_state(),
                 "user": {key: value.state_dict() for key, value in self.user.items()},
                 "requires_grad": [p.requires_grad for p in self.parameters.values()],
@@ -143,7 +160,8 @@ class TrainState:
             [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
             if p.requires_grad and p.numel() * p.element_size() >= _LARGE_BYTES
             else []
-            for p in self._optimized()
+            for group in self.optimizer.param_groups
+            for p in group["params"]
         ]
 
     def own_tensors(self, skeleton: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
@@ -172,13 +190,15 @@ class TrainState:
         buffers = dict(self.model.named_buffers())
         for name, given in step["buffers"].items():
             write(buffers[name], given)
-        self._adopt_optimizer(step["optimizer"])
-        self.optimizer.state.update(step["optimizer_rest"]["state"])
-        vars(self.optimizer).update(step["optimizer_rest"]["own"])
         changeable = tree["body"] if body else step
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(changeable["scheduler"])
-        self._adopt_hyper(changeable["hyper"])
+        own = changeable.get("own")
+        own = step.get("own") if own is None else own
+        state = {key: step[key] for key in step.keys() & _OF_STEPS}
+        carried, shared = join({"state": state, "own": own}, step.get("shared", []), self._owners())
+        hyper = {key: changeable[key] for key in changeable.keys() & _OF_BODIES}
+        if own is not None:  # else it is of before it was carried
+            hyper["own"] = carried["own"]
+        self.optimizers.adopt(carried["state"], hyper, shared)
         given = changeable.get("extra_state", {})  # absent in checkpoints of before it was carried
         for extra in self._extra:
             if extra.name in given:
@@ -199,58 +219,19 @@ class TrainState:
                 module.training = flag
         self.note_commit()
         if body:
-            self.committed_hyper, self.committed_scheduler = step["hyper"], step["scheduler"]
+            committed = {key: step[key] for key in step.keys() & _OF_BODIES}
+            if tree["body"].get("own") is not None:
+                given = join(step["own"], step["shared"], self._owners())
+                committed["own"] = given[0]
+            self.optimizers.committed |= committed
             self.committed_extra = step.get("extra_state", self.committed_extra)
 
-    def _hyper(self) -> list[dict[str, Any]]:
-        return [
-            _copied({key: value for key, value in group.items() if key != "params"})
-            for group in self.optimizer.param_groups
-        ]
+    def _owners(self) -> dict[str, torch.Tensor]:
+        buffers = {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}
+        return self.optimizers.owners() | buffers
 
     def _extra_state(self) -> dict[str, bytes]:
         return {extra.name: extra.read() for extra in self._extra}
-
-    def _scheduler_state(self) -> Any:
-        return None if self.scheduler is None else self.scheduler.state_dict()
-
-    def _adopt_hyper(self, groups: list[dict[str, Any]]) -> None:
-        for mine, given in zip(self.optimizer.param_groups, groups, strict=True):
-            for key, value in given.items():
-                if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                    mine[key].copy_(value)
-                else:
-                    mine[key] = value
-
-    def _optimizer_tensors(self) -> list[dict[str, Any]]:
-        """State per parameter, in the order of the groups; not by load_state_dict, which casts it."""
-        return [dict(self.optimizer.state.get(p, {})) for p in self._optimized()]
-
-    def _optimizer_rest(self) -> dict[str, dict[Any, Any]]:
-        """State that belongs to no parameter: entries of `optimizer.state`, and attributes of the user's own class."""
-        optimized = set(self._optimized())
-        return {
-            "state": {k: v for k, v in self.optimizer.state.items() if k not in optimized},
-            "own": {
-                key: value
-                for key, value in vars(self.optimizer).items()
-                if key not in _OF_TORCH and not key.startswith("_optimizer_") and _is_plain(value)
-            },
-        }
-
-    def _optimized(self) -> list[torch.nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _adopt_optimizer(self, states: list[dict[str, Any]]) -> None:
-        for p, given in zip(self._optimized(), states, strict=True):
-            if not given:
-                self.optimizer.state.pop(p, None)
-                continue
-            mine = self.optimizer.state[p]
-            for key in set(mine) - set(given):
-                del mine[key]
-            for key, value in given.items():
-                mine[key] = value
 
     def digest(self) -> str:
         """SHA-256 over names, shapes, dtypes and bytes of parameters and buffers, in order."""
@@ -260,25 +241,3 @@ class TrainState:
             flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-
-def _copied(value: Any) -> Any:
-    """As it is now: what is written into it later does not show in the copy."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: _copied(x) for key, x in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is made of numbers, texts and tensors (no parameters) alone."""
-    if isinstance(value, dict):
-        return all(_is_plain(x) for pair in value.items() for x in pair)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, torch.Tensor):
-        return not isinstance(value, nn.Parameter)
-    return value is None or isinstance(value, int | float | str)

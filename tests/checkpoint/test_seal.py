@@ -231,7 +231,7 @@ def test_the_format_before_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("number", "error", "words"),
     [
-        (3, CheckpointError, "of format 3, and this elastic_dp reads up to 2"),
+        (4, CheckpointError, "of format 4, and this elastic_dp reads up to 3"),
         (0, CheckpointDamaged, "never was"),
     ],
 )

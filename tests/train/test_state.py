@@ -2,6 +2,9 @@
 the last bit; or refused by name before the first step."""
 
 import dataclasses
+import io
+import json
+from collections import deque
 
 import numpy as np
 import pytest
@@ -9,10 +12,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from elastic_dp.errors import ModelError
+from elastic_dp.checkpoint.decoding import decode
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.extra_state import extra_states
+from elastic_dp.checkpoint.naming import naming_of, optimizer_state
+from elastic_dp.errors import LoopError, ModelError
 from elastic_dp.spec import CheckpointConfig, MapStyleData
-from tests.patience import eventually
-from tests.runs import Points, goes_on, group, local, resize, spec_of
+from elastic_dp.train.faults import Fault
+from elastic_dp.train.state import TrainState
+from tests.runs import Points, group, local, resize, spec_of
+from tests.train import optimizers as zoo
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, loop
 
 HALF = 14
@@ -24,33 +33,19 @@ def job(steps, workers, **config):
     return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=HALF))
 
 
-def kill_one(run):
-    """One that is not alone, when all of them hold the state."""
-
-    def three_train():
-        now = run.controller.status()
-        return now["size"] == 3 and sum(w == "member" for w in now["workers"].values()) == 3
-
-    eventually(lambda: three_train() or run.controller.ended.is_set(), run.controller.status)
-    goes_on(run)
-    if not run.controller.ended.is_set():
-        members = [
-            w for w, stage in run.controller.status()["workers"].items() if stage == "member"
-        ]
-        run.fleet.kill(sorted(members)[0])
-
-
 def check_carried(train, tmp_path):
-    """1 → 3 workers, a kill, and all of it again from a checkpoint in new processes: as in one undisturbed process."""
+    """1 → 3 workers, the first one dies, and all of it again from a checkpoint in new processes: as in one undisturbed
+    process. The bodies wait for the three, and it dies when they have made a step."""
     calm = local(job(2 * HALF, 1), train)
-    gate = tmp_path / "killed"
-    script = [resize(2, 3), (2, lambda run: (kill_one(run), gate.touch()))]
-    first = job(HALF, 1, hold={2: 3}, gates={HALF - 1: str(gate)})
-    outcome, _ = group(first, train, script=script, url=str(tmp_path / "run"))
+    dead = tmp_path / "dead"
+    fault = Fault("backward", worker="w1", world_size=3, once=str(dead), settled=True)
+    first = job(HALF, 1, hold={0: 3})
+    url = str(tmp_path / "run")
+    outcome, _ = group(first, train, script=[resize(1, 3)], faults=(fault,), url=url)
     assert outcome.error is None, outcome.traceback
-    assert outcome.workers_lost == 1
+    assert dead.exists() and outcome.workers_lost == 1
     assert outcome.digest == local(job(HALF, 1), train).digest
-    outcome, _ = group(job(2 * HALF, 2), train, url=str(tmp_path / "run"))
+    outcome, _ = group(job(2 * HALF, 2), train, url=url)
     assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.step) == (calm.digest, 2 * HALF)
 
@@ -223,3 +218,267 @@ def test_extra_state_that_cannot_be_carried_is_refused_by_name():
         loop(ctx, model, adamw(model))
 
     assert "get_extra_state of model.0 returns at own.rule a builtins.function" in refusal(train)
+
+
+# ----------------------------------------------------------------------------------- optimizers
+
+
+def with_optimizer(make, scheduler=None, body=None):
+    def train(ctx):
+        model = classifier()
+        optimizer = make(model)
+        made = scheduler(optimizer) if scheduler else None
+        for step in ctx.steps(model, optimizer, cross_entropy, scheduler=made):
+            if body:
+                body(optimizer)
+            hold(ctx, step)
+
+    return train
+
+
+def hooked(model):
+    """What clips is no attribute: an object, and a closure, registered with torch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    norms, calls = [], 0
+
+    class Clip:
+        def __init__(self):
+            self.past = deque(maxlen=4)
+
+        def __call__(self, optimizer, args, kwargs):
+            self.past.append(sum(float(p.grad.norm()) for p in model.parameters()))
+            for p in model.parameters():
+                p.grad.mul_(min(self.past) / self.past[-1])
+
+    def scale(optimizer, args, kwargs):
+        nonlocal calls
+        calls += 1
+        norms.append(float(model[0].bias.grad.norm()))
+        for p in model.parameters():
+            p.grad.mul_(1.0 + sum(norms) / calls)
+
+    optimizer.register_step_pre_hook(Clip())
+    optimizer.register_step_pre_hook(scale)
+    return optimizer
+
+
+def decays(optimizer):
+    optimizer.decay *= 0.97
+
+
+CARRIED = {
+    "containers, plain objects, bound methods": with_optimizer(lambda m: zoo.AutoClip(m.parameters())),
+    "generators": with_optimizer(lambda m: zoo.Noisy(m.parameters())),
+    "views of one vector": with_optimizer(lambda m: zoo.Flat(m.parameters())),
+    "objects made in the first step": with_optimizer(lambda m: zoo.Preconditioned(m.parameters())),
+    "an optimizer around another": with_optimizer(lambda m: zoo.Lookahead(adamw(m))),
+    "optimizers in a dict": with_optimizer(zoo.Both),
+    "both around each other": with_optimizer(lambda m: zoo.Lookahead(zoo.AutoClip(m.parameters()))),
+    "step hooks": with_optimizer(hooked),
+    "an attribute that the body changes": with_optimizer(
+        lambda m: zoo.OwnTensor(m.parameters()), body=decays
+    ),
+    "a scheduler of one's own": with_optimizer(adamw, zoo.Cycling),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_optimizer_state_of_every_kind_is_carried(name, tmp_path):
+    check_carried(CARRIED[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (zoo.ByIterator, "optimizer.rates is a itertools.cycle"),
+        (zoo.LateInner, "optimizer.inner is an optimizer that was not there when the loop began"),
+        (zoo.LateIterator, "optimizer.state[0.weight].rates is a builtins.list_iterator"),
+    ],
+)
+def test_optimizer_state_that_cannot_be_carried_is_refused_by_name(make, words):
+    assert words in refusal(with_optimizer(lambda m: make(m.parameters())))
+
+
+def test_optimizer_attribute_of_an_unknown_kind_is_refused_before_the_first_step():
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, zoo.ByIterator(model.parameters()), cross_entropy):
+            raise AssertionError("a step was made")
+
+    assert "give its class state_dict()" in refusal(train)
+
+
+def test_body_that_writes_a_tensor_of_the_optimizer_is_told_so_by_name():
+    def writes(optimizer):
+        optimizer.scale.mul_(0.9)
+
+    train = with_optimizer(lambda m: zoo.OwnTensor(m.parameters()), body=writes)
+    with pytest.raises(LoopError, match=r"wrote to optimizer\.scale"):
+        local(job(HALF, 1), train)
+
+
+def stepped(make, steps, seed=0):
+    """A state after so many steps, with its model."""
+    torch.manual_seed(seed)
+    model = classifier().double()
+    state = TrainState(model, make(model), None, None, {})
+    for _ in range(steps):
+        advance(state)
+    return state
+
+
+def advance(state):
+    torch.manual_seed(int(state.model[0].weight.sum() * 1e6) % 1000)
+    state.model(torch.randn(4, 16).double()).square().mean().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.note_commit()
+
+
+def handed_over(state):
+    encoded, tensors = encode(state.tree([], None))
+    tensors = [tensor.clone() for _, tensor in tensors]
+    return decode(json.loads(json.dumps(encoded)), tensors)
+
+
+def test_member_behind_takes_what_the_step_made_of_attributes_and_runs_its_own_body():
+    """The one ahead has run its body already: who takes the step from it must not have that body's change twice."""
+    ahead, behind = (stepped(lambda m: zoo.OwnTensor(m.parameters()), 2) for _ in range(2))
+    advance(ahead)
+    decays(ahead.optimizer)
+    behind.adopt(handed_over(ahead), body=False)
+    assert behind.optimizer.decay == 1.0
+    decays(behind.optimizer)
+    joined = stepped(lambda m: zoo.OwnTensor(m.parameters()), 0, seed=1)
+    joined.adopt(handed_over(ahead), body=True)
+    assert behind.optimizer.decay == joined.optimizer.decay == ahead.optimizer.decay == 0.97
+    assert joined.optimizers.committed["own"][0]["attributes"]["decay"] == 1.0
+
+
+def test_state_that_a_behind_member_and_a_joiner_took_goes_on_as_the_source_s():
+    for make in (zoo.Flat, zoo.Noisy, zoo.AutoClip, zoo.Preconditioned):
+        ahead, behind = (stepped(lambda m, make=make: make(m.parameters()), 2) for _ in range(2))
+        joined = stepped(lambda m, make=make: make(m.parameters()), 0, seed=1)
+        advance(ahead)
+        behind.adopt(handed_over(ahead), body=False)
+        joined.adopt(handed_over(ahead), body=True)
+        again = stepped(lambda m, make=make: make(m.parameters()), 0, seed=2)
+        again.adopt(handed_over(joined), body=True)
+        for state in (ahead, behind, joined, again):
+            advance(state)
+            advance(state)
+        assert behind.digest() == joined.digest() == again.digest() == ahead.digest(), make
+
+
+def test_tree_of_before_attributes_were_carried_apart_is_still_taken():
+    """As format 2 had it: plain attributes among what belongs to no parameter, everything else as it was."""
+    source = stepped(lambda m: zoo.OwnTensor(m.parameters()), 2)
+    decays(source.optimizer)
+    tree = handed_over(source)
+    for word in ("own", "inner_hyper", "inner_state", "shared", "extra_state"):
+        tree["step"].pop(word, None)
+        tree["body"].pop(word, None)
+    tree["step"]["optimizer_rest"] = {"state": {"calls": 3}, "own": {"decay": 0.97}}
+    taker = stepped(lambda m: zoo.OwnTensor(m.parameters()), 0, seed=1)
+    taker.adopt(tree, body=True)
+    assert taker.optimizer.decay == 0.97 and taker.optimizer.state["calls"] == 3
+    assert taker.digest() == source.digest()
+
+
+def test_state_of_an_optimizer_of_the_run_is_exported_in_plain_types():
+    state = stepped(lambda m: zoo.Flat(m.parameters()), 2)
+    naming = naming_of(state.model, state.optimizer)
+    exported = optimizer_state(handed_over(state), naming)
+    for i, p in enumerate(state.model.parameters()):
+        assert torch.equal(exported["state"][i]["momentum"], state.optimizer.state[p]["momentum"])
+    state = stepped(lambda m: zoo.Preconditioned(m.parameters()), 2)
+    exported = optimizer_state(handed_over(state), naming_of(state.model, state.optimizer))
+    kept = state.optimizer.state[state.model[0].weight]["kept"]
+    assert torch.equal(exported["state"][0]["kept"]["terms"][0], kept.terms[0])
+    assert list(exported["state"][0]["past"])
+
+
+def torch_s_own():
+    """All that a step can run, with states made in __init__ or late."""
+    skipped = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+    return [
+        cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and name not in skipped
+    ]
+
+
+def hugging_face(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters)
+
+
+class Scaler:
+    """As a loss scaler: it carries itself."""
+
+    def __init__(self):
+        self.rule, self.scale = iter([]), 1.0
+
+    def state_dict(self):
+        return {"scale": self.scale, "extra": (1, None)}
+
+    def load_state_dict(self, state):
+        self.scale = state["scale"]
+
+
+class Holding(torch.optim.SGD):
+    """Holds what carries itself: a scaler, an average of the model, a compiled model and a scheduler."""
+
+    def __init__(self, parameters, model):
+        super().__init__(parameters, lr=0.05)
+        self.scaler, self.average = Scaler(), torch.optim.swa_utils.AveragedModel(model)
+        self.compiled = torch.compile(model)
+        self.rates = torch.optim.lr_scheduler.StepLR(self, 2)
+
+    def step(self):
+        self.scaler.scale *= 0.99
+        for p, mean in zip(self.param_groups[0]["params"], self.average.parameters(), strict=True):
+            p.grad.mul_(self.scaler.scale).add_(mean.detach(), alpha=0.01)
+        super().step()
+        self.average.update_parameters(self.compiled)
+        self.rates.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it imports its compiler
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda m, cls=cls: cls(m.parameters(), lr=0.01) for cls in torch_s_own()),
+        lambda m: hugging_face(m.parameters()),
+        lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01)),
+        lambda m: Holding(m.parameters(), m),
+        lambda m: zoo.Lookahead(Holding(m.parameters(), m)),
+    ],
+    ids=[*(cls.__name__ for cls in torch_s_own()), "transformers", "tensor lr", "holding", "around"],
+)  # fmt: skip
+def test_optimizer_that_joined_goes_on_as_the_source_s(make):
+    source = stepped(make, 3)
+    joined = stepped(make, 0, seed=1)
+    joined.adopt(handed_over(source), body=True)
+    for state in (source, joined):
+        advance(state)
+        advance(state)
+    assert joined.digest() == source.digest()
+
+
+def test_extra_state_that_is_a_file_in_memory_is_carried():
+    class Scales(nn.Linear):
+        scale = 1.0
+
+        def get_extra_state(self):
+            return io.BytesIO(json.dumps(self.scale).encode())
+
+        def set_extra_state(self, state):
+            self.scale = json.loads(state.read())
+
+    source, taker = (Scales(2, 2) for _ in range(2))
+    source.scale = 0.25
+    [given], [mine] = extra_states(source), extra_states(taker)
+    mine.write(given.read())
+    assert taker.scale == 0.25

@@ -1,0 +1,218 @@
+"""Kinds of objects, and what they hold: which are values, which stay with their process, what lies in attributes,
+closures and generators."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic_dp.checkpoint.extra_state import packed
+from elastic_dp.errors import ModelError
+
+MARK = "elastic_dp"
+MISSING: Any = object()  # stands for an attribute that is not there
+
+SCALARS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+    }
+)
+TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
+# What objects of these modules hold is the process's own: handles, locks, files, dates.
+PROCESS = frozenset({
+    *("_io", "_thread", "_weakref", "abc", "concurrent", "contextlib", "datetime", "decimal", "fractions", "functools"),
+    *("io", "logging", "multiprocessing", "operator", "os", "pathlib", "re", "select", "socket", "subprocess"),
+    *("threading", "time", "torch", "typing", "uuid", "warnings", "weakref", "elastic_dp"),
+})  # fmt: skip
+CONSTANTS = (
+    *(type, types.ModuleType, type(Ellipsis), type(NotImplemented), slice, property, BaseException),
+    *(np.ufunc, np.dtype, random.SystemRandom, types.CodeType, types.MappingProxyType),
+)
+NO_ATTRIBUTES = (
+    *(dict, list, tuple, set, frozenset, deque, str, bytes, bytearray, int, float, np.ndarray),
+)
+_WALKED = {"argparse", "collections", "types", "__main__"}  # of the standard library
+FOREIGN = (PROCESS | sys.stdlib_module_names) - _WALKED
+_WAY_OUT = (
+    "give its class state_dict() and load_state_dict(), build it of numbers, tensors and containers, or have it in the "
+    'loop\'s body and pass it as state={"name": …}'
+)
+
+
+class References:
+    """Objects that whoever takes the state has as well, by name."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+        for name, generator in (
+            ("torch.default_generator", torch.default_generator),
+            ("numpy.random", np.random.mtrand._rand),
+            ("random", random._inst),
+        ):
+            self.add(name, generator)
+
+    def add(self, name: str, value: Any) -> None:
+        """The first name of an object counts."""
+        if id(value) not in self._names:
+            self._names[id(value)] = name
+            self.objects[name] = value
+
+    def name_of(self, value: Any) -> str | None:
+        return self._names.get(id(value))
+
+    def word(self, key: Any) -> str:
+        """For the path of what lies under this key."""
+        return self.name_of(key) or repr(key)
+
+
+def mark(kind: str, **fields: Any) -> dict[str, Any]:
+    return {MARK: kind, **fields}
+
+
+def refused(path: str, value: Any) -> ModelError:
+    cls = type(value)
+    return ModelError(
+        f"{path} is a {cls.__module__}.{cls.__qualname__}, which can be given neither to a worker that joins nor to a "
+        f"checkpoint: {_WAY_OUT}"
+    )
+
+
+def cannot_make(path: str, name: str) -> ModelError:
+    return ModelError(
+        f"{path} is a {name.replace(':', '.')} where the state comes from, and is not there, and its class is not defined "
+        "here; make it in __init__"
+    )
+
+
+def same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    shapes = one.shape == other.shape and one.stride() == other.stride()
+    return shapes and one.dtype == other.dtype and one.device == other.device
+
+
+def carries_itself(value: Any) -> bool:
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return all(map(callable, methods))
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Those of its dict and of its slots; None if it has neither."""
+    slots = [
+        name
+        for cls in type(value).__mro__
+        for name in _names(vars(cls).get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    ]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    if hasattr(value, "__dict__"):
+        return found | vars(value)
+    return found if slots else None
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def class_named(name: str) -> type | None:
+    """Nothing is imported for it."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for word in qualified.split("."):
+        found = getattr(found, word, None)
+    return found if isinstance(found, type) else None
+
+
+def closure_of(function: Any) -> dict[str, Any]:
+    """What it holds by name; cells that are empty yet are left out."""
+    if not isinstance(function, types.FunctionType) or function.__closure__ is None:
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    held = {name: content_of(cell) for name, cell in cells}
+    return {name: value for name, value in held.items() if value is not MISSING}
+
+
+def content_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+@functools.cache
+def assigned_in(code: types.CodeType) -> frozenset[str]:
+    """The outer names to which it assigns (`nonlocal`)."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname == "STORE_DEREF")
+
+
+def is_state(value: Any) -> bool:
+    """Whether it may change and is made of values: what else a closure sees of the program is left alone."""
+    if type(value) is dict:
+        value = list(value.values())
+    if type(value) in (list, deque, set):
+        return all(
+            type(item) in SCALARS or isinstance(item, torch.Tensor | np.ndarray) for item in value
+        )
+    if type(value) is np.ndarray or is_generator(value):
+        return True
+    return type(value) is torch.Tensor and value.grad_fn is None
+
+
+# ------------------------------------------------------------------------------------- generators
+
+
+def is_generator(value: Any) -> bool:
+    numpy = (np.random.Generator, np.random.BitGenerator, np.random.RandomState)
+    return isinstance(value, (torch.Generator, *numpy)) or type(value) is random.Random
+
+
+def generator_state(value: Any) -> dict[str, Any] | None:
+    if not is_generator(value):
+        return None
+    device, bits = "", ""
+    if isinstance(value, torch.Generator):
+        state: Any = value.get_state()
+        device = value.device.type
+    elif isinstance(value, np.random.Generator):
+        state, bits = value.bit_generator.state, type(value.bit_generator).__name__
+    elif isinstance(value, np.random.BitGenerator):
+        state = value.state
+    elif isinstance(value, np.random.RandomState):
+        state = value.get_state(legacy=False)
+    else:
+        state = value.getstate()
+    return mark(
+        "generator", type=type(value).__name__, state=packed(state), device=device, bits=bits
+    )
+
+
+def new_generator(given: dict[str, Any]) -> Any:
+    """For one that was made after the loop began."""
+    if given["device"]:
+        return torch.Generator(given["device"])
+    if given["bits"]:
+        return np.random.Generator(getattr(np.random, given["bits"])())
+    if given["type"] == "Random":
+        return random.Random()
+    return getattr(np.random, given["type"])()
