@@ -1,13 +1,15 @@
 """Gradients of V virtual workers, added up across the members of a generation while backward still runs.
 
-Exact mode adds along the fixed tree of `tree.py`: the sum has the same bits for every world size. A worker adds
-its own subtrees as it goes (autograd itself adds the two leaves of a pair; other sums are put aside, not
-copied). In the backward pass of its last leaf, every bucket that is complete is sent: part r of each of my
-subtree sums to rank r (all-to-all), which adds up the tree for its part and gives the finished part to all
-(all-gather, into the buffer that the first one emptied). Two members with one subtree each do the same with one
-all-reduce, since a sum of two has one order. Fast mode is one all-reduce a bucket, whatever the members.
+Exact mode adds along the fixed tree of `tree.py`: the sum has the same bits for every world size. A worker adds its own
+subtrees as it goes, each gradient in its own hook; sums that wait are not copied. In the backward pass of its last
+leaf, every bucket that is complete is sent: part r of each of my subtree sums to rank r (all-to-all), which adds up the
+tree for its part and gives the finished part to all (all-gather, into the buffer that the first one emptied). Two
+members with one subtree each do the same with one all-reduce, since a sum of two has one order. Fast mode is one
+all-reduce a bucket, whatever the members.
 
 What always holds:
+- User code never meets the gradient of another micro-batch: `p.grad` is None when a loss function and its backward pass
+  begin. One that a loss function leaves there is an error, and so is a post-accumulate-grad hook other than ours.
 - Buckets are launched in index order, on every rank the same. One is launched early only when each of its
   parameters has fired. A parameter that fires twice in one backward (tied weights under reentrant checkpointing
   do) makes the step void (`late`): it may have been sent too early, or been added to its neighbour in parts. From
@@ -23,14 +25,14 @@ makes them), cut into buckets by dtype and device. A view into a bucket has the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.distributed.tree import Leaf, Node, add_up, cover
-from elastic_dp.errors import GroupError, ModelError
+from elastic_dp.errors import GroupError, LossError, ModelError
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
@@ -66,11 +68,12 @@ class _Bucket:
 class GradientSum:
     """Adds gradients for one model; buffers and collectives are those of the generation it was opened for."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.careful = False
-        self.late = False
-        self._all = list(parameters)
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.careful = self.late = False
+        self._names = {p: name for name, p in parameters.items()}
+        self._all = list(self._names)
         self._parameters: list[torch.nn.Parameter] = []
+        self._frozen: list[torch.nn.Parameter] = []
         self._requires_grad: list[bool] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[_Bucket] = []
@@ -79,14 +82,13 @@ class GradientSum:
         self._covers: list[list[Node]] = []  # [rank]: the subtrees that its range consists of
         self._virtual_workers = 0
         self._exact = True
-        self._all_reduces = False
-        self._swaps = False
-        self._running = False  # hooks act only within a step
-        self._armed = False  # ... and launch only in its last leaf
-        self._started = False  # a leaf of this step has run
+        self._all_reduces = self._swaps = False
+        self._running = False  # hooks act only within a step's backward passes
+        self._is_last = False  # ... and launch only in the last one
         self._next = 0  # first bucket that is not launched
-        self._stack: list[Gradients] = []
-        self._merges = 0
+        self._stack: list[Gradients] = []  # sums of whole subtrees
+        self._merges = 0  # to so many of them this leaf's gradient is added
+        self._hand: Gradients = []  # the sum that this leaf completes
         self._fired = bytearray()
         self._used = bytearray()
         self._error: GroupError | None = None
@@ -142,6 +144,8 @@ class GradientSum:
             for hook in self._hooks:
                 hook.remove()
             self._parameters, self._requires_grad = parameters, requires_grad
+            self._frozen = [p for p in self._all if not p.requires_grad]
+            self._refuse_hooks(0)
             self._hooks = [
                 p.register_post_accumulate_grad_hook(self._hook(i))
                 for i, p in enumerate(parameters)
@@ -208,51 +212,54 @@ class GradientSum:
         self._next = 0
         for bucket in self._buckets:
             bucket.launched, bucket.gathering, bucket.sums = [], None, []
-        self._started = False
-        self._running = True
 
     def drop(self) -> None:
         """Forget every gradient, also those of a step that was not committed."""
-        self._running = self._armed = False
+        self._running, self._hand = False, []
         self._stack.clear()
         for p in self._all:
             p.grad = None
 
     def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
         """Before the forward pass of `leaf`."""
-        if self._exact and (self.careful or not leaf.joins_previous):
-            hand: Gradients = [p.grad for p in self._parameters]
-            if self._started:
-                self._stack.append(hand)
-            for p in self._parameters:
-                p.grad = None
-        self._started = True
         self._fired = bytearray(len(self._parameters))
+        self._hand = [None] * len(self._parameters)
+        self._merges = leaf.merges if self._exact else min(1, len(self._stack))
+        self._is_last = is_last
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
-        if is_last:
-            self._merges = self._merges_after(leaf)
-            self._armed = True
+
+    def before_backward(self) -> None:
+        """The loss function has returned. Raises LossError and ModelError."""
+        for p in self._all:
+            if p.grad is not None:
+                raise LossError(
+                    f"the loss function left a gradient in model.{self._names[p]}.grad: it called backward(), or assigned it. "
+                    "Return the loss, whose backward pass is run for you; within a loss use torch.autograd.grad"
+                )
+        self._refuse_hooks(1)
+        self._running = True
 
     def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
         """After its backward pass, or after it turned out to contribute nothing."""
+        self._running = False
+        for p in self._frozen:
+            if p.grad is not None:
+                raise LossError(
+                    f"model.{self._names[p]} did not require a gradient when the step began, and the loss function gave "
+                    "it one: call requires_grad_() before the loop over ctx.steps, or in its body"
+                )
         if is_last:
-            self._armed = False
             return
-        for _ in range(self._merges_after(leaf)):
-            left = self._stack.pop()
-            for p, one in zip(self._parameters, left, strict=True):
-                if one is not None:
-                    p.grad = one if p.grad is None else one.add_(p.grad)
-
-    def _merges_after(self, leaf: Leaf) -> int:
-        if not self._exact:
-            return 0
-        return leaf.merges + (self.careful and leaf.joins_previous)
+        for i, p in enumerate(self._parameters):
+            if self.careful or (self._merges and not self._fired[i]):
+                self._hand[i] = self._merged(i, p.grad)
+                p.grad = None
+        del self._stack[len(self._stack) - self._merges :]
+        self._stack.append(self._hand)
 
     def send(self) -> None:
         """After the last leaf: every bucket that is not on its way yet."""
-        self._running = False
         while self._next < len(self._buckets):
             self._flush(self._buckets[self._next])
         if self._error is not None:
@@ -271,13 +278,10 @@ class GradientSum:
 
     def settle(self) -> None:
         """Wait for what was sent, so that the buffers may be filled once more in this generation."""
-        for bucket in self._buckets:
-            self._await_gathered(bucket)
-
-    def _await_gathered(self, bucket: _Bucket) -> None:
         assert self._group is not None
-        if bucket.gathering is not None:
-            self._group.wait(bucket.gathering)
+        for bucket in self._buckets:
+            if bucket.gathering is not None:
+                self._group.wait(bucket.gathering)
 
     def complete(self, factor: float) -> bool:
         """Wait until the finished parts of all have arrived, and take them `factor` times, bucket by bucket.
@@ -285,8 +289,10 @@ class GradientSum:
         Returns whether all is finite, the same on every rank. A sum is not finite if one element is not; one that is
         may still overflow, and only then each is looked at.
         """
+        assert self._group is not None
         for bucket in self._buckets:
-            self._await_gathered(bucket)
+            if bucket.gathering is not None:
+                self._group.wait(bucket.gathering)
             if factor != 1.0:
                 bucket.flats[0].mul_(factor)
             if factor != 1.0 or not bucket.sums:
@@ -317,21 +323,34 @@ class GradientSum:
 
     # -------------------------------------------------------------------------- private
 
+    def _refuse_hooks(self, ours: int) -> None:
+        """Raises ModelError where a parameter has a post-accumulate-grad hook that is not one of ours."""
+        for p in self._parameters:
+            if len(p._post_accumulate_grad_hooks or ()) > ours:
+                raise ModelError(
+                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums of as many micro-batches "
+                    "as this worker happens to run. Use register_hook, which sees the gradient of each micro-batch, or for "
+                    "that of the step clip_norm=, or optimizer.register_step_pre_hook"
+                )
+
     def _hook(self, index: int) -> Any:
         def fired(parameter: torch.nn.Parameter) -> None:
             if not self._running:
                 return
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient; make it dense, e.g. "
-                    "Embedding(sparse=False)"
-                )
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                name = self._names[parameter]
+                raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
             self._used[index] = 1
+            if self.careful:
+                return  # `after_leaf` and `send` take it, when it is whole
             if self._fired[index]:
-                self.late = not self.careful
+                self.late, parameter.grad = True, None
                 return
             self._fired[index] = 1
-            if not self._armed or self.careful:
+            if not self._is_last:
+                self._hand[index] = self._merged(index, gradient) if self._merges else gradient
+                parameter.grad = None
                 return
             bucket = self._bucket_of[index]
             # At once, while its gradient is in the cache.
@@ -363,17 +382,23 @@ class GradientSum:
 
     def _write_last(self, bucket: _Bucket, index: int, p: torch.Tensor) -> None:
         """This parameter's gradient of the last subtree, added up with what was put aside for it."""
-        view, hand = bucket.views[-1][index - bucket.first], p.grad
+        view = bucket.views[-1][index - bucket.first]
+        self._write(view, self._merged(index, p.grad, out=view))
+        p.grad = None
+
+    def _merged(
+        self, index: int, value: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """This leaf's gradient, added to the sums that wait for it; the last of them goes to `out`."""
         for depth in range(1, self._merges + 1):
             one = self._stack[-depth][index]
-            if one is None or hand is None:
-                hand = hand if one is None else one
-            elif depth < self._merges:
-                hand = one.add_(hand)
+            if one is None or value is None:
+                value = value if one is None else one
+            elif out is not None and depth == self._merges:
+                value = torch.add(one, value, out=out)
             else:
-                hand = torch.add(one, hand, out=view)
-        self._write(view, hand)
-        p.grad = None
+                value = one.add_(value)
+        return value
 
     def _write(self, view: torch.Tensor, value: torch.Tensor | None) -> None:
         if value is None:

@@ -41,31 +41,26 @@ def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
 class Leaf(NamedTuple):
     """One virtual worker's turn in a worker's step.
 
-    `joins_previous`: it and the leaf before it are the two halves of one node, so its gradients may be added
-    onto the previous one's in place. `merges`: how many times, afterwards, the sum at hand is added to the one
-    put aside last, each time completing a node.
+    `merges`: how many times its gradient, or the sum at hand, is added to the sum put aside last, each time completing
+    a node.
     """
 
     virtual_worker: int
-    joins_previous: bool
     merges: int
 
 
 def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
     """The order in which a worker runs its leaves and adds them, subtree by subtree.
 
-    With a stack of sums: a leaf that does not join the previous one first puts the sum at hand on the stack.
-    At the end the stack and the sum at hand hold exactly the nodes of `cover`, in order.
+    With a stack of sums, on which each leaf puts what it completes. At the end it holds exactly the nodes of `cover`,
+    in order.
     """
     leaves: list[Leaf] = []
 
     def walk(node: Node) -> None:
         low, high = node
         if high - low == 1:
-            leaves.append(Leaf(low, False, 0))
-        elif high - low == 2:
-            leaves.append(Leaf(low, False, 0))
-            leaves.append(Leaf(low + 1, True, 0))
+            leaves.append(Leaf(low, 0))
         else:
             split = middle(node)
             walk((low, split))

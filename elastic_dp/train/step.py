@@ -107,7 +107,7 @@ class Stepper:
     _gradients: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.gradients = GradientSum(list(self.state.parameters.values()))
+        self.gradients = GradientSum(self.state.parameters)
         self.buffers = StepBuffers(self.state.model)
 
     def open(self, group: ProcessGroup, shares: Sequence[Node]) -> None:
@@ -212,6 +212,8 @@ class Stepper:
             if stop is None and self.data.rows(step, v) > 0:
                 self.pass_point("before_forward", step)
                 loss, outcomes[v] = self._forward(step, v, expected)
+                self.pass_point("forward", step)
+                self.gradients.before_backward()
             if loss is not None:
                 self.pass_point("backward", step)
                 loss.backward()
@@ -232,7 +234,6 @@ class Stepper:
         self.speed.starts()
         with autocast(self.precision, self.device):
             returned = self.loss_fn(self.state.model, batch)
-        self.pass_point("forward", step)
         rows = self.data.rows(step, v) - self.data.masked(step, v)
         loss, weight, metrics = parse_loss(returned, rows)
         leaf = _Leaf(float(loss.detach()), weight, metrics)

@@ -55,18 +55,23 @@ def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[obje
         return list(pool.map(member, range(world_size)))
 
 
+def named(parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    return {str(number): parameter for number, parameter in enumerate(parameters)}
+
+
 def summed(
     group: ProcessGroup, shares: Sequence[tuple[int, int]], exact: bool
 ) -> list[list[float]]:
     """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones only."""
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
-    gradients, count = GradientSum(parameters), shares[-1][1]
+    gradients, count = GradientSum(named(parameters)), shares[-1][1]
     gradients.open(group, shares, count, exact)
     for _ in range(2):  # buffers are used again
         gradients.begin()
         leaves = fold(*shares[group.rank], count)
         for leaf in leaves:
             gradients.before_leaf(leaf, leaf is leaves[-1])
+            gradients.before_backward()
             own = parameters if leaf.virtual_worker % 2 else parameters[:1]
             (sum(p.sum() for p in own) * (leaf.virtual_worker + 1)).backward()
             gradients.after_leaf(leaf, leaf is leaves[-1])
@@ -91,7 +96,7 @@ def test_all_members_see_that_the_sum_is_not_finite(
 ) -> None:
     def finite(group: ProcessGroup) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(5))
-        gradients = GradientSum([parameter])
+        gradients = GradientSum(named([parameter]))
         one_each(gradients, group, lambda: parameter[3] * value)
         return gradients.complete(factor)
 
@@ -105,6 +110,7 @@ def one_each(gradients: GradientSum, group: ProcessGroup, loss: Callable[[], tor
     gradients.begin()
     (leaf,) = fold(*shares[group.rank], len(shares))
     gradients.before_leaf(leaf, True)
+    gradients.before_backward()
     loss().backward()
     gradients.after_leaf(leaf, True)
     gradients.send()
@@ -125,7 +131,7 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
 
     def complete(group: ProcessGroup) -> list[str]:
         two = [torch.nn.Parameter(torch.ones(5, dtype=x)) for x in (torch.float32, torch.float64)]
-        gradients = GradientSum(two)
+        gradients = GradientSum(named(two))
         one_each(gradients, group, lambda: two[0].sum() + two[1].sum())
         group.wait = told("arrived", group.wait)  # type: ignore[method-assign]
         assert gradients.complete(0.5)

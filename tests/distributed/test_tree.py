@@ -32,17 +32,13 @@ def test_a_split_range_adds_up_to_the_same_tree(v):
 
 def run(first, last, v):
     """What a worker does: `fold`'s leaves on a stack machine, as symbols."""
-    stack, hand = [], None
+    stack = []
     for leaf in fold(first, last, v):
-        if leaf.joins_previous:
-            hand = (hand, leaf.virtual_worker)
-        else:
-            if hand is not None:
-                stack.append(hand)
-            hand = leaf.virtual_worker
+        hand = leaf.virtual_worker
         for _ in range(leaf.merges):
             hand = (stack.pop(), hand)
-    return dict(zip(cover(first, last, v), [*stack, hand], strict=True))
+        stack.append(hand)
+    return dict(zip(cover(first, last, v), stack, strict=True))
 
 
 def test_the_tree_of_eight():
