@@ -9,7 +9,7 @@
     ├── TrainError         the user's training code must change
     │   ├── UserCodeError  an exception in it; carries the worker's own traceback
     │   ├── LoopError      ctx.steps was not called, or was left early, or the body wrote what it must not
-    │   ├── LossError      the loss is not a scalar tensor, or is not finite
+    │   ├── LossError      the loss is not a scalar tensor, is not finite, or depends on more than weights and rows
     │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, layouts differ)
     │   └── StateError     a value of the state cannot be stored; says its key
     ├── ClusterError       the operator acts: capacity, lost controller, exhausted budget

@@ -8,10 +8,13 @@ a body writes there, one may have twice. Seen are, for some tens of microseconds
 - of a few parameters in turn, the optimizer's state, and on the host also what goes round the version
   (`p.data.mul_(…)`), by a sample of values, read through NumPy: an operator of torch costs ten times as much. So what is done to all of them is seen at once, and what is done to one
   of them in each body is seen some steps later. On a device this comparison would make the host wait.
+Numbers and texts that modules hold as plain attributes are looked at, too, in turn. A body may set them, but a worker
+that joins lacks what it has set, so that is said.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +25,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from elastic_dp.errors import LoopError
+from elastic_dp.errors import LoopError, LossError
 
 _WATCHED = 4  # so many parameters a step are looked at closely
 _SAMPLED_NUMEL = 16  # of each of them, spread over it
+_PLAIN = (int, float, complex, str)
 _version = attrgetter("_version")
 
 
@@ -66,7 +70,15 @@ class Untouched:
             if d[k] is None
         ]
         self._optimizer = optimizer
-        self._watching = False
+        # What a module has as extra state goes to a worker that joins.
+        self._plain = [
+            (f"{name}.".lstrip("."), vars(module))
+            for name, module in model.named_modules()
+            if type(module).get_extra_state is nn.Module.get_extra_state
+        ]
+        self._at, self._said = 0, set[str]()
+        self._attributes: list[dict[str, Any]] = []
+        self._watching = self._in_loss = False
         self._window = range(0, 0)
         self._samples: dict[int, _Sample] = {}
         self._groups = _groups(optimizer)
@@ -79,7 +91,18 @@ class Untouched:
         self._window = range(first, min(first + _WATCHED, len(self._names)))
         self._values = [self._sample(i) for i in self._window]
         self._states = [self._state(i) for i in self._window]
+        self._at = self._at + _WATCHED if self._at + _WATCHED < len(self._plain) else 0
+        self._attributes = self._present_attributes()
         self._watching = True
+
+    @contextlib.contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """The loss function runs."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
 
     def check(self) -> None:
         """The body has ended. Raises LoopError."""
@@ -115,7 +138,25 @@ class Untouched:
             if state != self._state(i):
                 raise _wrote(f"wrote to the optimizer's state of {self._names[i]!r}")
 
+    def attributes_set(self) -> list[str]:
+        """Names of plain attributes that the body which has ended has set, each once."""
+        found = []
+        for (prefix, _), before, now in zip(
+            self._plain[self._at :], self._attributes, self._present_attributes(), strict=False
+        ):
+            if before != now:
+                found += [prefix + key for key in before | now if before.get(key) != now.get(key)]
+        new = [name for name in found if name not in self._said]
+        self._attributes, self._said = [], self._said.union(new)
+        return new
+
     # ------------------------------------------------------------------------------ private
+
+    def _present_attributes(self) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in held.items() if isinstance(value, _PLAIN)}
+            for _, held in self._plain[self._at : self._at + _WATCHED]
+        ]
 
     def _grown(self) -> str | None:
         """The name of a parameter, buffer or module that was not there, or None and is no more; or is gone."""
@@ -129,6 +170,11 @@ class Untouched:
         return None
 
     def _steps(self, *_: Any) -> None:
+        if self._in_loss:
+            raise LossError(
+                "the loss function called optimizer.step(): return the loss, and the optimizer makes its step once for "
+                "the whole global batch"
+            )
         if self._watching:
             raise LoopError(
                 "the body of the loop over ctx.steps called optimizer.step(): when a body begins, the step has "

@@ -187,7 +187,9 @@ class Session:
         self.opened = True
         can_source = self.is_source or not self.asked_source
         self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)
-        if not self.is_source:
+        if self.is_source:
+            self.stepper.probe(self.inexact_because, self.link.say)
+        else:
             self.state.set_aside()
             self.stepper.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
@@ -438,6 +440,14 @@ class Session:
             self.link.say(f"from step {step} on without what cannot be decoded: {names}")
         self._said_bad |= new
 
+    def _say_set(self, attributes: list[str]) -> None:
+        if attributes and self.rank == 0:
+            names = ", ".join(f"model.{name}" for name in attributes)
+            self.link.say(
+                f"WARNING: the body of the loop over ctx.steps changed {names}, which a worker that joins or starts again "
+                "lacks. If the loss depends on it, keep it in an object that is passed as state=, or in get_extra_state"
+            )
+
     def _body_begins(self, record: StepRecord) -> StepRecord:
         self.in_body = True
         self.log_calls = 0
@@ -473,6 +483,7 @@ class Session:
     def _body_ended(self) -> None:
         self.state.untouched.check()
         self.state.optimizers.check_body()
+        self._say_set(self.state.untouched.attributes_set())
         written = self.stepper.buffers.written_outside()
         if written is not None:
             raise LoopError(

@@ -36,6 +36,7 @@ from elastic_dp.sampling.seeds import batch_seed, body_seed, seed_for
 from elastic_dp.train.buffers import StepBuffers
 from elastic_dp.train.control import Control
 from elastic_dp.train.loss import LEAST_WEIGHT, mean, parse_loss
+from elastic_dp.train.probe import Facts, Outcome, attributes_of, facts_of, probe
 from elastic_dp.train.speed import Speed
 from elastic_dp.train.state import StepRecord, TrainState
 from elastic_dp.train.weights import Weights
@@ -122,13 +123,59 @@ class Stepper:
 
         What user code raises here it raises again in a step, unless this model is refused before that.
         """
-        v = max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
         with contextlib.suppress(Exception):
-            loss, _ = self._forward(1, v, float(self.data.rows(1, v)))
-            if loss is not None:
-                loss.backward()
+            self._run_once(self._batch(1, self._largest()))
         self._undo()
         self.report("start")
+
+    def probe(self, because: list[str], say: Callable[[str], None]) -> None:
+        """The same, twice, by whoever gives the others their state. Raises DataError and LossError; see `probe.py`."""
+        try:
+            probe(self, because, say)
+        finally:
+            self._undo()
+            self.report("start")
+
+    def try_out(self) -> Outcome | None:
+        """Implements `probe.Runs`."""
+        batch = self._batch(1, self._largest())
+        rows = facts_of("batch", batch)
+        leaf = self._run_once(batch)
+        if leaf is None:
+            return None
+        model = self.state.model
+        result = facts_of("the loss", leaf.loss) | facts_of("its weight", leaf.weight)
+        result |= facts_of("metrics", leaf.metrics)
+        for name, p in self.state.parameters.items():
+            result |= facts_of(f"the gradient of model.{name}", p.grad)
+        for name, buffer in model.named_buffers():
+            result |= facts_of(f"the buffer model.{name}", buffer)
+        left, kept = self.holds()
+        self._undo()
+        return Outcome(rows, result, left, kept)
+
+    def holds(self) -> tuple[Facts, Facts]:
+        """Implements `probe.Runs`."""
+        left: Facts = {}
+        for name, p in self.state.parameters.items():
+            left |= facts_of(f"model.{name}", p)
+        for number, group in enumerate(self.state.optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    left |= facts_of(f"optimizer.param_groups[{number}][{key!r}]", value)
+        return left, attributes_of(self.state.model, self.loss_fn)
+
+    def _largest(self) -> int:
+        return max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
+
+    def _run_once(self, batch: Any) -> _Leaf | None:
+        self.gradients.drop()  # those that the user's code has left before the loop
+        v = self._largest()
+        loss, leaf = self._forward(batch, 1, v, float(self.data.rows(1, v)))
+        if loss is None:
+            return None
+        loss.backward()
+        return leaf
 
     def close(self) -> None:
         """Undo what is not committed and let go of the group."""
@@ -211,7 +258,8 @@ class Stepper:
             loss = None
             if stop is None and self.data.rows(step, v) > 0:
                 self.pass_point("before_forward", step)
-                loss, outcomes[v] = self._forward(step, v, expected)
+                batch = self._batch(step, v)
+                loss, outcomes[v] = self._forward(batch, step, v, expected)
                 self.pass_point("forward", step)
                 self.gradients.before_backward()
             if loss is not None:
@@ -222,17 +270,21 @@ class Stepper:
             self.speed.stops()
         return outcomes
 
-    def _forward(self, step: int, v: int, expected: float) -> tuple[torch.Tensor | None, _Leaf]:
-        """The scaled loss to run backward from, or None where the weight is 0."""
+    def _batch(self, step: int, v: int) -> Any:
         seed_everything(batch_seed(self.seed, step, v))  # a transform draws here, or in a process
         self.report(f"data {v}")
-        batch = to_device(self.data.batch(step, v), self.device)
+        return to_device(self.data.batch(step, v), self.device)
+
+    def _forward(
+        self, batch: Any, step: int, v: int, expected: float
+    ) -> tuple[torch.Tensor | None, _Leaf]:
+        """The scaled loss to run backward from, or None where the weight is 0."""
         self.report(f"compute {v}")
         seed_everything(seed_for(self.seed, step, v))
         if batch is None:  # all its rows lie in bad row groups
             return None, _Leaf(0.0, 0.0, {})
         self.speed.starts()
-        with autocast(self.precision, self.device):
+        with self.state.untouched.in_loss(), autocast(self.precision, self.device):
             returned = self.loss_fn(self.state.model, batch)
         rows = self.data.rows(step, v) - self.data.masked(step, v)
         loss, weight, metrics = parse_loss(returned, rows)
