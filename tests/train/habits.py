@@ -1,0 +1,824 @@
+"""Things that training code does, one train function each, for test_habits.py and the table in docs/habits.md."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from elastic_dp.errors import DataError, LoopError, LossError, ModelError
+from tests.runs import Points
+from tests.train.jobs import Average, Tied, adamw, classifier, cross_entropy, hold
+
+Train = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Habit:
+    """`words`: of the error where it is refused, of the warning where it is said."""
+
+    what: str
+    outcome: str  # exact, refused, said
+    train: Train
+    error: type[Exception] | None = None
+    words: str = ""
+    note: str = ""
+    rows: Any = None  # the data set, where it is another
+
+
+HABITS: dict[str, Habit] = {}
+
+
+def exact(what: str, note: str = "") -> Callable[[Train], Train]:
+    return _listed(what, "exact", note=note)
+
+
+def refused(what: str, error: type[Exception], words: str, rows: Any = None) -> Any:
+    return _listed(what, "refused", error=error, words=words, rows=rows)
+
+
+def said(what: str, words: str) -> Callable[[Train], Train]:
+    return _listed(what, "said", words=words)
+
+
+def _listed(what: str, outcome: str, **more: Any) -> Callable[[Train], Train]:
+    def add(train: Train) -> Train:
+        assert train.__name__ not in HABITS
+        HABITS[train.__name__] = Habit(what, outcome, train, **more)
+        return train
+
+    return add
+
+
+def run(
+    ctx: Any,
+    loss_fn: Any = cross_entropy,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    body: Callable[[Any], Any] = lambda step: None,
+    **options: Any,
+) -> None:
+    model = classifier() if model is None else model
+    optimizer = adamw(model) if optimizer is None else optimizer
+    for step in ctx.steps(model, optimizer, loss_fn, **options):
+        body(step)
+        hold(ctx, step)
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+@exact("`optimizer.zero_grad()` in the loss", "no other micro-batch's gradient is within its reach")
+def zero_grad(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        optimizer.zero_grad()
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn, model, optimizer)
+
+
+@exact("`zero_grad(set_to_none=False)` after the forward pass, in some micro-batches")
+def zero_grad_of_some(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        loss = cross_entropy(m, b)
+        if int(b["i"].sum()) % 3 == 0:
+            m.zero_grad(set_to_none=False)
+        return loss
+
+    run(ctx, loss_fn)
+
+
+@exact("`optimizer.zero_grad()` in the loop's body")
+def zero_grad_in_the_body(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    run(ctx, cross_entropy, model, optimizer, body=lambda step: optimizer.zero_grad())
+
+
+@exact(
+    "`p.grad` read in the loss, `clip_grad_norm_` called there",
+    "it is None there: use `clip_norm=`",
+)
+def reads_gradients(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        norms = [p.grad.norm() for p in m.parameters() if p.grad is not None]
+        return cross_entropy(m, b) + sum(norms)
+
+    run(ctx, loss_fn)
+
+
+@exact("`p.grad` left over from before the loop")
+def gradients_before_the_loop(ctx: Any) -> None:
+    model = classifier()
+    model(torch.ones(4, 16)).sum().backward()
+    run(ctx, model=model)
+
+
+@refused("`loss.backward()` in the loss", LossError, "called backward(), or assigned it")
+def backward_in_the_loss(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        loss = cross_entropy(m, b)
+        loss.backward(retain_graph=True)
+        return loss
+
+    run(ctx, loss_fn)
+
+
+@exact("`backward()` of something else in the loss, then `zero_grad()`")
+def backward_and_zero_grad(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        x = b["x"].clone().requires_grad_()
+        m(x).square().mean().backward()
+        m.zero_grad()
+        return F.cross_entropy(m(b["x"] + 0.1 * x.grad.sign()), b["y"])
+
+    run(ctx, loss_fn)
+
+
+@refused("`p.grad` assigned in the loss", LossError, "left a gradient in model.0.weight.grad")
+def assigns_gradients(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        m[0].weight.grad = torch.ones_like(m[0].weight)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn)
+
+
+@exact("a gradient penalty by `torch.autograd.grad`, with `retain_grad()`")
+def gradient_penalty(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        x = b["x"].clone().requires_grad_()
+        out = m(x)
+        out.retain_grad()
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.cross_entropy(out, b["y"]) + 0.1 * slope.square().mean()
+
+    run(ctx, loss_fn)
+
+
+@refused("`optimizer.step()` in the loss", LossError, "the loss function called optimizer.step()")
+def step_in_the_loss(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        optimizer.step()
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn, model, optimizer)
+
+
+@refused(
+    "`scheduler.step()` in the loss",
+    LossError,
+    "the loss function changed optimizer.param_groups[0]['lr']",
+)
+def scheduler_in_the_loss(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        optimizer._opt_called = True  # torch warns of another order
+        scheduler.step()
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn, model, optimizer, scheduler=scheduler)
+
+
+# ---------------------------------------------------------------------------------------- hooks
+
+
+@refused(
+    "`p.register_post_accumulate_grad_hook`",
+    ModelError,
+    "model.0.weight has a post-accumulate-grad hook",
+)
+def post_accumulate_grad_hook(ctx: Any) -> None:
+    model = classifier()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+    run(ctx, model=model)
+
+
+@refused(
+    "the same, registered in the loss", ModelError, "model.0.weight has a post-accumulate-grad hook"
+)
+def post_accumulate_grad_hook_later(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        if ctx._session.place.step == 3:
+            m[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn)
+
+
+@exact(
+    "`p.register_hook` that changes the gradient",
+    "it sees each micro-batch's, times its share of the batch",
+)
+def tensor_hook(ctx: Any) -> None:
+    model = classifier()
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    run(ctx, model=model)
+
+
+@exact("a module's forward, forward-pre and full backward hooks")
+def module_hooks(ctx: Any) -> None:
+    model = classifier()
+    model[0].register_forward_pre_hook(lambda m, x: (x[0] * 1.5,))
+    model[2].register_forward_hook(lambda m, x, y: y + 0.1)
+    model[4].register_full_backward_hook(lambda m, i, o: (i[0].clamp(-1e-3, 1e-3),))
+    run(ctx, model=model)
+
+
+@exact("a hook on a parameter's AccumulateGrad node", "`p.grad` is None when it runs")
+def accumulate_grad_node(ctx: Any) -> None:
+    model = classifier()
+    weight = model[0].weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: None if weight.grad is None else weight.grad.zero_())
+    model.node = [node]
+    run(ctx, model=model)
+
+
+@exact(
+    "`optimizer.register_step_pre_hook` that changes gradients", "it sees those of the whole step"
+)
+def step_pre_hook(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+
+    def clamp(*_: Any) -> None:
+        for p in model.parameters():
+            p.grad.clamp_(-1e-3, 1e-3)
+
+    optimizer.register_step_pre_hook(clamp)
+    run(ctx, model=model, optimizer=optimizer)
+
+
+@exact("`requires_grad_` turned off and on again in the loss")
+def toggles_requires_grad(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        m[0].requires_grad_(False)
+        aside = m(b["x"]).square().mean()
+        m[0].requires_grad_(True)
+        return cross_entropy(m, b) + 0.1 * aside
+
+    run(ctx, loss_fn)
+
+
+@refused(
+    "`requires_grad_` turned on in the loss of a later step",
+    LossError,
+    "did not require a gradient when the step began",
+)
+def turns_on_requires_grad(ctx: Any) -> None:
+    model = classifier()
+    model[0].requires_grad_(False)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        m[0].requires_grad_(ctx._session.place.step >= 2)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn, model)
+
+
+# ------------------------------------------------------------------------------- random numbers
+
+
+@exact("Python's, NumPy's and torch's global random numbers, in the loss and in the body")
+def global_generators(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return cross_entropy(m, b) * (0.5 + noise)
+
+    run(ctx, loss_fn, body=lambda step: ctx.log({"noise": random.random() + float(torch.rand(()))}))
+
+
+@exact("`torch.manual_seed(0)` in the loss")
+def manual_seed(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        torch.manual_seed(0)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn)
+
+
+@exact("a generator made anew in each call of the loss, with a seed from the rows")
+def generator_of_the_rows(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        rng = np.random.default_rng(int(b["i"].sum()))
+        return cross_entropy(m, b) * (0.5 + rng.random())
+
+    run(ctx, loss_fn)
+
+
+@refused("an own NumPy generator in the loss", LossError, "What changed meanwhile: rng.")
+def numpy_generator(ctx: Any) -> None:
+    rng = np.random.default_rng(0)
+    run(ctx, lambda m, b: cross_entropy(m, b) * (0.5 + rng.random()))
+
+
+@refused("an own `random.Random` in the loss", LossError, "What changed meanwhile: rng.")
+def python_generator(ctx: Any) -> None:
+    rng = random.Random(0)
+    run(ctx, lambda m, b: cross_entropy(m, b) * (0.5 + rng.random()))
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.generator = classifier(), torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + 0.1 * torch.randn(x.shape, generator=self.generator))
+
+
+@refused(
+    "an own `torch.Generator` in a module", LossError, "What changed meanwhile: model.generator."
+)
+def torch_generator(ctx: Any) -> None:
+    run(ctx, model=Noisy())
+
+
+class NoisyPoints(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(i)
+        return row | {"x": row["x"] + float(self.rng.random())}
+
+
+@refused(
+    "an own generator in the data set or its transform",
+    DataError,
+    "data gave other values when one micro-batch was read twice: batch['x']",
+    rows=NoisyPoints(),
+)
+def generator_in_the_data(ctx: Any) -> None:
+    run(ctx)
+
+
+# ------------------------------------------------------------------- what is kept between calls
+
+
+@refused(
+    "`time.time()` in the loss",
+    LossError,
+    "run twice from the same weights, rows and random numbers, gave the loss",
+)
+def clock(ctx: Any) -> None:
+    began = time.time()
+    run(ctx, lambda m, b: cross_entropy(m, b) * (1 + time.time() - began))
+
+
+class Counted(nn.Module):
+    """`used`: whether its count changes what it gives."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.inner, self.calls, self.used = classifier(), 0, used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * (1 + 0.1 * self.calls if self.used else 1)
+
+
+@refused(
+    "a counter in a module that changes the result",
+    LossError,
+    "What changed meanwhile: model.calls (0, then 1).",
+)
+def counter(ctx: Any) -> None:
+    run(ctx, model=Counted(used=True))
+
+
+@said(
+    "a counter in a module that changes nothing, or nothing yet",
+    "model.calls (1, then 2) changes with each micro-batch",
+)
+def idle_counter(ctx: Any) -> None:
+    run(ctx, model=Counted(used=False))
+
+
+@said(
+    "a list that the loss appends to",
+    "len(losses) (1, then 2), losses[1] changes with each micro-batch",
+)
+def appends(ctx: Any) -> None:
+    losses: list[float] = []
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        loss = cross_entropy(m, b)
+        losses.append(float(loss.detach()))
+        return loss
+
+    run(ctx, loss_fn)
+
+
+@refused(
+    "the last call's activations kept for the next",
+    LossError,
+    "What changed meanwhile: model.hidden.",
+)
+def hidden_state(ctx: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.hidden = classifier(), torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.inner(x) + 0.5 * self.hidden
+            self.hidden = out.mean(0).detach()
+            return out
+
+    run(ctx, model=Recurrent())
+
+
+@refused(
+    "a tensor written in forward that is no buffer",
+    LossError,
+    "What changed meanwhile: model.center.",
+)
+def plain_tensor(ctx: Any) -> None:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.center = classifier(), torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.inner(x) - self.center
+            self.center.lerp_(out.detach().mean(0), 0.1)
+            return out
+
+    run(ctx, model=Centered())
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        out = self.inner(x) - self.center / self.steps
+        self.center = self.center.lerp(out.detach().mean(0), 0.1)
+        return out
+
+
+@exact(
+    "buffers written in place or assigned in forward",
+    "one of floats is averaged over the step's micro-batches; a count goes up once a step",
+)
+def buffers(ctx: Any) -> None:
+    run(ctx, model=Centered())
+
+
+@exact("BatchNorm, with dropout")
+def batch_norm(ctx: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
+    run(ctx, model=model)
+
+
+@refused(
+    "an integer buffer that depends on the rows",
+    ModelError,
+    "buffer 'last' (torch.int64) differs between virtual workers",
+)
+def integer_buffer(ctx: Any) -> None:
+    model = classifier()
+    model.register_buffer("last", torch.zeros((), dtype=torch.long))
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        m.last.copy_(b["i"][0])
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn, model)
+
+
+@refused("a buffer that forward registers", LoopError, "model.mean was added to the model")
+def late_buffer(ctx: Any) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = classifier()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "mean"):
+                self.register_buffer("mean", x.mean())
+            return self.inner(x)
+
+    run(ctx, model=Late())
+
+
+class Rotary(nn.Module):
+    """Caches what its first call computes, as position embeddings and masks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+        self.cached: torch.Tensor | None = None
+        self.length = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cached is None or self.length < x.shape[1]:
+            self.length = x.shape[1]
+            self.cached = torch.arange(self.length, dtype=torch.float32).cos()
+        return self.inner(x * self.cached)
+
+
+@exact("a cache that the first call fills (rotary embeddings, masks)")
+def cache(ctx: Any) -> None:
+    run(ctx, model=Rotary())
+
+
+@functools.lru_cache
+def _mask(n: int) -> torch.Tensor:
+    return torch.ones(n, n).tril()
+
+
+@exact("`functools.lru_cache` of tensors")
+def lru_cache(ctx: Any) -> None:
+    run(ctx, lambda m, b: F.cross_entropy(m(b["x"] @ _mask(b["x"].shape[1])), b["y"]))
+
+
+TABLES = {"first": 0.25, "second": 0.75}
+
+
+@exact("global constants; a dict's order; a file that is the same everywhere")
+def constants(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        with open(__file__, encoding="utf-8") as file:
+            first = len(file.readline())
+        loss = cross_entropy(m, b)
+        for weight in TABLES.values():
+            loss = loss + weight * loss.detach().sin()
+        return loss * first
+
+    run(ctx, loss_fn)
+
+
+# -------------------------------------------------------------------------- model and parameters
+
+
+@exact("`model.eval()` in the loss and `model.train()` again")
+def toggles_mode(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        m.eval()
+        with torch.no_grad():
+            teacher = m(b["x"])
+        m.train()
+        return cross_entropy(m, b) + 0.1 * F.mse_loss(m(b["x"]), teacher)
+
+    run(ctx, loss_fn)
+
+
+@refused("`model.eval()` left on by the loss", LossError, "model.training (True, then False)")
+def leaves_mode(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        loss = cross_entropy(m, b)
+        m.eval()
+        return loss
+
+    run(ctx, loss_fn)
+
+
+@refused(
+    "`p.data` written in the loss (clipping weights)",
+    LossError,
+    "the loss function changed model.0.weight",
+)
+def writes_in_the_loss(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        for p in m.parameters():
+            p.data.clamp_(-0.1, 0.1)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn)
+
+
+@refused("`p.data` written in the body", LoopError, "the body of the loop over ctx.steps wrote to")
+def writes_in_the_body(ctx: Any) -> None:
+    model = classifier()
+
+    def body(step: Any) -> None:
+        for p in model.parameters():
+            p.data.mul_(0.99)
+
+    run(ctx, model=model, body=body)
+
+
+@exact("tied weights, frozen parameters, activation checkpointing")
+def tied_and_frozen(ctx: Any) -> None:
+    model = nn.ModuleDict({"tied": Tied(), "frozen": nn.Linear(16, 16).requires_grad_(False)})
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        x = checkpoint(m["frozen"], b["x"], use_reentrant=False)
+        return F.cross_entropy(m["tied"](x), b["y"])
+
+    run(ctx, loss_fn, model)
+
+
+@exact("`torch.autocast` and `torch.no_grad` in the loss")
+def autocast(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        with torch.no_grad():
+            scale = m(b["x"]).std()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = m(b["x"])
+        return F.cross_entropy(out.float(), b["y"]) * (1 + scale)
+
+    run(ctx, loss_fn)
+
+
+@refused(
+    "a loss that is a Python number", LossError, "the loss is a float, must be a real scalar tensor"
+)
+def python_float(ctx: Any) -> None:
+    run(ctx, lambda m, b: cross_entropy(m, b).item())
+
+
+# --------------------------------------------------------------------- optimizer, body, settings
+
+
+@exact("`lr` set in the body")
+def lr_in_the_body(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+
+    def body(step: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+    run(ctx, model=model, optimizer=optimizer, body=body)
+
+
+@exact("an average of the weights, passed as `state=`, that the loss uses")
+def average(ctx: Any) -> None:
+    model = classifier()
+    ema = Average(model)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        with torch.no_grad():
+            teacher = ema.model.eval()(b["x"])
+        return cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher)
+
+    run(ctx, loss_fn, model, body=lambda step: ema.update(model), state={"ema": ema})
+
+
+class Momentum(torch.optim.SGD):
+    """Holds `own`, and lets it decide how far it goes."""
+
+    def __init__(self, parameters: Any, own: Any, factor: Callable[[Any], float]) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.own, self.factor = own, factor
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = 0.05 * self.factor(self.own)
+        super().step()
+
+
+def _counts(own: dict[str, int]) -> float:
+    own["calls"] += 1
+    return 1 / own["calls"]
+
+
+@exact("an optimizer that keeps numbers and tensors of its own")
+def own_numbers(ctx: Any) -> None:
+    model = classifier()
+    run(ctx, model=model, optimizer=Momentum(model.parameters(), {"calls": 0}, _counts))
+
+
+def _median(own: Any) -> float:
+    own.append(len(own) + 1)
+    return float(np.median(own)) / 8
+
+
+@exact("an optimizer that keeps a deque (AutoClip)")
+def own_deque(ctx: Any) -> None:
+    model = classifier()
+    own: Any = collections.deque([1], maxlen=8)
+    run(ctx, model=model, optimizer=Momentum(model.parameters(), own, _median))
+
+
+@exact("an optimizer that keeps a `torch.Generator`")
+def own_generator(ctx: Any) -> None:
+    model = classifier()
+    own = torch.Generator().manual_seed(0)
+    draw = lambda generator: float(torch.rand((), generator=generator))  # noqa: E731
+    run(ctx, model=model, optimizer=Momentum(model.parameters(), own, draw))
+
+
+class Extra(nn.Module):
+    """Keeps the step it is at; the body counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.warmth = classifier(), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.warmth
+
+    def get_extra_state(self) -> Any:
+        return {"warmth": self.warmth}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.warmth = state["warmth"]
+
+
+@exact("`get_extra_state` / `set_extra_state` of a module, changed in the body")
+def extra_state(ctx: Any) -> None:
+    model = Extra()
+
+    def body(step: Any) -> None:
+        model.warmth *= 0.9
+
+    run(ctx, model=model, body=body)
+
+
+@exact("buffers that share memory, or are expanded")
+def aliasing_buffers(ctx: Any) -> None:
+    model = classifier()
+    memory = torch.arange(16.0)
+    model.register_buffer("whole", memory)
+    model.register_buffer("half", memory[:8])
+    model.register_buffer("expanded", torch.ones(1).expand(16))
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        return F.cross_entropy(m(b["x"] * m.whole.cos() * m.expanded), b["y"])
+
+    run(ctx, loss_fn, model)
+
+
+@exact("experts with BatchNorm of their own, of which a micro-batch uses some")
+def experts(ctx: Any) -> None:
+    one = lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))  # noqa: E731
+    model = nn.ModuleList([one(), one()])
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        return F.cross_entropy(m[int(b["i"].sum()) % 2](b["x"]), b["y"])
+
+    run(ctx, loss_fn, model)
+
+
+@said(
+    "a module's attribute set in the body",
+    "the body of the loop over ctx.steps changed model.warmth",
+)
+def attribute_in_the_body(ctx: Any) -> None:
+    model = classifier()
+    model.warmth = 1.0
+
+    def body(step: Any) -> None:
+        model.warmth = 0.9**step.number
+
+    run(ctx, lambda m, b: cross_entropy(m, b) * m.warmth, model, body=body)
+
+
+@said(
+    "`torch.backends.cudnn.benchmark = True`, `use_deterministic_algorithms(False)`",
+    "torch.backends.cudnn.benchmark was turned on",
+)
+def cudnn_benchmark(ctx: Any) -> None:
+    torch.backends.cudnn.benchmark = True
+    run(ctx)
+
+
+@exact(
+    "`torch.set_num_threads` and `set_default_dtype` before the loop",
+    "threads are part of a machine's kind",
+)
+def settings(ctx: Any) -> None:
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = classifier()
+        run(ctx, lambda m, b: F.cross_entropy(m(b["x"].double()), b["y"]), model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@exact("a copy of the model, trained by nobody, in the loss")
+def frozen_copy(ctx: Any) -> None:
+    model = classifier()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    run(ctx, lambda m, b: cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher(b["x"])), model)
