@@ -132,7 +132,8 @@ def _judge(
             f"one micro-batch of step 1, run twice from the same weights, rows and random numbers, gave "
             f"{_listed(results)}.{cause} The loss must depend on nothing else: draw from the global generators, which are "
             "seeded for each micro-batch, make what forward changes a buffer, pass what the loop's body changes as "
-            "state=, and use no clock; or train with exact=False"
+            "state=, and use no clock; if only its first call differs, call the model once before the loop; or train "
+            "with exact=False"
         )
     return None
 

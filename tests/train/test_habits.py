@@ -18,6 +18,7 @@ from elastic_dp.train.run import LocalRun
 from tests.patience import eventually
 from tests.runs import group, never_put_off, resize, spec_of, texts_of
 from tests.train.habits import HABITS
+from tests.train.habits import run as run_without_habits
 from tests.train.test_checkpoints import kill_all, times_lost, when_sealed
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
@@ -28,7 +29,8 @@ AFTER_MERGE = {"own_deque", "own_generator", "extra_state", "aliasing_buffers", 
 
 
 def job(habit, workers, **config):
-    spec = spec_of(steps=STEPS, workers=workers, min_workers=1, virtual=6, config=config)
+    # Three workers get three, three and two of the eight: pairs that one worker runs are split.
+    spec = spec_of(steps=STEPS, workers=workers, min_workers=1, virtual=8, config=config)
     if habit.rows is not None:
         spec = dataclasses.replace(spec, data=MapStyleData(habit.rows, micro_batch_size=4))
     return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=4))
@@ -37,7 +39,7 @@ def job(habit, workers, **config):
 def alone(habit):
     """On one worker, undisturbed: the run, its session, and what it said."""
     spec, heard = job(habit, 1), []
-    data = open_data(spec.data, virtual_workers=6)
+    data = open_data(spec.data, virtual_workers=8)
     local = LocalRun(spec, data, torch.device("cpu"), on_say=heard.append)
     return local, local.run(habit.train), heard
 
@@ -79,6 +81,12 @@ def test_exact_habit_gives_one_digest_on_every_fleet_without_a_word(name, tmp_pa
     assert outcome.digest == local.digest
     assert not [text for text in [*heard, *texts_of(run)] if "WARNING" in text]
     assert not session.inexact_because and not outcome.inexact_because
+
+
+@pytest.mark.parametrize("name", ["zero_grad", "zero_grad_of_some", "zero_grad_in_the_body"])
+def test_zero_grad_loses_no_gradient(name):
+    without = dataclasses.replace(HABITS[name], train=run_without_habits)
+    assert alone(HABITS[name])[0].digest == alone(without)[0].digest
 
 
 @pytest.mark.parametrize("name", of("said"))

@@ -1,0 +1,98 @@
+"""What is made of a micro-batch that gives another result when it is run again."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic_dp.errors import LossError
+from elastic_dp.train.probe import Outcome, facts_of, probe
+from tests.runs import group, local, spec_of, texts_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+class Unsteady:
+    """Implements `probe.Runs`; each run has another loss."""
+
+    def __init__(self, exact=True, device=CPU):
+        self.exact, self.device, self.runs = exact, device, 0
+
+    def try_out(self):
+        self.runs += 1
+        return Outcome({}, {"the loss": str(self.runs)}, {}, {})
+
+    def holds(self):
+        return {}, {}
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_another_loss_is_refused_by_name():
+    with pytest.raises(LossError, match=r"gave the loss \(1, then 2\)"):
+        probe(Unsteady(), [], print)
+
+
+@pytest.mark.parametrize(("device", "because"), [(GPU, []), (CPU, ["scatter has no such kernel"])])
+def test_another_loss_where_kernels_may_be_the_reason_is_no_error_but_not_exact(device, because):
+    told, before = [], len(because)
+    probe(Unsteady(device=device), because, told.append)
+    assert because[before:] == ["one micro-batch, run twice, gave the loss (1, then 2)"]
+    assert len(told) == 1 and "not exact" in told[0]
+
+
+def test_another_loss_is_a_warning_where_exactness_is_not_asked_for():
+    told, because = [], []
+    probe(Unsteady(exact=False), because, told.append)
+    assert because == [] and "gave the loss (1, then 2)" in told[0]
+
+
+def test_a_run_in_fast_mode_with_an_own_generator_is_warned_and_goes_on():
+    rng = np.random.default_rng(0)
+
+    def train(ctx):
+        model = classifier()
+        loss_fn = lambda m, b: cross_entropy(m, b) * (0.5 + rng.random())  # noqa: E731
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+
+    outcome, run = group(spec_of(steps=3, workers=1, exact=False), train)
+    assert outcome.error is None and outcome.step == 3
+    assert any("What changed meanwhile: rng" in text for text in texts_of(run))
+
+
+def test_probe_leaves_no_trace_in_the_result():
+    """Buffers, gradients and random numbers are as if it had not been."""
+
+    def train(ctx, probed=True):
+        model = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4)
+        )
+        if not probed:
+            ctx._session.is_source = False  # it warms up, as a worker that joins does
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            pass
+
+    spec = spec_of(steps=3, workers=1)
+    assert local(spec, train).digest == local(spec, lambda ctx: train(ctx, False)).digest
+
+
+def test_facts_follow_values_and_not_objects():
+    def seen(value):
+        return facts_of("x", value)
+
+    assert seen(torch.ones(3)) == seen(torch.ones(3)) != seen(torch.zeros(3))
+    assert seen(np.ones(3)) == seen(np.ones(3)) != seen(np.zeros(3))
+    assert seen([1, {"a": float("nan")}]) == seen([1, {"a": float("nan")}]) != seen([1, {"a": 2.0}])
+    rng = np.random.default_rng(0)
+    before = seen(rng)
+    assert seen(rng) == before
+    rng.random()
+    assert seen(rng) != before
+    assert seen(object()) == seen(nn.Linear(2, 2)) == seen(torch.ones(2).to_sparse()) == {}
