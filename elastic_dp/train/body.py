@@ -139,16 +139,19 @@ class Untouched:
                 raise _wrote(f"wrote to the optimizer's state of {self._names[i]!r}")
 
     def attributes_set(self) -> list[str]:
-        """Names of plain attributes that the body which has ended has set, each once."""
+        """Warnings of plain attributes that the body which has ended has set, each once."""
         found = []
         for (prefix, _), before, now in zip(
             self._plain[self._at :], self._attributes, self._present_attributes(), strict=False
         ):
             if before != now:
                 found += [prefix + key for key in before | now if before.get(key) != now.get(key)]
-        new = [name for name in found if name not in self._said]
-        self._attributes, self._said = [], self._said.union(new)
-        return new
+        new = [f"model.{name}" for name in found if name not in self._said]
+        self._attributes, self._said = [], self._said.union(found)
+        return new and [
+            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new)}, which a worker that joins or starts "
+            "again lacks. If the loss depends on it, keep it in an object that is passed as state=, or in get_extra_state"
+        ]
 
     # ------------------------------------------------------------------------------ private
 

@@ -440,14 +440,6 @@ class Session:
             self.link.say(f"from step {step} on without what cannot be decoded: {names}")
         self._said_bad |= new
 
-    def _say_set(self, attributes: list[str]) -> None:
-        if attributes and self.rank == 0:
-            names = ", ".join(f"model.{name}" for name in attributes)
-            self.link.say(
-                f"WARNING: the body of the loop over ctx.steps changed {names}, which a worker that joins or starts again "
-                "lacks. If the loss depends on it, keep it in an object that is passed as state=, or in get_extra_state"
-            )
-
     def _body_begins(self, record: StepRecord) -> StepRecord:
         self.in_body = True
         self.log_calls = 0
@@ -483,7 +475,8 @@ class Session:
     def _body_ended(self) -> None:
         self.state.untouched.check()
         self.state.optimizers.check_body()
-        self._say_set(self.state.untouched.attributes_set())
+        for text in self.state.untouched.attributes_set() if self.rank == 0 else ():
+            self.link.say(text)
         written = self.stepper.buffers.written_outside()
         if written is not None:
             raise LoopError(
