@@ -760,7 +760,7 @@ def aliasing_buffers(ctx: Any) -> None:
     model = classifier()
     memory = torch.arange(16.0)
     model.register_buffer("whole", memory)
-    model.register_buffer("half", memory[:8])
+    model.register_buffer("part", memory[:8])
     model.register_buffer("expanded", torch.ones(1).expand(16))
 
     def loss_fn(m: Any, b: Any) -> Any:
