@@ -24,9 +24,6 @@ from tests.train.test_checkpoints import kill_all, times_lost, when_sealed
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 STEPS = 20
 
-# TODO(issue 13, items 2, 3 and 5): exact once optimizers' own state, extra state and such buffers are carried.
-AFTER_MERGE = {"own_deque", "own_generator", "extra_state", "aliasing_buffers", "experts"}
-
 
 def job(habit, workers, **config):
     # Three workers get three, three and two of the eight: pairs that one worker runs are split.
@@ -63,14 +60,7 @@ def disturbed(habit, folder):
 
 
 def of(outcome):
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(run=False, reason="not merged")] * (name in AFTER_MERGE),
-        )
-        for name, habit in HABITS.items()
-        if habit.outcome == outcome
-    ]
+    return [name for name, habit in HABITS.items() if habit.outcome == outcome]
 
 
 @pytest.mark.parametrize("name", of("exact"))
