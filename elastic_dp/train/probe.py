@@ -16,6 +16,7 @@ has tried. What shows only later (another branch after a thousand steps) cannot 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import random
@@ -75,7 +76,7 @@ def probe(runs: Runs, because: list[str], say: Callable[[str], None]) -> None:
         left, kept = runs.holds()
         first = runs.try_out()
         second = runs.try_out()
-    for text in _settings_undone() if runs.exact else ():
+    for text in _settings_undone(runs.device) if runs.exact else ():
         because.append(text)
         say(f"WARNING: not exact: {text}")
     if first is None or second is None:
@@ -102,13 +103,14 @@ def probe(runs: Runs, because: list[str], say: Callable[[str], None]) -> None:
         raise error
 
 
-def _settings_undone() -> list[str]:
+def _settings_undone(device: torch.device) -> list[str]:
     """Of those that exact runs begin with, what user code has turned back."""
-    changed = {
-        "torch.backends.cudnn.benchmark was turned on": torch.backends.cudnn.benchmark,
-        "torch.use_deterministic_algorithms was turned off": not torch.are_deterministic_algorithms_enabled(),
-    }
-    return [text for text, is_so in changed.items() if is_so]
+    found = []
+    if not torch.are_deterministic_algorithms_enabled():
+        found.append("torch.use_deterministic_algorithms was turned off")
+    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+        found.append("torch.backends.cudnn.benchmark was turned on")
+    return found
 
 
 def _judge(
@@ -173,12 +175,16 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
 
 
 def _variables(loss_fn: Any) -> Mapping[str, Any]:
-    function = inspect.unwrap(loss_fn) if callable(loss_fn) else loss_fn
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    owner = getattr(loss_fn, "__self__", loss_fn)  # of a method
+    held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    own = {f"loss_fn.{name}": value for name, value in held.items()}
     try:
-        found = inspect.getclosurevars(function)
-    except TypeError:  # not a Python function
-        return {} if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__dict__", {})
-    return {**found.globals, **found.nonlocals}
+        found = inspect.getclosurevars(inspect.unwrap(loss_fn))
+    except (TypeError, ValueError):  # not a Python function; a variable without a value
+        return own
+    return {**found.globals, **found.nonlocals, **own}
 
 
 def facts_of(name: str, value: Any) -> Facts:

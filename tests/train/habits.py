@@ -795,11 +795,12 @@ def attribute_in_the_body(ctx: Any) -> None:
 
 
 @said(
-    "`torch.backends.cudnn.benchmark = True`, `use_deterministic_algorithms(False)`",
-    "torch.backends.cudnn.benchmark was turned on",
+    "`torch.use_deterministic_algorithms(False)`; on a GPU `torch.backends.cudnn.benchmark = True`",
+    "not exact: torch.use_deterministic_algorithms was turned off",
 )
-def cudnn_benchmark(ctx: Any) -> None:
-    torch.backends.cudnn.benchmark = True
+def determinism_off(ctx: Any) -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = True  # of no effect on the CPU
     run(ctx)
 
 

@@ -1,5 +1,7 @@
 """What is made of a micro-batch that gives another result when it is run again."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -45,6 +47,37 @@ def test_another_loss_where_kernels_may_be_the_reason_is_no_error_but_not_exact(
     probe(Unsteady(device=device), because, told.append)
     assert because[before:] == ["one micro-batch, run twice, gave the loss (1, then 2)"]
     assert len(told) == 1 and "not exact" in told[0]
+
+
+def test_cudnn_benchmark_makes_a_run_on_a_gpu_inexact(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    for device, found in ((CPU, 0), (GPU, 1)):
+        runs, because = Unsteady(device=device), []
+        runs.try_out = lambda: None
+        probe(runs, because, print)
+        assert because == ["torch.backends.cudnn.benchmark was turned on"] * found
+
+
+class Counts:
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return cross_entropy(model, batch)
+
+    __call__ = loss
+
+
+@pytest.mark.parametrize("of", [lambda c: c, lambda c: c.loss, lambda c: functools.partial(c.loss)])
+def test_a_count_of_an_object_that_is_the_loss_function_is_said(of):
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, adamw(model), of(Counts())):
+            pass
+
+    outcome, run = group(spec_of(steps=2, workers=1), train)
+    assert outcome.error is None, outcome.traceback
+    assert any("loss_fn.calls (1, then 2) changes" in text for text in texts_of(run))
 
 
 def test_another_loss_is_a_warning_where_exactness_is_not_asked_for():
