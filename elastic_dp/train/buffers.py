@@ -7,7 +7,7 @@ small buffers, by value, since batch normalisation writes without raising the ve
   virtual workers;
 - `num_batches_tracked`, the count of torch's batch normalisation, becomes the largest of them: each leaf begins from the
   same count, so a step counts once where any leaf used the module, as it does where all of them used it. (A sum would
-  count a step V times, and a cumulative average, which divides by the count, would forget its past.)
+  count a step V times, and a cumulative average, which divides by the count, would give it a V-th of its weight.)
 - any other buffer of integers or booleans, and a module's extra state (`get_extra_state`), must be the same on all.
 
 Buffers that share memory (the same tensor under two names, a view of another one, an expanded one) are one piece of

@@ -109,7 +109,7 @@ class Optimizers:
                 for key, item in given.items()
             }
             mine.clear()
-            mine.update(values)
+            mine.update({key: value for key, value in values.items() if value is not MISSING})
         rest = state["optimizer_rest"]
         pairs = rest["state"]
         pairs = [list(pair) for pair in pairs.items()] if isinstance(pairs, dict) else pairs
@@ -240,8 +240,9 @@ class Optimizers:
                     if isinstance(before, torch.Tensor) and isinstance(item, torch.Tensor):
                         before.copy_(item)
                     else:
-                        at = f"{path}.param_groups[{i}].{key}"
-                        mine[key] = restore.value(item, before, at)
+                        value = restore.value(item, before, f"{path}.param_groups[{i}].{key}")
+                        if value is not MISSING:
+                            mine[key] = value
         if self._scheduler is not None:
             mine = self._scheduler.state_dict()
             self._scheduler.load_state_dict(restore.value(given["scheduler"], mine, _SCHEDULER))

@@ -1,9 +1,19 @@
 """State of kinds that torch allows and few jobs have: carried to whoever joins, through a kill, and by a checkpoint, to
 the last bit; or refused by name before the first step."""
 
+import contextlib
 import dataclasses
+import datetime
+import fractions
+import functools
 import io
 import json
+import pathlib
+import random
+import re
+import sys
+import threading
+import types
 from collections import deque
 
 import numpy as np
@@ -315,6 +325,50 @@ def test_body_that_writes_a_tensor_of_the_optimizer_is_told_so_by_name():
     train = with_optimizer(lambda m: zoo.OwnTensor(m.parameters()), body=writes)
     with pytest.raises(LoopError, match=r"wrote to optimizer\.scale"):
         local(job(HALF, 1), train)
+
+
+class Harmless(torch.optim.SGD):
+    """What many optimizers hold beside their state, and what need not be carried."""
+
+    def __init__(self, parameters, model):
+        super().__init__(parameters, lr=0.05)
+        self.model, self.layers, self.kind = model, list(model), type(model)
+        self.log, self.lock, self.local = zoo.LOG, threading.Lock(), threading.local()
+        self.stream = contextlib.nullcontext()
+        self.kernel, self.rule = torch._C._get_cpp_backtrace, functools.partial(max, 0)
+        self.config = types.SimpleNamespace(names=["a"], began=datetime.datetime(2020, 1, 1))
+        self.out, self.write = sys.stdout, sys.stdout.write
+        self.sentinel, self.dtype, self.device = object(), torch.float32, torch.device("cpu")
+        self.draw, self.pattern, self.phase = random.random, re.compile("a"), zoo.Phase.WARM
+        self.param_groups[0]["schedule"] = lambda step: step
+        self.cached = functools.cache(lambda x: x)
+        self.file = pathlib.Path("somewhere")
+
+
+class Redated(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05)
+        self.rate = fractions.Fraction(1, 2)
+
+    def step(self):
+        self.rate /= 2
+        super().step()
+
+
+def test_optimizer_attributes_that_need_not_be_carried_are_not_refused(tmp_path):
+    train = with_optimizer(lambda m: Harmless(m.parameters(), m))
+    spec = job(HALF, 1)
+    assert local(spec, train, str(tmp_path)).digest == local(spec, train).digest
+    source = stepped(lambda m: Harmless(m.parameters(), m), 2)
+    joined = stepped(lambda m: Harmless(m.parameters(), m), 0, seed=1)
+    lock = joined.optimizer.lock
+    joined.adopt(handed_over(source), body=True)
+    assert joined.optimizer.lock is lock and joined.optimizer.model is joined.model
+
+
+def test_optimizer_attribute_that_is_not_carried_and_changes_is_refused_by_name():
+    words = refusal(with_optimizer(lambda m: Redated(m.parameters())))
+    assert "optimizer.rate is a Fraction, which is not carried" in words
 
 
 def stepped(make, steps, seed=0):

@@ -23,6 +23,7 @@ from elastic_dp.checkpoint.objects.kinds import (
     PROCESS,
     SCALARS,
     TENSORS,
+    UNCHANGING,
     References,
     assigned_in,
     attributes_of,
@@ -30,6 +31,7 @@ from elastic_dp.checkpoint.objects.kinds import (
     class_named,
     closure_of,
     generator_state,
+    is_generator,
     is_state,
     mark,
     refused,
@@ -173,14 +175,17 @@ class Capture:
                 "Make it in __init__"
             )
         if isinstance(value, CONSTANTS) or type(value) is object or self._is_of_the_model(value):
-            return self._constant(value, path)
+            return mark("constant")
         if carries_itself(value):
             self.built.add(path)
             return mark("state_dict", value=self.value(value.state_dict(), f"{path}.state_dict()"))
         if isinstance(value, tuple) and hasattr(type(value), "_fields"):
             return self._made(value, path, mark("named", items=self._items(value, path)))
-        if type(value).__module__.partition(".")[0] in PROCESS:
-            return self._constant(value, path)
+        module = type(value).__module__.partition(".")[0]
+        if module in UNCHANGING:
+            self.constants[path] = value
+        if module in UNCHANGING or module in PROCESS:
+            return mark("constant")
         return self._plain_object(value, path)
 
     def _is_of_the_model(self, value: Any) -> bool:
@@ -205,16 +210,16 @@ class Capture:
             self.built.add(path)
         return mark | {"type": type_name(cls)}
 
-    def _constant(self, value: Any, path: str) -> Any:
-        self.constants[path] = value
-        return mark("constant")
-
     def _function(self, value: Any, path: str) -> Any:
         """It is the same code everywhere; what it is bound to may hold state."""
         if isinstance(value, partial):
             inner = [value.func, *value.args, *value.keywords.values()]
             return mark("parts", items=self._items(inner, f"{path} (a partial)"))
         owner = getattr(value, "__self__", None)
+        if isinstance(
+            value, types.BuiltinFunctionType
+        ):  # of a compiled module, or of a container or a generator
+            owner = owner if type(owner) in _CONTAINERS or is_generator(owner) else None
         if owner is not None and not isinstance(owner, types.ModuleType | type):
             return mark("parts", items=[self.value(owner, f"{path}.__self__")])
         cells = {

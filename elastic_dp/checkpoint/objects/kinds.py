@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import dis
 import functools
+import io
+import logging
 import random
 import sys
+import threading
 import types
 from collections import deque
 from functools import partial
@@ -39,15 +42,19 @@ SCALARS = frozenset(
 )
 TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
-# What objects of these modules hold is the process's own: handles, locks, files, dates.
+# What objects of these modules hold is the process's own: handles, locks, files, kernels, loggers.
 PROCESS = frozenset({
-    *("_io", "_thread", "_weakref", "abc", "concurrent", "contextlib", "datetime", "decimal", "fractions", "functools"),
-    *("io", "logging", "multiprocessing", "operator", "os", "pathlib", "re", "select", "socket", "subprocess"),
-    *("threading", "time", "torch", "typing", "uuid", "warnings", "weakref", "elastic_dp"),
+    *("_io", "_thread", "_weakref", "abc", "ast", "concurrent", "contextlib", "ctypes", "functools", "inspect", "io"),
+    *("logging", "multiprocessing", "operator", "os", "pathlib", "re", "select", "socket", "subprocess", "threading"),
+    *("typing", "warnings", "weakref", "elastic_dp", "torch", "triton", "numba", "ray"),
+    *("mlflow", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"),
 })  # fmt: skip
+# Values that the checkpoint has no form for: fine as long as they stay.
+UNCHANGING = ("datetime", "decimal", "fractions", "time", "uuid")
 CONSTANTS = (
     *(type, types.ModuleType, type(Ellipsis), type(NotImplemented), slice, property, BaseException),
     *(np.ufunc, np.dtype, random.SystemRandom, types.CodeType, types.MappingProxyType),
+    *(io.IOBase, logging.Filterer, threading.Thread),
 )
 NO_ATTRIBUTES = (
     *(dict, list, tuple, set, frozenset, deque, str, bytes, bytearray, int, float, np.ndarray),
