@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.k8s.manifests import build, groups
+from tests.k8s.manifests import K8S, build, groups
 
 # CPUs, memory in GiB and GPUs of a type: "GPU machine types" of Compute Engine, EC2's "Accelerated computing", "NCads A100 v4".
 TYPES = {
@@ -15,6 +15,9 @@ TYPES = {
     "g6.xlarge": (4, 16, 1),
     "g6.2xlarge": (8, 32, 1),
     "g6.4xlarge": (16, 64, 1),
+    "g5.xlarge": (4, 16, 1),
+    "g5.2xlarge": (8, 32, 1),
+    "g5.4xlarge": (16, 64, 1),
     "a2-highgpu-1g": (12, 85, 1),
     "Standard_NC24ads_A100_v4": (24, 220, 1),
     "a3-highgpu-8g": (208, 1872, 8),
@@ -22,22 +25,21 @@ TYPES = {
     "p4d.24xlarge": (96, 1152, 8),
     "p5.48xlarge": (192, 2048, 8),
 }
-# What k8s/README.md's table of machine types says to ask for.
-ASKED = {
-    "g2-standard-4": (2, 10),
-    "g6.xlarge": (2, 10),
-    "g2-standard-8": (6, 24),
-    "g6.2xlarge": (6, 24),
-    "g2-standard-12": (10, 36),
-    "g2-standard-16": (14, 50),
-    "g6.4xlarge": (14, 50),
-    "a2-highgpu-1g": (10, 68),
-    "Standard_NC24ads_A100_v4": (20, 180),
-    "a3-highgpu-8g": (72, 512),
-    "a3-ultragpu-8g": (72, 512),
-    "p4d.24xlarge": (72, 512),
-    "p5.48xlarge": (72, 512),
-}
+TABLE = (
+    (K8S / "docs/reference.md").read_text().partition("## Machine types")[2].partition("\n## ")[0]
+)
+
+
+def said():
+    """Of each type in the page's table: CPUs, GiB, GPUs, and what to ask for."""
+    made = {}
+    for row in re.findall(r"^\| (.+) \|$", TABLE, re.M)[1:]:
+        names, *columns = row.split(" | ")
+        for name in names.removesuffix(" (as shipped)").split(", "):
+            made[name] = tuple(int(re.match(r"\d+", column)[0]) for column in columns)
+    return made
+
+
 MEANT_FOR = {
     "overlays/gke-spot": ["g2-standard-8"],
     "overlays/gke-shared": ["g2-standard-8"],
@@ -78,11 +80,16 @@ def test_a_worker_fits_on_the_machine_it_is_meant_for(folder):
             assert int(asked["nvidia.com/gpu"]) == TYPES[name][2]
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_what_is_said_to_ask_for_is_there(name):
-    cpus, gib = allocatable(name)
-    asked_cpus, asked_gib = ASKED[name]
-    assert asked_cpus <= cpus and asked_gib <= gib, (cpus, gib)
+@pytest.mark.parametrize("name", said())
+def test_what_the_page_says_to_ask_for_is_there(name):
+    cpus, memory, gpus, asked_cpus, asked_gib = said()[name]
+    assert TYPES[name] == (cpus, memory, gpus)
+    there = allocatable(name)
+    assert asked_cpus <= there[0] and asked_gib <= there[1], there
+
+
+def test_the_page_has_each_type():
+    assert set(said()) == set(TYPES)
 
 
 def test_what_was_asked_for_before_fits_on_no_common_machine_with_one_l4():
