@@ -15,6 +15,7 @@
     ├── ClusterError       the operator acts: capacity, lost controller, exhausted budget
     │   └── LeaseLost      another cluster has taken the run over; this one must stop
     ├── StorageError       the operator acts: the store refuses or is away; carries its own words, no secret
+    │   ├── FileDamaged        a file of the run's folder cannot be read as what it must be; says which, and what to do
     │   └── CheckpointDamaged  bytes are not the ones that were sealed; says which part; the one before it is used
     └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms by itself
 
@@ -119,6 +120,20 @@ class LeaseLost(ClusterError):
 
 class StorageError(ElasticError):
     """The store refuses, or was away for longer than it may be. Example: "403 AccessDenied" for a bucket."""
+
+
+class FileDamaged(StorageError):
+    """A file of a run's folder is not what it must be. Example: a `result.json` that is empty after a crash.
+
+    `path` is the file, `reason` what is wrong with it, `way_out` what to do about it.
+    """
+
+    def __init__(self, path: str, reason: str, way_out: str) -> None:
+        super().__init__(path, reason, way_out)
+        self.path, self.reason, self.way_out = path, reason, way_out
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.reason}. {self.way_out}"
 
 
 class CheckpointDamaged(StorageError):

@@ -75,6 +75,11 @@ class Catalog:
     def path(self, name: SealName | Claim) -> str:
         return f"{self.folder}/seals/{name}"
 
+    def highest_fence(self) -> int:
+        """Of all claims and seals; 0 before the first."""
+        names, claims = self._listed()
+        return max([*(name.fence for name in names), *(claim.fence for claim in claims)], default=0)
+
     def names(self) -> list[SealName]:
         """Of the sealed checkpoints of this history, oldest first."""
         return history(*self._listed())
@@ -85,7 +90,10 @@ class Catalog:
             content = self.store.read_all(self.path(name))
         except ObjectMissing:
             raise CheckpointError(f"the checkpoint of step {name.step} has been deleted") from None
-        seal = Seal.from_bytes(bytes(content), name.step)
+        try:
+            seal = Seal.from_bytes(bytes(content), name.step)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path(name)}: {error}") from None
         if seal.fence != name.fence:
             raise CheckpointDamaged(name.step, f"its seal is that of claim {seal.fence}")
         return seal
@@ -185,7 +193,7 @@ class Catalog:
         """The folders of a step that seals name. None if one cannot be read: then all may be needed."""
         try:
             return {self.read(name).digest[:32] for name in kept if name.step == step}
-        except CheckpointDamaged:
+        except (CheckpointDamaged, CheckpointError):
             return None
 
     def _listed(self) -> tuple[list[SealName], list[Claim]]:

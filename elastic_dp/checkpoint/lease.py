@@ -9,6 +9,9 @@ grows, and what is written under an old one can be told (catalog.py).
 - Held means: its object was created less than `lease_s` ago. A waiting claimant measures that on its own clock from
   when it first saw the object, so clocks need not agree; only what is `_LONG_AGO` times as old by the wall clock is
   taken at once. A clock that jumps costs the holder its lease, never the run its safety: its next renewal is refused.
+- An object that cannot be read (a write that was cut off, damage) counts as held by somebody unknown from when it was first
+  seen, by the claimant's own clock alone. Its number stays taken, so its writer, if there is one, loses nothing and gains
+  nothing: the holder's next renewal makes a readable object, and a claimant that has seen none for `lease_s` may follow.
 - Whoever creates a number looks again whether it is the newest: an old number may be free because it was deleted.
 - Here is no clock and no store: `Lease` is told what is there and says what to do. `Holder` does it.
 """
@@ -16,13 +19,15 @@ grows, and what is written under an old one can be told (catalog.py).
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from elastic_dp.errors import LeaseLost
+from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
 from elastic_dp.storage import ObjectMissing, Store
+from elastic_dp.storage.json_files import make, parse_json
 
 _NAME = re.compile(r"(\d{10})\.json")
 _LONG_AGO = 10  # leases
@@ -38,6 +43,11 @@ class Record:
     token: str
     state: Literal["held", "released"]
     at: float
+
+    @classmethod
+    def unreadable(cls, number: int, why: str) -> Record:
+        """Held by nobody knows whom. Never "long ago": its clock is not known."""
+        return cls(number, f"somebody unknown ({why})", "", "held", math.inf)
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,8 @@ class Lease:
             if newest == mine:
                 self.held, self._renewed_at_s = mine, now_s
                 return mine
+            if newest is None:  # deleted at this instant
+                continue
             if newest.token != self._token:
                 self._seen, self._seen_at_s = newest, seen_at_s
                 return Held(newest, self.lease_s)
@@ -156,9 +168,15 @@ class Holder:
     """Does what a `Lease` says on a store. `clock`, `wall`: see `Lease`. One thread at a time."""
 
     def __init__(
-        self, store: Store, lease: Lease, clock: Callable[[], float], wall: Callable[[], float]
+        self,
+        store: Store,
+        lease: Lease,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        used: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.lease = lease
+        """`used`: the greatest number that something was written under, where no lease is left to tell."""
+        self.lease, self._used = lease, used
         self._store, self._clock, self._wall = store, clock, wall
         self._folder = f"{store.path.rstrip('/')}/lease" if store.path else "lease"
 
@@ -178,11 +196,25 @@ class Holder:
         numbers = self._numbers()
         while numbers:
             try:
-                content = self._store.read_all(self._path(numbers[-1]))
-                return Record(number=numbers[-1], **json.loads(bytes(content)))
+                return self._read(numbers[-1])
             except ObjectMissing:  # deleted since: there are newer ones
                 numbers = self._numbers()
-        return None
+        used = self._used()  # somebody has deleted the leases
+        return Record(used, "", "", "released", 0.0) if used else None
+
+    def _read(self, number: int) -> Record:
+        path = self._path(number)
+        content = bytes(self._store.read_all(path))
+        try:
+            stored = parse_json(content, path, "")
+            if stored.pop("format", 1) != 1:
+                raise RunMismatch(
+                    f"{path} was written by a newer version of elastic_dp; upgrade elastic_dp, or use a new name= for "
+                    "a new run"
+                )
+            return make(Record, {**stored, "number": number}, path, "")
+        except FileDamaged as error:
+            return Record.unreadable(number, f"{path} cannot be read: {error.reason}")
 
     def _run(self, steps: Steps[Any]) -> Any:
         answer: Any = None
@@ -203,6 +235,12 @@ class Holder:
                 self._path(record.number), json.dumps(content).encode(), create_only=True
             )
         except FileExistsError:
+            if max(self._numbers(), default=0) < record.number:
+                raise FileDamaged(
+                    f"{self._store.url}/lease/{record.number:010}.json",
+                    "something that is no file has its name",
+                    "Delete it and start the run again",
+                ) from None
             return False
         return True
 

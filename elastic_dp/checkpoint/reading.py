@@ -207,7 +207,7 @@ def _read_file(path: str, at: int, target: memoryview) -> str:
     then the store is asked, which tries again and says what is wrong."""
     digest = block_digester()
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_without_waiting) as file:
             file.seek(at)
             for i in range(0, len(target), _CACHED_BYTES):
                 piece = target[i : i + _CACHED_BYTES]
@@ -217,6 +217,11 @@ def _read_file(path: str, at: int, target: memoryview) -> str:
     except OSError:
         return ""
     return digest.hexdigest()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """For the other end of a named pipe, if that is what has the name of a file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _threads(catalog: Catalog, block_bytes: int) -> int:

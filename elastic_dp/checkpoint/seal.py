@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from elastic_dp.checkpoint.layout import Layout, TensorSpec
+from elastic_dp.checkpoint.layout import WORDS, Layout, TensorSpec
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 
 FORMAT = 3
@@ -53,7 +53,11 @@ class Manifest:
     def from_json(cls, stored: Mapping[str, Any]) -> Manifest:
         specs = tuple(_spec_from_json(spec) for spec in stored["tensors"])
         layout = Layout(specs, stored["part_bytes"], stored["block_bytes"])
-        return cls(stored["step"], stored["tree"], layout, tuple(stored["blocks"]))
+        made = cls(stored["step"], stored["tree"], layout, tuple(stored["blocks"]))
+        _check(made)
+        if set(stored) - set(made.to_json()):  # of a later version, whose digest covers them
+            made.__dict__["digest"] = hashlib.sha256(_canonical(stored)).hexdigest()
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +115,47 @@ class Seal:
     def from_bytes(cls, content: bytes, step: int) -> Seal:
         """`step`: the one that its name says. Raises CheckpointDamaged; CheckpointError if it is of a later format."""
         body = _upgraded(_checked(content, step), step)
-        about = About(**{**body["about"], "metrics": _decoded(body["about"]["metrics"])})
-        seal = cls(Manifest.from_json(body["manifest"]), body["fence"], about)
+        try:
+            told = {**body["about"], "metrics": _decoded(body["about"]["metrics"])}
+            known = {
+                field.name for field in dataclasses.fields(About)
+            }  # not those of a later version
+            about = About(**{name: value for name, value in told.items() if name in known})
+            seal = cls(Manifest.from_json(body["manifest"]), _whole(body["fence"]), about)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(step, f"its seal cannot be read ({error})") from None
         if seal.step != step:
             raise CheckpointDamaged(step, f"its seal is that of step {seal.step}")
         return seal
+
+
+def _check(manifest: Manifest) -> None:
+    """What is computed with is what it must be. Raises ValueError."""
+    layout = manifest.layout
+    _whole(manifest.step)
+    if min(_whole(layout.part_bytes), _whole(layout.block_bytes)) < 1:
+        raise ValueError("parts of no bytes")
+    for spec in layout.specs:
+        for n in (*spec.shape, *(spec.stride or ())):
+            _whole(n)
+        if not isinstance(spec.name, str) or not _is_dtype(spec.dtype):
+            raise ValueError(f"{spec.name!r} of {spec.dtype!r} is no tensor")
+    if len(manifest.blocks) != layout.blocks:
+        raise ValueError(f"{len(manifest.blocks)} digests of {layout.blocks} blocks")
+
+
+def _is_dtype(word: Any) -> bool:
+    if word in WORDS:
+        return True
+    import torch
+
+    return isinstance(getattr(torch, word, None), torch.dtype)
+
+
+def _whole(number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"{number!r} is no number")
+    return number
 
 
 def block_digest(content: Any) -> str:
@@ -134,7 +174,7 @@ def _checked(content: bytes, step: int) -> dict[str, Any]:
         body, digest = stored["body"], stored["digest"]
         whole = hashlib.sha256(_canonical(body)).hexdigest() == digest
         stored["elastic_dp_checkpoint"] + 0
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(step, f"its seal is no JSON of ours ({error})") from None
     if not whole:
         raise CheckpointDamaged(
@@ -157,8 +197,8 @@ def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
     number, body = stored["elastic_dp_checkpoint"], stored["body"]
     if number > FORMAT:
         raise CheckpointError(
-            f"the checkpoint of step {step} is of format {number}, and this elastic_dp reads up to {FORMAT}; "
-            "install the version that wrote it, or a later one"
+            f"the checkpoint of step {step} is of format {number}: it was written by a newer version of elastic_dp, and "
+            f"this one reads up to format {FORMAT}. Upgrade elastic_dp: install the version that wrote it, or a later one"
         )
     if number != FORMAT and number not in _UPGRADES:
         raise CheckpointDamaged(step, f"its seal names a format {number} that never was")

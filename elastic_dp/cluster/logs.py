@@ -30,6 +30,8 @@ from typing import Any, TextIO
 
 from elastic_dp.errors import SpecError, StorageError
 from elastic_dp.storage import ObjectMissing, Store
+from elastic_dp.storage.json_files import path_in
+from elastic_dp.threads import background
 
 EVERY_S = 5.0
 HEAD_BYTES = 64 << 10
@@ -68,7 +70,7 @@ class LogKeeper:
         self._files = _files_behind(fds)
         self._sizes: list[int] = []
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="logs", daemon=True)
+        self._thread = background("logs", self._work)
 
     def start(self) -> LogKeeper:
         self._thread.start()
@@ -98,7 +100,7 @@ class LastWords:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="last words", daemon=True)
+        self._thread = background("last words", self._work)
         self._thread.start()
 
     def keep(self, worker: str, words: str) -> None:
@@ -178,4 +180,7 @@ def _by_number(name: str) -> list[str]:
 
 
 def _path(store: Store, name: str) -> str:
-    return f"{store.path.rstrip('/')}/logs/{name}" if store.path else f"logs/{name}"
+    """Raises StorageError for a name that leads out of the folder: it may have come over the network."""
+    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
+        raise StorageError(f"{name!r} cannot be the name of a log")
+    return path_in(store, f"logs/{name}")

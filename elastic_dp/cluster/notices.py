@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from elastic_dp.protocol.messages import DrainNoticed, WorkerId
+from elastic_dp.threads import background
 
 _EVERY_S = 0.5
 
@@ -34,7 +35,7 @@ class Notices:
         self._draining, self._nodes, self._post = draining, nodes, post
         self._told: dict[WorkerId, int] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
+        self._thread = background("notices", self._watch)
 
     def start(self) -> None:
         self._thread.start()

@@ -164,12 +164,12 @@ class Index:
             metadata = dict(schema.metadata)
             facts = json.loads(metadata.pop(b"index"))
             sources = tuple(Source(**source) for source in facts["sources"])
+            columns = tuple((name, kind) for name, kind in facts["columns"])
+            shards, groups, bounds = batches
+            plain = schema.with_metadata(metadata or None)
+            return cls(sources, shards, groups, bounds["bounds"].to_numpy(), plain, columns)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data set's index cannot be read: {error}") from error
-        columns = tuple((name, kind) for name, kind in facts["columns"])
-        shards, groups, bounds = batches
-        plain = schema.with_metadata(metadata or None)
-        return cls(sources, shards, groups, bounds["bounds"].to_numpy(), plain, columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Index.from_bytes, (self.to_bytes(),)

@@ -15,10 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from elastic_dp.data.reader import Key, Moved
+from elastic_dp.threads import background
 
 STEPS_AHEAD = 4  # or as many portions: made, or in making
 ROWS_PLANNED, MICRO_BATCHES_PLANNED = 1 << 20, 1 << 13  # a row is 16 bytes
@@ -360,9 +362,8 @@ class MicroBatches:
         if self._threads or self._closed:
             return
         for number in range(self._num_makers):
-            thread = threading.Thread(
-                target=self._run, args=(number,), name=f"elastic-dp-make-{number}", daemon=True
-            )
+            run = partial(self._run, number)
+            thread = background(f"elastic-dp-make-{number}", run, self._fail)
             self._threads.append(thread)
             thread.start()
 
@@ -381,11 +382,15 @@ class MicroBatches:
                 continue
             try:
                 self._extend(self._is_short)
-            except Exception as error:  # ours; raised by `take`
-                with self._lock:
-                    self._failure = error
-                    self._done.notify_all()
+            except Exception as error:  # of the plan's other parts
+                self._fail(error)
                 return
+
+    def _fail(self, error: Exception) -> None:
+        """Raised by `take`."""
+        with self._lock:
+            self._failure = error
+            self._done.notify_all()
 
     def _next(self) -> _Portion | None:
         """The first that is to be made, if there is room for it."""

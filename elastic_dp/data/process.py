@@ -18,8 +18,8 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -27,6 +27,7 @@ import torch
 
 from elastic_dp.data.blocks import empty_bytes
 from elastic_dp.errors import ClusterError, ElasticError
+from elastic_dp.threads import background
 
 _SOCKET_BYTES = 4 << 20
 _LEAVE_S = 5.0  # for what it is running when it is closed
@@ -111,7 +112,7 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker
     connection = socket.socket(fileno=descriptor)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
+    background("listen", partial(_listen, connection, calls), lambda _: os._exit(1)).start()
     function: Callable[..., Any] | None = None
     failure: Exception | None = None
     try:

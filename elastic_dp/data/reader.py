@@ -23,6 +23,7 @@ from typing import Any
 from elastic_dp.data.columns import Column
 from elastic_dp.data.row_groups import RowGroups
 from elastic_dp.errors import BadShard
+from elastic_dp.threads import background
 
 Key = tuple[int, ...]  # whose need it is; the smaller, the sooner
 Columns = Mapping[str, Column]
@@ -269,9 +270,7 @@ class RowGroupReader:
         if self._threads or self._closed:
             return
         for number in range(self._num_threads):
-            thread = threading.Thread(
-                target=self._run, name=f"elastic-dp-read-{number}", daemon=True
-            )
+            thread = background(f"elastic-dp-read-{number}", self._run, self._fail)
             self._threads.append(thread)
             thread.start()
 
@@ -312,9 +311,14 @@ class RowGroupReader:
             failure = error
         with self._lock:
             self._asking, self._dry = False, not found
-            if failure is not None:
-                self._failure = failure
-                self._arrived.notify_all()
+        if failure is not None:
+            self._fail(failure)
+
+    def _fail(self, error: Exception) -> None:
+        """Raised where somebody waits."""
+        with self._lock:
+            self._failure = error
+            self._arrived.notify_all()
 
     def _may_ask(self) -> bool:
         return not (self._asking or self._dry or self._needed_bytes >= self.memory_bytes)

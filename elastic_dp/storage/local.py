@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
-from elastic_dp.errors import StorageError
+from elastic_dp.errors import FileDamaged, StorageError
 from elastic_dp.storage.backend import Entry
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_MOVE = "Delete it, or move it away"
 PAGE_BYTES = 4096  # what a disk takes directly is aligned to, in memory and in the file
 _DIRECT_BYTES = 1 << 20  # from this size on it is worth it
 
@@ -47,9 +48,11 @@ class LocalBackend:
     def read(
         self, path: str, start: int, end: int | None, versioned: bool
     ) -> tuple[Buffer, Entry | None]:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = _open(path)
         try:
             found = os.fstat(descriptor)
+            if not S_ISREG(found.st_mode):
+                raise FileDamaged(path, "it is not a file", _MOVE)
             content = _pread(descriptor, start, found.st_size if end is None else end)
             return content, _entry(path, os.fstat(descriptor))
         finally:
@@ -57,7 +60,10 @@ class LocalBackend:
 
     def write(self, path: str, content: Buffer, create_only: bool) -> None:
         folder, name = os.path.split(path)
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:  # which is not that `path` exists
+            raise FileDamaged(error.filename or folder, "it is not a folder", _MOVE) from None
         aside = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(aside, "xb", buffering=0) as file:
@@ -68,6 +74,8 @@ class LocalBackend:
                 os.fsync(file.fileno())
             _link(aside, path) if create_only else os.replace(aside, path)
             _sync_folder(folder)
+        except IsADirectoryError:
+            raise FileDamaged(path, "it is a folder where a file must be", _MOVE) from None
         finally:
             if os.path.lexists(aside):
                 os.unlink(aside)
@@ -84,6 +92,10 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
         inside = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return
+        raise
     for item in inside:
         if item.is_dir(follow_symlinks=False):
             if deep:
@@ -93,8 +105,22 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
                 found = item.stat()
             except FileNotFoundError:  # deleted since, or a link to nothing
                 continue
+            except OSError as error:
+                if error.errno == errno.ELOOP:  # a link to itself
+                    continue
+                raise
             if S_ISREG(found.st_mode):
                 yield _entry(item.path, found)
+
+
+def _open(path: str) -> int:
+    """Without waiting for the other end of a named pipe, if that is what has the name."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileDamaged(path, "it is a link to itself", _MOVE) from None
+        raise
 
 
 def _entry(path: str, found: os.stat_result) -> Entry:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from elastic_dp.errors import StorageError
+from elastic_dp.errors import FileDamaged, StorageError
 from elastic_dp.storage.faults import Fault, Kind, ObjectMissing, ObjectRewritten, fault_of
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Retry:
         began = time.monotonic()
         try:
             return [attempt()], None
-        except AssertionError:
+        except (AssertionError, FileDamaged):  # a bug; what no retry can mend
             raise
         except Exception as error:  # the seam to foreign libraries: sorted in faults.py
             fault = fault_of(error)

@@ -18,6 +18,7 @@ import itertools
 import json
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import fsspec
+
+from elastic_dp.threads import background
 
 MAX_KEPT = 10_000
 # Between two writings of a whole file, into which goes at most a twentieth of the time.
@@ -66,7 +69,7 @@ class Journal:
             self._take_back(since)
         self._events_taken_back = self._count["events"]
         if url is not None:
-            self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
+            self._writer = background("journal", self._write)
             self._writer.start()
 
     def event(self, event: Any) -> None:
@@ -130,7 +133,7 @@ class Journal:
             return bool(each[1]["time"] < round(since, _DIGITS))
 
         texts = {file: self._patiently(self._written, file) for file in _FILES}
-        files = ([(file, line) for line in _finished(texts[file])] for file in _FILES)
+        files = ([(file, line) for line in _finished(file, texts[file])] for file in _FILES)
         new = (itertools.dropwhile(is_old, lines) for lines in files)
         for file, line in heapq.merge(*new, key=lambda each: each[1]["time"]):
             self._keep(file, line)
@@ -138,8 +141,8 @@ class Journal:
     def _written(self, file: str) -> list[str]:
         fs, path = fsspec.url_to_fs(f"{self._url}/{file}.jsonl")
         try:  # `exists` says no as well where the store does not answer
-            return list(fs.cat_file(path).decode().splitlines())
-        except FileNotFoundError:
+            return list(fs.cat_file(path).decode(errors="replace").splitlines())
+        except (FileNotFoundError, IsADirectoryError):
             return []
 
     def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
@@ -154,8 +157,10 @@ class Journal:
                 self._closing.wait(_AGAIN_S)
 
     def _write(self) -> None:
-        with contextlib.suppress(Exception):  # closed, and the store is still away
+        try:
             self._write_all()
+        except Exception as error:  # closed, and the store is still away
+            print(f"the record of the run is not complete: {error}", file=sys.stderr, flush=True)
 
     def _write_all(self) -> None:
         assert self._url is not None
@@ -205,15 +210,23 @@ def read_events(url: str) -> Iterator[dict[str, Any]]:
     files = []
     for name in _FILES:
         with contextlib.suppress(FileNotFoundError):
-            files.append(_finished(fs.cat_file(f"{path}/{name}.jsonl").decode().splitlines()))
+            texts = fs.cat_file(f"{path}/{name}.jsonl").decode(errors="replace").splitlines()
+            files.append(_finished(name, texts))
     return heapq.merge(*files, key=lambda line: line["time"])
 
 
-def _finished(texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Without lines that whoever wrote them did not finish."""
+def _finished(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
+    """Without lines that whoever wrote them did not finish, and what is no line of ours."""
     for text in texts:
-        with contextlib.suppress(ValueError):
-            yield json.loads(text)
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            wanted = ("time", "step") if file == "metrics" else ("time",)
+            if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
+                yield line
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _add(path: str, text: str) -> None:

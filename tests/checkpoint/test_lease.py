@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.checkpoint.lease import Create, Held, Holder, Lease, Look, Record
-from elastic_dp.errors import LeaseLost
+from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
 from elastic_dp.storage import Store
 from tests.checkpoint.states import memory_store
 
@@ -207,3 +207,69 @@ def test_many_who_want_it_at_once_get_one_winner(tmp_path):
     with ThreadPoolExecutor(8) as executor:
         outcomes = list(executor.map(lambda claimant: claimant.acquire(), claimants))
     assert sum(isinstance(outcome, Record) for outcome in outcomes) == 1
+
+
+UNREADABLE = [b"", b'{"holder": "x", "tok', b"[]", b"{}", b"\xff" * 90, b"[" * 100_000]
+UNREADABLE += [b'{"holder": "x", "token": "x", "state": "held", "at": NaN}']
+
+
+@pytest.mark.parametrize("content", UNREADABLE, ids=range(len(UNREADABLE)))
+def test_a_lease_that_cannot_be_read_is_waited_for_and_then_followed(tmp_path, content):
+    store, clock = Store(str(tmp_path)), Clock()
+    claimant = holder(store, "claimant", clock)
+    store.write(claimant._path(7), content)
+    held = claimant.acquire()
+    assert isinstance(held, Held) and held.wait_s == LEASE_S
+    assert "lease/0000000007.json cannot be read" in held.by.holder
+    clock.now += LEASE_S - 1
+    assert claimant.acquire().wait_s == pytest.approx(1)
+    clock.now += 1
+    taken = claimant.acquire()
+    assert isinstance(taken, Record) and taken.number == 8
+
+
+def test_a_holder_whose_lease_is_damaged_renews_it_and_whoever_waits_goes_on_waiting(tmp_path):
+    store, clock = Store(str(tmp_path)), Clock()
+    mine, other = holder(store, "mine", clock), holder(store, "other", clock)
+    mine.acquire()
+    store.write(mine._path(1), b"")
+    assert isinstance(other.acquire(), Held)
+    clock.now += LEASE_S / 2
+    assert mine.renew().number == 2
+    clock.now += LEASE_S / 2
+    assert other.acquire().wait_s == LEASE_S
+
+
+def test_a_number_taken_by_a_lease_that_cannot_be_read_is_lost_to_the_holder(tmp_path):
+    """It may be another's: at most one writes."""
+    store, clock = Store(str(tmp_path)), Clock()
+    mine = holder(store, "mine", clock)
+    mine.acquire()
+    store.write(mine._path(2), b"")
+    with pytest.raises(LeaseLost, match="somebody unknown"):
+        mine.renew()
+
+
+def test_a_lease_of_a_later_version_is_refused_and_its_added_fields_are_not(tmp_path):
+    store, clock = Store(str(tmp_path)), Clock()
+    mine = holder(store, "mine", clock)
+    told = b'{"holder": "x", "token": "x", "state": "released", "at": 0.0, "color": "red"%s}'
+    store.write(mine._path(1), told % b"")
+    assert mine.acquire().number == 2
+    store.write(mine._path(3), told % b', "format": 2')
+    with pytest.raises(RunMismatch, match="newer version of elastic_dp; upgrade"):
+        mine.newest()
+
+
+def test_a_folder_in_place_of_a_lease_is_named(tmp_path):
+    mine = holder(Store(str(tmp_path)), "mine", Clock())
+    (tmp_path / "lease" / "0000000001.json").mkdir(parents=True)
+    with pytest.raises(FileDamaged, match=r"0000000001.json.*Delete it"):
+        mine.acquire()
+
+
+def test_leases_that_were_deleted_are_followed_by_greater_numbers_than_were_used(tmp_path):
+    store, clock = Store(str(tmp_path)), Clock()
+    lease = Lease("mine", "mine", LEASE_S)
+    mine = Holder(store, lease, lambda: clock.now, lambda: clock.now, lambda: 20)
+    assert mine.acquire().number == 21

@@ -1,5 +1,6 @@
 """What is sealed is read bit for bit, by any number of readers; what was changed since is noticed and named."""
 
+import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from elastic_dp.checkpoint.reading import (
     verify,
     whole_tree,
 )
-from elastic_dp.checkpoint.seal import About, Manifest, Seal, block_digest
+from elastic_dp.checkpoint.seal import About, Manifest, Seal, _canonical, block_digest
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.writing import Share, differences, missing, write_parts, write_seal
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost, StateError
@@ -272,3 +273,43 @@ def test_a_state_without_tensors():
     assert load(catalog, sealed) == {"only": "values"}
     assert Manifest(1, 1, Layout.of([]), ()).layout.parts == ()
     assert Share("a", 1, "", ()).parts == ()
+
+
+def _with(seal, change):
+    """Its bytes after `change(body)`, with the digest that they then have."""
+    stored = json.loads(seal.to_bytes())
+    change(stored["body"])
+    digest = hashlib.sha256(_canonical(stored["body"])).hexdigest()
+    return _canonical(stored | {"digest": digest})
+
+
+def test_fields_of_a_later_version_are_left_out_and_parts_are_found_by_its_digest():
+    sealed = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
+
+    def add(body):
+        for part in (body, body["about"], body["manifest"]):
+            part["of a later version"] = [1]
+
+    read = Seal.from_bytes(_with(sealed, add), 3)
+    assert read.about == sealed.about and read.manifest == sealed.manifest
+    stored = json.loads(_with(sealed, add))["body"]["manifest"]
+    assert read.digest == hashlib.sha256(_canonical(stored)).hexdigest() != sealed.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.pop("about"),
+        lambda body: body.update(fence="7"),
+        lambda body: body["manifest"].update(part_bytes=0),
+        lambda body: body["manifest"].update(blocks=[]),
+        lambda body: body["manifest"]["tensors"][0].__setitem__(1, "os"),
+        lambda body: body["manifest"]["tensors"][0].__setitem__(1, "save"),
+        lambda body: body["manifest"]["tensors"][0].__setitem__(2, [-4]),
+        lambda body: body["manifest"].update(tensors=5),
+    ],
+)
+def test_a_seal_whose_fields_make_no_sense_is_damaged(change):
+    sealed = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
+    with pytest.raises(CheckpointDamaged, match="its seal cannot be read"):
+        Seal.from_bytes(_with(sealed, change), 3)

@@ -118,3 +118,13 @@ def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gon
         outcome, _ = group(spec, prints_the_time, script=script, url=str(tmp_path / "run"))
     assert outcome.error is None, outcome.traceback
     assert logs.EVERY_S / 2 < max(ages) <= SOON_S + stalls.lost_s
+
+
+@pytest.mark.parametrize("worker", ["../../etc/x", "/etc/x", "s3://x", "a\0b", "..", ""])
+def test_a_worker_s_name_leads_nowhere_else(tmp_path, worker):
+    words = logs.LastWords(Store(str(tmp_path / "run")))
+    words.keep(worker, "owned")
+    words.keep("w1", "ended")
+    words.close()
+    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == [Path("run/logs/w1.last.log")]

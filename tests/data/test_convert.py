@@ -604,3 +604,20 @@ def test_text_that_is_no_utf_8_names_the_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"cannot read a\.txt: UnicodeDecodeError"):
         convert(str(tmp_path), str(tmp_path / "out"), tokenizer="bytes", pack=1)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(json.dumps({"_data_files": [{"filename": name}]}) for name in ("../x.arrow", "/etc/passwd", "s3://b/x", "a\0b")),
+        *("", "[]", "{}", '{"_data_files": 5}', "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_a_saved_dataset_that_names_files_elsewhere_is_refused(tmp_path, state):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_saved_dataset(source)
+    (tmp_path / "x.arrow").write_bytes((source / "data-a.arrow").read_bytes())
+    (source / "state.json").write_text(state)
+    with pytest.raises(DataError, match=r"state\.json (names|is not)"):
+        convert(str(source), str(tmp_path / "made"))

@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 
+from elastic_dp.errors import FileDamaged
 from elastic_dp.storage import Store
 from elastic_dp.storage.local import PAGE_BYTES
 
@@ -34,3 +35,28 @@ def test_all_bytes_are_there(tmp_path, monkeypatch, offset, taken):
     store.write(f"{store.path}/one", wanted)
     assert bytes(store.read_all(f"{store.path}/one")) == wanted
     assert bool(direct) == (offset == 0), "only what is aligned goes this way"
+
+
+def test_a_link_to_itself_is_not_listed_and_is_named_where_it_is_read(tmp_path):
+    (tmp_path / "one").write_text("1")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "into").symlink_to(tmp_path)
+    store = Store(str(tmp_path))
+    assert [entry.path for entry in store.find(f"{store.path}/")] == [f"{store.path}/one"]
+    assert store.find(f"{store.path}/loop/") == []
+    with pytest.raises(FileDamaged, match=r"loop is damaged: it is a link to itself. Delete it"):
+        store.read_all(f"{store.path}/loop")
+
+
+def test_what_is_no_file_is_named_and_nothing_is_waited_for(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    store = Store(str(tmp_path))
+    for name in ("folder", "pipe"):
+        with pytest.raises(FileDamaged, match=f"{name} is damaged: it is not a file"):
+            store.read_all(f"{store.path}/{name}")
+    with pytest.raises(FileDamaged, match="folder is damaged: it is a folder where a file must be"):
+        store.write(f"{store.path}/folder", b"")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileDamaged, match="file is damaged: it is not a folder"):
+        store.write(f"{store.path}/file/x", b"", create_only=True)

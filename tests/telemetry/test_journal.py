@@ -179,3 +179,15 @@ def test_what_a_worker_shows_is_recorded_without_what_only_programs_read():
     journal.event(WorkerReady("w1", Signature("layout", "data", "kind", (), b"lines"), True))
     [(*_, line)] = journal._kept
     assert json.loads(json.dumps(line))["signature"] == ["layout", "data", "kind", []]
+
+
+@pytest.mark.parametrize("content", [b"[]\n", b"{}\n5\nnull\n", b"\xff\xfe\n", b"[" * 100_000])
+def test_lines_that_are_none_of_ours_are_left_out(url, content):
+    journal = Journal(url)
+    journal.metrics(1, {})
+    journal.close()
+    fs, path = wait_for_file(url, "metrics", 1)
+    fs.pipe_file(path, content + fs.cat_file(path))
+    again = Journal(url, since=0.0)
+    again.close()
+    assert [line["step"] for line in again.recorded()][-1:] == ([] if b"[[" in content else [1])

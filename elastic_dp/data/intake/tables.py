@@ -39,8 +39,15 @@ def open_arrow(files: Files, columns: list[str] | None) -> Rows:
 def open_saved_dataset(files: Files, columns: list[str] | None) -> Rows:
     """The Arrow files in the order of state.json, which need not be that of their names."""
     with files.open("state.json") as raw:
-        state = json.load(raw)
-    return _open_arrow(files, tuple(file["filename"] for file in state["_data_files"]), columns)
+        content = raw.read()
+    try:
+        names = tuple(file["filename"] for file in json.loads(content)["_data_files"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"state.json is not what datasets.save_to_disk writes: {error!r}") from None
+    for name in names:
+        if name not in files.names:  # also one that leads out of the folder
+            raise DataError(f"state.json names {name!r}, which is no file of this folder")
+    return _open_arrow(files, names, columns)
 
 
 def _open_arrow(files: Files, names: tuple[str, ...], columns: list[str] | None) -> Rows:

@@ -1,0 +1,105 @@
+"""The small JSON files of a run's folder: written whole, and read so that whatever is wrong with one has a name.
+
+A file may be empty or cut off (a full disk, a file system without atomic rename), edited, or written by a later version of
+this package. Fields that this version does not know are left out; a later `format` is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from elastic_dp.errors import FileDamaged, RunMismatch
+from elastic_dp.storage.faults import ObjectMissing
+from elastic_dp.storage.store import Store
+
+_FORMAT = "format"
+_SHOWN = 40  # characters of a wrong value
+T = TypeVar("T")
+
+
+def path_in(store: Store, name: str) -> str:
+    """Of the file `name` in the folder at the store's URL."""
+    return f"{store.path.rstrip('/')}/{name}" if store.path else name
+
+
+def read_json(store: Store, name: str, newest_format: int, way_out: str) -> dict[str, Any] | None:
+    """None if there is no such file. Raises FileDamaged, or RunMismatch for one of a later format."""
+    try:
+        content = store.read_all(path_in(store, name))
+    except ObjectMissing:
+        return None
+    where = f"{store.url.rstrip('/')}/{name}"
+    stored = parse_json(bytes(content), where, way_out)
+    number = stored.pop(_FORMAT, 1)  # the first had none
+    if not isinstance(number, int):
+        raise FileDamaged(where, f"its format is {_short(number)}, must be a number", way_out)
+    if number > newest_format:
+        raise RunMismatch(
+            f"{where} is of format {number}: it was written by a newer version of elastic_dp, and this one reads up "
+            f"to format {newest_format}. Upgrade elastic_dp, or use a new name= for a new run"
+        )
+    return stored
+
+
+def write_json(
+    store: Store, name: str, content: Mapping[str, Any], number: int, *, create_only: bool = False
+) -> None:
+    """Whole or not at all. `number`: of the format. With `create_only` raises FileExistsError if there is one."""
+    text = json.dumps({_FORMAT: number, **content}, indent=2, default=str)
+    store.write(path_in(store, name), text.encode(), create_only=create_only)
+
+
+def parse_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:
+    """A JSON object. Raises FileDamaged for anything else."""
+    try:
+        stored = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = "it is empty" if not content.strip() else f"it is not JSON ({error})"
+        raise FileDamaged(where, reason, way_out) from None
+    if not isinstance(stored, dict):
+        raise FileDamaged(where, f"it holds {_short(stored)}, not a JSON object", way_out)
+    return stored
+
+
+def make(cls: type[T], stored: Mapping[str, Any], where: str, way_out: str) -> T:
+    """The dataclass that was stored. Raises FileDamaged where a field is missing or has another type."""
+    known: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in stored:
+            value = stored[field.name]
+            if not _fits(value, hints[field.name]):
+                raise FileDamaged(where, f"its {field.name} is {_short(value)}", way_out)
+            known[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise FileDamaged(where, f"it has no {field.name}", way_out)
+    return cls(**known)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether JSON's `value` is what a field of this type was written as."""
+    origin = get_origin(hint) or hint
+    if origin is Any:
+        return True
+    if origin in (types.UnionType, Union):
+        return any(_fits(value, each) for each in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(x, get_args(hint)[0]) for x in value)
+    if origin is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,39 @@
+"""No thread ends unseen."""
+
+import threading
+
+from elastic_dp.errors import FileDamaged
+from elastic_dp.threads import background
+from tests.patience import PATIENCE_S
+
+
+def _run(error, failed):
+    def run():
+        raise error
+
+    thread = background("tester", run, failed)
+    assert thread.daemon
+    thread.start()
+    thread.join(PATIENCE_S)
+
+
+def test_a_thread_that_fails_is_printed_and_told_to_its_owner(capsys):
+    told, error = [], ZeroDivisionError("by nothing")
+    _run(error, told.append)
+    assert told == [error]
+    said = capsys.readouterr().err
+    assert "the thread 'tester' ended" in said and "ZeroDivisionError: by nothing" in said
+
+
+def test_an_error_of_ours_is_left_to_its_owner(capsys):
+    told, error = [], FileDamaged("x.json", "it is empty", "Delete it")
+    _run(error, told.append)
+    assert told == [error] and capsys.readouterr().err == ""
+    _run(error, None)
+    assert "x.json is damaged: it is empty. Delete it" in capsys.readouterr().err
+
+
+def test_a_thread_that_ends_tells_nothing():
+    done = threading.Event()
+    background("tester", done.set, lambda error: 1 / 0).start()
+    assert done.wait(PATIENCE_S)
