@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from elastic_dp.cluster.logs import LastWords
 from elastic_dp.cluster.record import Limits, Result, write_result
 from elastic_dp.cluster.worker import WriteParts
 from elastic_dp.distributed.process_group import Rendezvous, open_store
+from elastic_dp.errors import ElasticError
 from elastic_dp.protocol.coordinator import Coordinator, Rules
 from elastic_dp.protocol.messages import (
     BeginTraining,
@@ -84,7 +85,8 @@ class Outcome:
 
 @dataclass
 class Controller:
-    """Leads one run. `ledger` outlives it; `url` is the run's folder."""
+    """Leads one run. `ledger` outlives it; `url` is the run's folder. `check`: under the run's lease, before
+    anything is trained: whether the folder is of this job."""
 
     spec: JobSpec
     run: str
@@ -94,9 +96,10 @@ class Controller:
     ledger: Ledger = field(default_factory=Ledger)
     url: str | None = None
     logged: dict[str, Any] = field(default_factory=dict)  # the newest value of each metric
+    check: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.coordinator = Coordinator(self._rules())
         self.heartbeats = HeartbeatServer(self.token, self._hear, self._keep_last_words)
         self.outcome: Outcome = self.ledger.facts.outcome or Outcome()
@@ -119,6 +122,15 @@ class Controller:
 
     def post(self, event: Event) -> None:
         self.inbox.put(event)
+
+    def fail(self, error: Exception) -> None:
+        """A thread of this process cannot go on: the run ends with its error."""
+        self.inbox.put(error)
+
+    def broke(self, error: Exception) -> None:
+        """`lead` raised, and nobody shall wait for its end."""
+        self.outcome.error = self.outcome.error or f"the controller failed: {error}"
+        self.ended.set()
 
     def _hear(self, event: Event) -> None:
         """From a pulse. A death may wait in the inbox until its worker is released; its last words come by then."""
@@ -196,6 +208,9 @@ class Controller:
         try:
             if not self.outcome.reason:
                 self._lead(found)
+        except ElasticError as error:  # of a thread: something is wrong with the run's folder
+            kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
+            self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
         except Exception as error:  # a bug of ours must end the run, not hang it
             self.outcome.error = f"the controller failed: {type(error).__name__}: {error}"
             self.outcome.traceback = traceback.format_exc()
@@ -255,11 +270,13 @@ class Controller:
             deadline = self.coordinator.deadline
             waits = [t - clock() for t in (deadline, ends_at) if t is not None]
             try:
-                event: Event = self.inbox.get(timeout=max(0.0, min(waits)) if waits else None)
+                event = self.inbox.get(timeout=max(0.0, min(waits)) if waits else None)
             except queue.Empty:
                 event = DeadlineReached()
                 if ends_at is not None and clock() >= ends_at:
                     ends_at, event = None, StopRequested(TIME_IS_UP)
+            if isinstance(event, Exception):
+                raise event
             self._note(event)
             self._execute_all(self._decide(event))
 
@@ -417,6 +434,8 @@ class Controller:
             tell=self.say,
             on_seal=lambda step: self.post(CheckpointSealed(step)),
             stand_down=self._stand_down,
+            fail=self.fail,
+            check=self.check,
             token=self.ledger.facts.lease_token,
         )
 

@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +27,7 @@ from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.protocol.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.threads import background
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.link import Written
 
@@ -105,8 +107,9 @@ class ProcessFleet:
             process.start()
             theirs.close()
             self.processes[worker] = process
-            threading.Thread(target=self._read, args=(worker, ours), daemon=True).start()
-            threading.Thread(target=_write, args=(ours, outbox), daemon=True).start()
+            fail = self._controller.fail
+            background(f"from {worker}", partial(self._read, worker, ours), fail).start()
+            background(f"to {worker}", partial(_write, ours, outbox), fail).start()
 
     def _read(self, worker: WorkerId, pipe: Connection) -> None:
         try:
@@ -172,7 +175,7 @@ def _main(identity: WorkerId, job: Job, pipe: Connection) -> None:
                 os._exit(1)  # the controller is gone
             worker.deliver(command, rendezvous)
 
-    threading.Thread(target=listen, name="control", daemon=True).start()
+    background("control", listen, lambda _: os._exit(1)).start()
     worker.run()
     os._exit(0)  # abandoned groups may block an orderly exit
 
@@ -190,11 +193,14 @@ class ProcessRun:
         limit: int | None = None,
         journal: Journal | None = None,
         url: str | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
         token = secrets.token_hex(8)
         self.journal = Journal(None) if journal is None else journal
-        self.controller = Controller(spec, f"run-{token}", _HOST, token, self.journal, url=url)
+        self.controller = Controller(
+            spec, f"run-{token}", _HOST, token, self.journal, url=url, check=check
+        )
         job = Job(
             cloudpickle.dumps((spec, train)),
             index,
@@ -210,7 +216,7 @@ class ProcessRun:
 
     def __enter__(self) -> ProcessRun:
         self.controller.open(self.fleet)
-        self._thread = threading.Thread(target=self.controller.lead, daemon=True)
+        self._thread = background("controller", self.controller.lead, self.controller.broke)
         self._thread.start()
         return self
 

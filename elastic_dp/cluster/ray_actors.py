@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -52,6 +53,7 @@ from elastic_dp.protocol.messages import (
 )
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.telemetry.journal import Journal, Position
+from elastic_dp.threads import background
 from elastic_dp.train.link import Written
 
 _LOW_ON_MEMORY = "low on memory"  # in what Ray says of those whom its memory monitor killed
@@ -261,7 +263,7 @@ class ControllerActor:
     """
 
     def __init__(self, run: str) -> None:
-        pickled, index, token, url, faults = job_of(run)
+        pickled, index, token, url, faults, record = job_of(run)
         self._run, self._url = run, url
         self._spec: JobSpec = cloudpickle.loads(pickled)[0]
         self._ledger = ledger = KeptLedger(run)
@@ -269,6 +271,8 @@ class ControllerActor:
         since = ledger.facts.started_at if ledger.inherited else None
         self._journal = Journal(url, since=since)
         self._controller = Controller(self._spec, run, host, token, self._journal, ledger, url)
+        if not ledger.inherited:  # else it was compared when the run began
+            self._controller.check = partial(record.check_or_write, url, None)
         port, lease_token = self._controller.heartbeats.port, ledger.facts.lease_token
         job = Job(pickled, index, run, url, host, port, token, lease_token, faults)
         self._handle = ray.get_runtime_context().current_actor
@@ -282,8 +286,8 @@ class ControllerActor:
         # takes 0.1 s longer; so it walks through what came later, which grows with the workers alone.
         gc.collect()
         gc.freeze()
-        threading.Thread(target=self._lead, name="controller", daemon=True).start()
-        threading.Thread(target=self._look_for_room, name="room", daemon=True).start()
+        background("controller", self._lead, self._controller.broke).start()
+        background("room", self._look_for_room).start()
         self._notices.start()
 
     @ray.method(concurrency_group="events")

@@ -1,30 +1,35 @@
 """A run's folder: what job it belongs to, and, once finished, its result. Small JSON files at any fsspec URL.
 
-What needs pyarrow is imported where it is used, since the command line reads results without it.
+`run.json` is only ever created, so of two drivers that start at once with different jobs one is refused. It is compared by
+the driver and, once more, by whoever holds the run's lease, before anything is trained. What needs pyarrow is imported
+where it is used, since the command line reads results without it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import fsspec
-
-from elastic_dp.errors import RunMismatch
+from elastic_dp.errors import DataError, FileDamaged, RunMismatch
 from elastic_dp.spec import JobSpec
-from elastic_dp.storage import redact_url
+from elastic_dp.storage import ObjectMissing, Store, redact_url
+from elastic_dp.storage.json_files import make, path_in, read_json, write_json
 
 if TYPE_CHECKING:
     from elastic_dp.data import Index
 
 FORMAT = 1  # of the JSON files here
-_FORMAT_KEY = "format"
 _INDEX = "index.arrows"
+_RUN, _RESULT = "run.json", "result.json"
+_RUN_AGAIN = (
+    "Delete it and start the run again with the job that it was started with: it is written anew, and the checkpoints, "
+    "which say what job they are of, are compared with it"
+)
+_RESULT_AGAIN = "Delete it and start the run again: it goes on from its newest checkpoint"
 _LIMITS = "limits"
 
 
@@ -69,17 +74,26 @@ class RunRecord:
         """
         from elastic_dp.data import difference
 
-        path = f"{url}/run.json"
-        stored = _read(path)
+        store = Store(url)
+        stored = _read_run(store)
         if stored is None:
-            if index is not None:
-                _write_bytes(f"{url}/{_INDEX}", index.to_bytes())
-            _write(path, dataclasses.asdict(self))
-            return
+            try:
+                write_json(store, _RUN, dataclasses.asdict(self), FORMAT, create_only=True)
+            except FileExistsError:  # another driver was quicker, maybe with another job
+                stored = _read_run(store)
+                if stored is None:
+                    raise FileDamaged(
+                        f"{store.url}/{_RUN}", "something that is no file has its name", _RUN_AGAIN
+                    ) from None
+            else:
+                if index is not None:
+                    store.write(path_in(store, _INDEX), index.to_bytes())
+                return
         for name, mine in dataclasses.asdict(self).items():
-            if stored.get(name) != mine:
+            then = getattr(stored, name)
+            if then != mine:
                 what = "data (its fingerprint)" if name == "data" else name
-                if name == "data" and index is not None and (old := _read_index(url)) is not None:
+                if name == "data" and index is not None and (old := _read_index(store)) is not None:
                     changed = difference(old, index)
                     if changed is not None:
                         raise RunMismatch(
@@ -87,15 +101,15 @@ class RunRecord:
                             "Use a new name= for a new run, or bring the old data set back"
                         )
                 raise RunMismatch(
-                    f"{what} is {mine!r}, but the run at {redact_url(url)} was started with {stored.get(name)!r}. "
+                    f"{what} is {mine!r}, but the run at {redact_url(url)} was started with {then!r}. "
                     "Use a new name= for a new run, or the old value to go on with this one"
                 )
 
 
 def virtual_workers_of(url: str) -> int | None:
     """What the run's first start fixed; None before it."""
-    stored = _read(f"{url}/run.json")
-    return None if stored is None else int(stored["virtual_workers"])
+    stored = _read_run(Store(url))
+    return None if stored is None else stored.virtual_workers
 
 
 @dataclass(frozen=True)
@@ -148,47 +162,32 @@ def read_result(url: str) -> Result | None:
 
 
 def write_result(url: str, result: Result, limits: Limits) -> None:
-    _write(f"{url}/result.json", dataclasses.asdict(result) | {_LIMITS: dataclasses.asdict(limits)})
+    content = dataclasses.asdict(result) | {_LIMITS: dataclasses.asdict(limits)}
+    write_json(Store(url), _RESULT, content, FORMAT)
+
+
+def _read_run(store: Store) -> RunRecord | None:
+    stored = read_json(store, _RUN, FORMAT, _RUN_AGAIN)
+    return None if stored is None else make(RunRecord, stored, f"{store.url}/{_RUN}", _RUN_AGAIN)
 
 
 def _read_result(url: str) -> tuple[Result | None, Limits]:
-    stored = _read(f"{url}/result.json")
+    store = Store(url)
+    stored = read_json(store, _RESULT, FORMAT, _RESULT_AGAIN)
     if stored is None:
         return None, Limits()
-    limits = Limits(**stored.pop(_LIMITS, {}))
-    for name in ("inexact_because", "skipped"):
-        stored[name] = tuple(stored.get(name, ()))
-    return Result(**stored), limits
+    where, limits = f"{store.url}/{_RESULT}", stored.get(_LIMITS, {})
+    if not isinstance(limits, dict):
+        raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
+    result = make(Result, stored, where, _RESULT_AGAIN)
+    return result, make(Limits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
 
 
-def _read_index(url: str) -> Index | None:
+def _read_index(store: Store) -> Index | None:
+    """To say what has changed, no more: None if it is not there, or cannot be read."""
     from elastic_dp.data import Index
 
-    fs, inner = fsspec.url_to_fs(f"{url}/{_INDEX}")
-    return Index.from_bytes(fs.cat_file(inner)) if fs.exists(inner) else None
-
-
-def _write_bytes(path: str, content: bytes) -> None:
-    fs, inner = fsspec.url_to_fs(path)
-    fs.makedirs(fs._parent(inner), exist_ok=True)
-    fs.pipe_file(inner, content)
-
-
-def _read(path: str) -> dict[str, Any] | None:
-    fs, inner = fsspec.url_to_fs(path)
-    if not fs.exists(inner):
+    try:
+        return Index.from_bytes(bytes(store.read_all(path_in(store, _INDEX))))
+    except (ObjectMissing, DataError):
         return None
-    with fs.open(inner, "r") as file:
-        content: dict[str, Any] = json.load(file)
-    number = content.pop(_FORMAT_KEY, 1)  # the first had none
-    if number > FORMAT:
-        raise RunMismatch(
-            f"{path} is of format {number}, and this elastic_dp reads up to {FORMAT}; install the version that "
-            "wrote it, or a later one, or use a new name= for a new run"
-        )
-    return content
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
-    content = {_FORMAT_KEY: FORMAT} | content
-    _write_bytes(path, json.dumps(content, indent=2, default=str).encode())

@@ -15,7 +15,7 @@ from elastic_dp.cluster import placing
 from elastic_dp.cluster.finding import CONTROLLER, NAMESPACE, PATIENCE_S, Present, find
 from elastic_dp.cluster.kept import forget, keep_job
 from elastic_dp.cluster.ray_actors import ControllerActor
-from elastic_dp.cluster.record import Limits
+from elastic_dp.cluster.record import Limits, RunRecord
 from elastic_dp.cluster.run import ask
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
@@ -28,6 +28,7 @@ def lead(
     pickled: bytes,
     index: Any,
     faults: tuple[Fault, ...],
+    record: RunRecord,
     runtime_env: Mapping[str, Any],
 ) -> tuple[Any, bool]:
     """The controller of the run, and whether it is a new one, or the one that leads it already."""
@@ -44,7 +45,7 @@ def lead(
         ray.kill(present.controller)
     token = secrets.token_hex(8)
     run = f"{spec.name}-{token[:4]}"
-    keep_job(run, (pickled, index, token, url, faults))
+    keep_job(run, (pickled, index, token, url, faults, record))
     controller = ControllerActor.options(  # type: ignore[attr-defined]
         name=spec.name + CONTROLLER,
         namespace=NAMESPACE,

@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import platform
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.cluster.record import Limits
+from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.spec import JobSpec
-from elastic_dp.storage import ObjectMissing, Store
+from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import make, read_json, write_json
 from elastic_dp.train.code import code_of
 
 _FORMAT = 1
@@ -51,20 +52,16 @@ class Start:
         return []
 
     def write(self, store: Store) -> None:
-        content = {"format": _FORMAT} | dataclasses.asdict(self)
-        store.write(_path(store), json.dumps(content, indent=2).encode())
+        write_json(store, _NAME, dataclasses.asdict(self), _FORMAT)
 
 
 def last_start(store: Store) -> Start | None:
-    """None before the first."""
+    """None before the first, or where it cannot be read: it is for saying what has changed, no more."""
     try:
-        stored = json.loads(bytes(store.read_all(_path(store))))
-        if stored.pop("format") > _FORMAT:
-            return None  # it is for saying what has changed, no more
-        return Start(**stored | {"limits": Limits(**stored["limits"])})
-    except (ObjectMissing, ValueError, KeyError, TypeError):
+        stored = read_json(store, _NAME, _FORMAT, "")
+        if stored is None:
+            return None
+        limits = make(Limits, stored["limits"], _NAME, "")
+        return Start(str(stored["code"]), str(stored["python"]), limits)
+    except (FileDamaged, RunMismatch, KeyError, TypeError):
         return None
-
-
-def _path(store: Store) -> str:
-    return f"{store.path.rstrip('/')}/{_NAME}" if store.path else _NAME

@@ -12,6 +12,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from elastic_dp.checkpoint.proving import prove
@@ -46,6 +47,7 @@ from elastic_dp.telemetry.progress import Progress
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.inputs import check_function
 from elastic_dp.train.kind import why_inexact
+from elastic_dp.train.restoring import decides
 from elastic_dp.train.run import LocalRun, TrainFunction
 
 
@@ -147,7 +149,7 @@ class ElasticTrainer:
                 return Run(self.spec, self.url, stored=stored)
             from elastic_dp.cluster import starting
 
-            job = pickled, data.index, tuple(faults)
+            job = pickled, data.index, tuple(faults), self._record(data)
             controller, is_new = starting.lead(self.spec, self.url, *job, self.runtime_env)
             for note in self._note_start() if is_new else ():
                 controller.say.remote(note)
@@ -202,6 +204,7 @@ class ElasticTrainer:
             say(text)
 
         run = LocalRun(self.spec, data, device, on_say=tell, url=self.url)
+        run.check = partial(self._record(data).check_or_write, self.url, data.index)
 
         def show(record: dict[str, Any]) -> None:
             journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"})
@@ -246,20 +249,16 @@ class ElasticTrainer:
         """The stored result of a finished run; raises RunMismatch for another job's run, StorageError where the run's
         folder cannot hold it."""
         prove(Store(self.url), secrets.token_hex(8))
-        record = RunRecord(
-            virtual_workers=self.spec.scaling.num_virtual_workers,
-            micro_batch_size=self.spec.data.micro_batch_size,
-            seed=self.spec.data.seed,
-            data=data.fingerprint,
-            exact=self.spec.exact,
-        )
-        record.check_or_write(self.url, data.index)
+        self._record(data).check_or_write(self.url, data.index)
         stored = finished(self.url, Limits.of(self.spec), data.steps_per_epoch)
         before = None if stored is None else last_start(Store(self.url))
         if before is not None:
             for text in Start.of(self.spec, self.train).code_changed(before):
                 _warn(f"{text}; the result that was stored is returned all the same")
         return stored
+
+    def _record(self, data: Dataset) -> RunRecord:
+        return RunRecord(data=data.fingerprint, **decides(self.spec))
 
     def _note_start(self) -> list[str]:
         """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.link import Link, Written
 from elastic_dp.train.orphans import seal_alone
 from elastic_dp.train.reading import read_together
-from elastic_dp.train.restoring import changed, check_fits, made_of
+from elastic_dp.train.restoring import changed, check_fits, check_job, made_of
 from elastic_dp.train.state import StepRecord, TrainState
 
 
@@ -73,10 +73,11 @@ class Checkpoints:
         """The run is being stopped, and its last step shall be kept, whatever is configured."""
         self._keeps_end = True
 
-    def open(self, state: TrainState, signature: Signature) -> None:
-        """Before anything is trained: raises StateError if something of the state cannot be stored."""
+    def open(self, state: TrainState, signature: Signature, job: Mapping[str, Any]) -> None:
+        """Before anything is trained: raises StateError if something of the state cannot be stored. `job`: what else than
+        the data decides the result, by name."""
         made = made_of(state.optimizer, state.scheduler)
-        self._naming = naming_of(state.model, state.optimizer) | {"made": made}
+        self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
         self._job, self._data = software.pop("code", ""), signature.data
         self._versions = software | {"python": platform.python_version(), "kind": signature.kind}
@@ -207,6 +208,7 @@ class Checkpoints:
 
         seal, line = read_together(self._catalog, group, enters=enters, damaged=damaged)
         types = types_in(_tree(state, [])) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))
+        check_job(seal.about, self._naming["job"], self._data)
         tree = whole_tree(seal, line, device=device, types=types)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         kinds = tree["step"].setdefault("kinds", [seal.about.versions["kind"]])  # absent at first

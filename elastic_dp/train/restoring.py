@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint.seal import About
 from elastic_dp.errors import RunMismatch
+from elastic_dp.spec import JobSpec
 from elastic_dp.train.state import TrainState
 
 _FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
@@ -53,6 +55,29 @@ def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         ),
     ]
     return [f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new]
+
+
+def decides(spec: JobSpec) -> dict[str, Any]:
+    """What decides a run's result, beside its data, and must not change while it keeps its name."""
+    return {
+        "virtual_workers": spec.scaling.num_virtual_workers,
+        "micro_batch_size": spec.data.micro_batch_size,
+        "seed": spec.data.seed,
+        "exact": spec.exact,
+    }
+
+
+def check_job(about: About, job: Mapping[str, Any], data: str) -> None:
+    """Raises RunMismatch where a checkpoint was made by another job: `run.json` may have been replaced since. What a
+    checkpoint of an earlier version does not tell is not compared."""
+    then = {"data": about.data, **about.naming.get("job", {})}
+    for name, mine in {**job, "data": data}.items():
+        if then.get(name, "") not in ("", mine):
+            what = "data (its fingerprint)" if name == "data" else name
+            raise RunMismatch(
+                f"{what} is {mine!r}, but the newest checkpoint of the run was made with {then[name]!r}. Use a new name= "
+                "for a new run, or the old value to go on with this one"
+            )
 
 
 def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState) -> None:

@@ -16,7 +16,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.errors import ElasticError, LoopError, UserCodeError
+from elastic_dp.errors import ElasticError, LeaseLost, LoopError, UserCodeError
 from elastic_dp.protocol.messages import (
     Event,
     Membership,
@@ -125,10 +125,12 @@ class LocalRun:
     on_log: Callable[[dict[str, Any]], None] | None = None
     on_say: Callable[[str], None] | None = None
     url: str | None = None  # the run's folder; None: nothing is kept
+    check: Callable[[], None] = lambda: None  # under the run's lease: whether it is of this job
 
     def __post_init__(self) -> None:
         self.control = Control()
         self._generation = 0
+        self._failure: Exception | None = None
         self._checkpoints: Checkpoints | None = None
         self._sealer: Sealer | None = None
         if self.url is not None:
@@ -144,7 +146,9 @@ class LocalRun:
                 want=self.control.keep,
                 tell=self.say,
                 on_seal=lambda step: None,
-                stand_down=self.control.stop,
+                stand_down=lambda reason: self._fail(LeaseLost(reason)),
+                fail=self._fail,
+                check=lambda: self.check(),
             )
 
     def run(self, train: TrainFunction) -> Session:
@@ -173,6 +177,12 @@ class LocalRun:
                 _call(train, session)
                 with contextlib.suppress(Released):
                     session.linger()
+                if self._failure is not None and not self.digest:  # while it was being made
+                    raise self._failure
+        except Released:
+            if self._failure is None:
+                raise
+            raise self._failure from None
         finally:
             limit.cancel()
             if self._checkpoints is not None and self._sealer is not None:
@@ -235,6 +245,11 @@ class LocalRun:
 
     def write(self, generation: int, step: int, phase: str) -> None:
         pass
+
+    def _fail(self, error: Exception) -> None:
+        """The run's folder is not ours, or nothing can be kept there any more."""
+        self._failure = error
+        self.control.release(str(error))
 
     def write_speed(self, virtual_s: float) -> None:
         pass

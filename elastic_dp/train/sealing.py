@@ -30,9 +30,10 @@ from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
 from elastic_dp.checkpoint.seal import About, Manifest
 from elastic_dp.checkpoint.writing import Share, missing, write_seal
-from elastic_dp.errors import CheckpointError, LeaseLost, StateError, StorageError
+from elastic_dp.errors import CheckpointError, FileDamaged, LeaseLost, StateError, StorageError
 from elastic_dp.protocol.messages import WorkerId
 from elastic_dp.spec import CheckpointConfig
+from elastic_dp.threads import background
 from elastic_dp.train.link import Written
 from elastic_dp.train.pace import Pace
 
@@ -77,16 +78,21 @@ class Sealer:
         tell: Callable[[str], None],
         on_seal: Callable[[int], None],
         stand_down: Callable[[str], None],
+        fail: Callable[[Exception], None],
+        check: Callable[[], None] = lambda: None,
         token: str | None = None,
     ) -> None:
-        """`token`: of who holds the lease; who takes over goes on with it, and orphans know their controller's by it."""
+        """`check`: whether the run is this job's, called once under the lease. `fail`: nothing is found or sealed any
+        more, for what `check` raised, a damaged file that somebody must look at, or a bug. `token`: of who holds the lease; who takes over goes on with it, and orphans know their controller's by it."""
         self._catalog, self._keep = catalog, _keep_of(config)
         self._ask, self._want, self._tell = ask, want, tell
-        self._on_seal, self._stand_down = on_seal, stand_down
+        self._on_seal, self._stand_down, self._check = on_seal, stand_down, check
         self._fence = 0  # until a claim is made
         self._token = token or secrets.token_hex(8)
         lease = Lease(f"{_HOST}/{os.getpid()}", self._token, lease_s, _is_gone)
-        self._holder = Holder(catalog.store, lease, time.monotonic, time.time)
+        self._holder = Holder(
+            catalog.store, lease, time.monotonic, time.time, catalog.highest_fence
+        )
         self._pace = Pace(config, time.monotonic())
         self._was_lost = False  # whether going on from a checkpoint means that everyone was lost
         self._metrics = _Metrics()
@@ -99,7 +105,7 @@ class Sealer:
         self._lost: set[WorkerId] = set()
         self._given_up: frozenset[WorkerId] = frozenset()  # of a lineage that was left
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="sealer", daemon=True)
+        self._thread = background("sealer", self._work, fail)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -144,6 +150,7 @@ class Sealer:
             self._persist("the run's lease cannot be had", self._acquire)
             if self._holder.lease.held is None:
                 return  # the run is over before it was ours
+            self._persist("the run's record cannot be read", self._check)
             self._persist("the newest checkpoint cannot be read", self._resume_pace)
             while (task := self._next()) is not None:
                 task()
@@ -227,6 +234,8 @@ class Sealer:
         while True:
             try:
                 return do()
+            except FileDamaged:  # nobody but a person can mend it
+                raise
             except (StorageError, OSError) as error:
                 self._tell(f"{what}: {error}")
                 if self._closing.wait(_AGAIN_S):
@@ -291,9 +300,9 @@ class Sealer:
 
     def _seal(self, step: int, one: _Unsealed) -> None:
         self._unsealed = {s: other for s, other in self._unsealed.items() if s > step}
-        if not self._holder.lease.is_valid(time.monotonic()):
-            self._holder.renew()  # or learn that another holds the run
         try:
+            if not self._holder.lease.is_valid(time.monotonic()):
+                self._holder.renew()  # or learn that another holds the run
             about = self._about(step, one.first)
             write_seal(self._catalog, one.manifest, one.written, self._fence, about)
             self._sealed = step
@@ -302,7 +311,7 @@ class Sealer:
             self._say_unranked(step, about)
             self._on_seal(step)
             self._catalog.retain(self._keep, self._fence, writing=self._unsealed)
-        except (StateError, StorageError, OSError) as error:
+        except (StateError, StorageError, CheckpointError, OSError) as error:
             self._tell(f"no checkpoint of step {step}: {error}")
             if isinstance(error, StateError):
                 self._refused.add(step)
@@ -371,6 +380,6 @@ def _is_gone(record: Record) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except (ValueError, OSError):
+    except (ValueError, OverflowError, OSError):
         return False
     return False

@@ -40,6 +40,7 @@ from elastic_dp.train.groups import Groups
 from elastic_dp.train.inputs import check_inputs
 from elastic_dp.train.kind import kind_of, software_of, why_inexact
 from elastic_dp.train.link import Link, Status, Timing
+from elastic_dp.train.restoring import decides
 from elastic_dp.train.seats import handing_over
 from elastic_dp.train.speed import Speed
 from elastic_dp.train.state import LossScale, StepRecord, TrainState
@@ -183,7 +184,7 @@ class Session:
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
-            self.checkpoints.open(self.state, self._signature)
+            self.checkpoints.open(self.state, self._signature, decides(self.spec))
         self.opened = True
         can_source = self.is_source or not self.asked_source
         self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)

@@ -30,6 +30,7 @@ class Stage:
         self.asked, self.told, self.sealed = queue.Queue(), [], queue.Queue()
         self.wanted = queue.Queue()
         self.stood_down = threading.Event()
+        self.failures = []
         self.snapshot = Snapshot()
         self.sealer = Sealer(
             self.catalog,
@@ -40,6 +41,7 @@ class Stage:
             tell=self.told.append,
             on_seal=self.sealed.put,
             stand_down=lambda reason: self.stood_down.set(),
+            fail=self.failures.append,
             token=token,
         )
 
