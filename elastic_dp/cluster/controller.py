@@ -91,7 +91,7 @@ class Controller:
     spec: JobSpec
     run: str
     host: str
-    token: str
+    secret: bytes = field(repr=False)  # of the run: who has it may join, and nobody else
     journal: Journal
     ledger: Ledger = field(default_factory=Ledger)
     url: str | None = None
@@ -101,7 +101,9 @@ class Controller:
     def __post_init__(self) -> None:
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.coordinator = Coordinator(self._rules())
-        self.heartbeats = HeartbeatServer(self.token, self._hear, self._keep_last_words)
+        self.heartbeats = HeartbeatServer(
+            self.secret, self.host, self._hear, self._keep_last_words, self.say
+        )
         self.outcome: Outcome = self.ledger.facts.outcome or Outcome()
         self.ended = threading.Event()
         self.superseded = False  # another controller has the workers, the lease and the record

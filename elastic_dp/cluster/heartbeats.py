@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import hmac
-import json
+import functools
+import math
 import mmap
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,14 +16,26 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_dp.cluster import pulse
 from elastic_dp.protocol.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
 
 STACKS_S = 2.0  # a pulse that was asked for stacks has killed its worker by then
-_MAX_DATAGRAM_BYTES = 65536
+_RECEIVE_BUFFER_BYTES = (
+    8 << 20
+)  # the system gives what it allows: a burst of strangers must not drown heartbeats
+_SAID_EVERY_S = 60.0  # how often it is said, at most, that strangers send to this port
+
+
+class Address(NamedTuple):
+    """Of a controller's socket. `nonce`: never used before; without it a datagram to that socket is not genuine."""
+
+    host: str
+    port: int
+    nonce: bytes
 
 
 class Page:
@@ -44,25 +57,29 @@ class Page:
     def renewed_at(self) -> float:
         return pulse.read_renewed_at(self._page)
 
-    def point_at(self, host: str, port: int) -> None:
+    def point_at(self, address: Address) -> None:
         """Where the controller hears from now on."""
-        pulse.write_address(self._page, host, port)
+        pulse.write_address(self._page, *address)
 
     def start_pulse(
-        self, worker: WorkerId, token: str, interval_s: float
+        self, worker: WorkerId, secret: bytes, interval_s: float
     ) -> subprocess.Popen[bytes]:
         """The process beside this one, told before where to send; it ends by itself when this one does."""
         faulthandler.register(signal.SIGUSR2, file=self._stacks)
         files = (self._file, self._stacks)
-        return subprocess.Popen(
+        started = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", pulse.__file__, *map(str, files)),
-                *(worker, token, str(interval_s), str(os.getpid())),
+                *(worker, str(interval_s), str(os.getpid())),
             ],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
             pass_fds=files,
             process_group=0,  # Ray kills the group of a worker that died, and its last words are still to be said
         )
+        assert started.stdin is not None
+        with contextlib.suppress(BrokenPipeError), started.stdin:
+            started.stdin.write(secret)
+        return started
 
 
 def _nameless() -> int:
@@ -75,19 +92,31 @@ def _nameless() -> int:
 
 
 class HeartbeatServer:
-    """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout."""
+    """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout.
+
+    Whatever arrives, this goes on: only datagrams that are signed with the run's secret are parsed, each of them once; the
+    others are counted, and said by `say` once a minute.
+    """
 
     def __init__(
         self,
-        token: str,
+        secret: bytes,
+        host: str,
         heard: Callable[[WorkerHeard | WorkerLost | StacksTaken], None],
         last_words: Callable[[WorkerId, str], None] = lambda worker, words: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._token, self._heard, self._last_words = token, heard, last_words
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("0.0.0.0", 0))
-        self.port: int = self._socket.getsockname()[1]
-        self._addresses: dict[WorkerId, tuple[str, int]] = {}
+        """`host`: the address of this machine at which workers reach it."""
+        self._secret, self._heard, self._last_words, self._say = secret, heard, last_words, say
+        self._socket = socket.socket(pulse.family_of(host), socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        self._socket.bind((host, 0))
+        self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(16))
+        self._in = pulse.Channel(secret, self.address.nonce, "")
+        self._peers: dict[WorkerId, _Peer] = {}
+        self.refused = 0  # datagrams that were not genuine, or not new
+        self._said_at = -math.inf
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="heartbeats", daemon=True)
 
     def start(self) -> None:
@@ -102,54 +131,106 @@ class HeartbeatServer:
         self._answer(worker, {"die": True, "stuck": stuck})
 
     def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
 
-    def _answer(self, worker: WorkerId, body: dict[str, object]) -> None:
-        if worker in self._addresses:
+    def take(self, datagram: bytes, source: Any) -> None:
+        """Pass on what it says, if it is genuine and new. Raises nothing, whatever the datagram holds."""
+        try:
+            message = self._opened(datagram, source)
+        except Exception:  # of a worker of another version
+            message = None
+        if message is None:
+            self._refuse(source)
+            return
+        try:
+            message()
+        except Exception:  # a bug of ours costs this message, and not all heartbeats from now on
+            traceback.print_exc()
+
+    def _opened(self, datagram: bytes, source: Any) -> Callable[[], None] | None:
+        opened = self._in.open(datagram)
+        if opened is None:
+            return None
+        counter, message = opened
+        worker = str(message["worker"])
+        peer = self._peers.get(worker)
+        if peer is None:
+            peer = self._peers[worker] = _Peer(
+                pulse.Channel(self._secret, self.address.nonce, worker)
+            )
+        if not peer.replays.is_new(counter):
+            return None
+        peer.source = source
+        if "words" in message:
+            return functools.partial(self._last_words, worker, str(message["words"]))
+        return functools.partial(self._heard, _event_of(worker, message))
+
+    def _refuse(self, source: Any) -> None:
+        self.refused += 1
+        now = time.monotonic()
+        if now >= self._said_at + _SAID_EVERY_S:
+            self._said_at = now
+            self._say(
+                f"Datagrams that no worker of this run has sent, or that repeat an earlier one, reach the heartbeat port "
+                f"{self.address.host}:{self.address.port}: {self.refused} so far, the last one from {source[0]}. "
+                "They are ignored"
+            )
+
+    def _answer(self, worker: WorkerId, message: dict[str, object]) -> None:
+        peer = self._peers.get(worker)
+        if peer is not None:
             with contextlib.suppress(OSError):
-                answer = json.dumps({"token": self._token} | body).encode()
-                self._socket.sendto(answer, self._addresses[worker])
+                self._socket.sendto(peer.out.sign(0, message), peer.source)
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                payload, address = self._socket.recvfrom(_MAX_DATAGRAM_BYTES)
+                datagram, source = self._socket.recvfrom(pulse.MAX_DATAGRAM_BYTES)
             except OSError:
-                return  # closed
-            try:
-                beat = json.loads(payload)
-                if not hmac.compare_digest(str(beat["token"]), self._token):
-                    continue
-                if beat.get("exits"):
-                    self._heard(_lost(beat))
-                    continue
-                if "words" in beat:
-                    self._last_words(str(beat["worker"]), str(beat["words"]))
-                    continue
-                if "stacks" in beat:
-                    self._heard(StacksTaken(str(beat["worker"]), str(beat["stacks"])))
-                    continue
-                event = WorkerHeard(
-                    str(beat["worker"]),
-                    int(beat["generation"]),
-                    int(beat["step"]),
-                    str(beat["phase"]),
-                    int(float(beat["at"]) * 1e6),
-                    float(beat["cpu_s"]),
-                    float(beat["virtual_s"]),
-                )
-                self._addresses[event.worker] = address
-            except (ValueError, KeyError, TypeError):
-                continue  # not one of ours
-            self._heard(event)
+                if self._socket.fileno() < 0:
+                    return  # closed
+                continue
+            if not self._closed:
+                self.take(datagram, source)
 
 
-def _lost(beat: dict[str, Any]) -> WorkerLost:
+class _Peer:
+    """A worker's pulse: where it was heard last, and what was heard of it."""
+
+    __slots__ = ("out", "replays", "source")
+
+    def __init__(self, out: pulse.Channel) -> None:
+        self.out, self.replays = out, pulse.Replays()
+        self.source: Any = None  # set by each genuine datagram
+
+
+def _event_of(worker: WorkerId, message: dict[str, Any]) -> WorkerHeard | WorkerLost | StacksTaken:
+    if message.get("exits"):
+        return _lost(worker, message)
+    if "stacks" in message:
+        return StacksTaken(worker, str(message["stacks"]))
+    return WorkerHeard(
+        worker,
+        int(message["generation"]),
+        int(message["step"]),
+        str(message["phase"]),
+        int(float(message["at"]) * 1e6),
+        float(message["cpu_s"]),
+        float(message["virtual_s"]),
+    )
+
+
+def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
     """A worker's death, as its pulse tells it."""
-    phase, _, number = str(beat["phase"]).partition(" ")
-    at = (int(beat["step"]) + 1, int(number)) if phase in ("data", "compute") and number else None
+    phase, _, number = str(message["phase"]).partition(" ")
+    at = None
+    if phase in ("data", "compute") and number:
+        at = int(message["step"]) + 1, int(number)
     where = "" if at is None else f" in virtual worker {at[1]} of step {at[0]}"
-    if beat["out_of_memory"]:
+    if message["out_of_memory"]:
         reason = f"the kernel killed a process for want of memory, and it exits{where}"
-        return WorkerLost(str(beat["worker"]), reason, Cause.OUT_OF_MEMORY, at)
-    return WorkerLost(str(beat["worker"]), f"its process exits{where}", micro_batch=at)
+        return WorkerLost(worker, reason, Cause.OUT_OF_MEMORY, at)
+    return WorkerLost(worker, f"its process exits{where}", micro_batch=at)

@@ -196,19 +196,16 @@ class ProcessRun:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
-        token = secrets.token_hex(8)
+        secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
         self.journal = Journal(None) if journal is None else journal
-        self.controller = Controller(
-            spec, f"run-{token}", _HOST, token, self.journal, url=url, check=check
-        )
+        self.controller = Controller(spec, run, _HOST, secret, self.journal, url=url, check=check)
         job = Job(
             cloudpickle.dumps((spec, train)),
             index,
-            f"run-{token}",
+            run,
             url,
-            _HOST,
-            self.controller.heartbeats.port,
-            token,
+            self.controller.heartbeats.address,
+            secret,
             self.controller.ledger.facts.lease_token,
             faults,
         )

@@ -15,12 +15,19 @@ for want of memory since, and the last words that it printed (if its output is a
 
 Layout of the shared page: generation and step as int64, the phase as 16 bytes ("data 7", "compute 7" while virtual
 worker 7 is run), the seconds per virtual worker as float64, the sending time of the last answered heartbeat as float64
-(CLOCK_MONOTONIC, which all processes of a host share), and the controller's address as "host:port" in 64 bytes: it is
-read for each heartbeat, since a controller that took over has another one.
+(CLOCK_MONOTONIC, which all processes of a host share), and the controller's address as "host port nonce" in 128 bytes: it
+is read for each heartbeat, since a controller that took over has another one.
+
+Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`, the MAC by keyed BLAKE2b. The
+key of each direction is derived from the run's secret, which never travels, and the nonce of the controller's socket, which
+workers are told together with its address. So a datagram that was recorded under an earlier controller is refused, and one
+that was recorded under this one is refused by its counter.
 """
 
 import contextlib
 import ctypes
+import hashlib
+import hmac
 import json
 import math
 import mmap
@@ -33,11 +40,11 @@ import struct
 import sys
 import time
 
-PAGE = struct.Struct("<qq16sdd64s")
+PAGE = struct.Struct("<qq16sdd128s")
 WHERE = struct.Struct("<qq16s")
 SPEED = struct.Struct("<d")  # behind it
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
-_ADDRESS, _ADDRESS_OFFSET = struct.Struct("<64s"), _RENEWED_AT_OFFSET + _RENEWED_AT.size
+_ADDRESS, _ADDRESS_OFFSET = struct.Struct("<128s"), _RENEWED_AT_OFFSET + _RENEWED_AT.size
 
 
 def read_renewed_at(page: mmap.mmap) -> float:
@@ -48,14 +55,111 @@ def write_renewed_at(page: mmap.mmap, at: float) -> None:
     _RENEWED_AT.pack_into(page, _RENEWED_AT_OFFSET, at)
 
 
-def read_address(page: mmap.mmap) -> tuple[str, int]:
-    text = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").decode()
-    host, _, port = text.rpartition(":")
-    return host, int(port)
+def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
+    """Host, port, and the nonce of the socket there. Raises ValueError while it is being written."""
+    host, port, nonce = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").split(b" ")
+    return host.decode(), int(port), bytes.fromhex(nonce.decode())
 
 
-def write_address(page: mmap.mmap, host: str, port: int) -> None:
-    _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host}:{port}".encode())
+def write_address(page: mmap.mmap, host: str, port: int, nonce: bytes) -> None:
+    _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host} {port} {nonce.hex()}".encode())
+
+
+_MAC_BYTES = 16
+_COUNTER = struct.Struct(">Q")
+_WINDOW = 64  # datagrams may overtake each other by so many
+MAX_DATAGRAM_BYTES = 65507  # UDP has no longer ones
+
+
+class Channel:
+    """One direction between the controller and one worker, or all of them: signs what is sent, and tells what is genuine."""
+
+    def __init__(self, secret: bytes, nonce: bytes, receiver: str) -> None:
+        """`receiver`: a worker, or "" for the controller; each has a key of its own."""
+        purpose = b"elastic_dp heartbeats to " + receiver.encode() + b"\0" + nonce
+        self._key = hashlib.blake2b(purpose, key=secret, digest_size=32).digest()
+
+    def sign(self, counter: int, message: dict[str, object]) -> bytes:
+        payload = _COUNTER.pack(counter) + json.dumps(message, ensure_ascii=False).encode(
+            errors="replace"
+        )
+        return self._mac(payload) + payload
+
+    def open(self, datagram: bytes) -> tuple[int, dict[str, object]] | None:
+        """The counter and the message; None if it was not signed with this key. Nothing is parsed before that is known."""
+        payload = datagram[_MAC_BYTES:]
+        if len(payload) < _COUNTER.size or not hmac.compare_digest(
+            self._mac(payload), datagram[:_MAC_BYTES]
+        ):
+            return None
+        message = json.loads(payload[_COUNTER.size :])
+        return _COUNTER.unpack_from(payload)[0], message
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hashlib.blake2b(payload, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+class Replays:
+    """Takes each counter of one sender once; those that are overtaken by a few are taken, too (RFC 4303, 3.4.3)."""
+
+    def __init__(self) -> None:
+        self._newest, self._seen = 0, 0  # bit i of `_seen`: newest - i was taken
+
+    def is_new(self, counter: int) -> bool:
+        ahead = counter - self._newest
+        if ahead > 0:
+            self._newest = counter
+            self._seen = (self._seen << min(ahead, _WINDOW) | 1) & (1 << _WINDOW) - 1
+            return True
+        if -ahead >= _WINDOW or self._seen >> -ahead & 1:
+            return False
+        self._seen |= 1 << -ahead
+        return True
+
+
+class _Line:
+    """To the controller, wherever that is now: a socket that hears nobody else."""
+
+    def __init__(self, page: mmap.mmap, worker: str, secret: bytes) -> None:
+        self._page, self._worker, self._secret = page, worker, secret
+        self._address: tuple[str, int, bytes] | None = None
+        self._sent = 0
+        self.socket: socket.socket | None = None
+
+    def send(self, message: dict[str, object]) -> None:
+        """Or not at all: a datagram may be lost anyhow."""
+        with contextlib.suppress(OSError, ValueError):  # an address that is being changed
+            address = read_address(self._page)
+            if address != self._address:
+                self._connect(address)
+            assert self.socket is not None
+            self._sent += 1
+            self.socket.send(self._out.sign(self._sent, {"worker": self._worker} | message))
+
+    def receive(self) -> dict[str, object] | None:
+        """What the controller says; None for what is not from it."""
+        assert self.socket is not None
+        try:
+            opened = self._in.open(self.socket.recv(MAX_DATAGRAM_BYTES))
+        except (OSError, ValueError):
+            return None
+        return opened[1] if opened is not None and isinstance(opened[1], dict) else None
+
+    def _connect(self, address: tuple[str, int, bytes]) -> None:
+        host, port, nonce = address
+        if self.socket is not None:
+            self.socket.close()
+            self.socket, self._address = None, None
+        made = socket.socket(family_of(host), socket.SOCK_DGRAM)
+        made.setblocking(False)
+        made.connect((host, port))
+        self._out = Channel(self._secret, nonce, "")
+        self._in = Channel(self._secret, nonce, self._worker)
+        self.socket, self._address = made, address
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 _PR_SET_PDEATHSIG = 1
@@ -143,25 +247,19 @@ def last_words(limit: int = 3000) -> str:
     return "\n".join(words)
 
 
-def main(
-    page_file: str, stacks_file: str, worker: str, token: str, interval_s: str, parent_pid: str
-) -> None:
-    """The files are the worker's own, by their descriptors."""
+def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_pid: str) -> None:
+    """The files are the worker's own, by their descriptors; the run's secret comes on standard input."""
     parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
     page = mmap.mmap(int(page_file), PAGE.size)
     stacks = int(stacks_file)
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    sock.setblocking(False)
+    line = _Line(page, worker, sys.stdin.buffer.read())
 
     def say_gone() -> None:
         _, step, phase = WHERE.unpack_from(page, 0)
-        me = {"token": token, "worker": worker}
         gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
-        short = {"out_of_memory": oom_kills() > killed_before}
-        for message in (me | gone | short, me | {"words": last_words()}):
-            with contextlib.suppress(OSError, ValueError):
-                sock.sendto(json.dumps(message).encode(), read_address(page))
+        line.send(gone | {"out_of_memory": oom_kills() > killed_before})
+        line.send({"words": last_words()})
 
     killed_before = oom_kills()
     due = time.monotonic()
@@ -174,8 +272,6 @@ def main(
             if not is_stopped:
                 generation, step, phase = WHERE.unpack_from(page, 0)
                 beat = {
-                    "token": token,
-                    "worker": worker,
                     "generation": generation,
                     "step": step,
                     "phase": phase.rstrip(b"\0").decode().partition(" ")[0],
@@ -183,9 +279,10 @@ def main(
                     "cpu_s": cpu_s,
                     "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
                 }
-                with contextlib.suppress(OSError, ValueError):  # an address that is being changed
-                    sock.sendto(json.dumps(beat).encode(), read_address(page))
-        inputs: list[socket.socket | int] = [sock, exits]
+                line.send(beat)
+        inputs: list[socket.socket | int] = [exits]
+        if line.socket is not None:
+            inputs.append(line.socket)
         ready = select.select(inputs, [], [], max(0.0, due - time.monotonic()))[0]
         if exits in ready:
             os.read(exits, 64)
@@ -193,20 +290,15 @@ def main(
                 if _is_exiting(parent):
                     return say_gone()
                 time.sleep(0.001)
-        if sock not in ready:
+        answer = line.receive() if line.socket in ready else None
+        if answer is None:
             continue
-        with contextlib.suppress(OSError, ValueError):
-            answer = json.loads(sock.recv(4096))
-            if answer.get("token") != token:
-                continue
-            if answer.get("die"):
-                if answer.get("stuck"):
-                    last = {"token": token, "worker": worker}
-                    last["stacks"] = _take_stacks(parent, stacks)
-                    sock.sendto(json.dumps(last).encode(), read_address(page))
-                os.kill(parent, signal.SIGKILL)
-            else:
-                write_renewed_at(page, max(answer["at"], read_renewed_at(page)))
+        if answer.get("die"):
+            if answer.get("stuck"):
+                line.send({"stacks": _take_stacks(parent, stacks)})
+            os.kill(parent, signal.SIGKILL)
+        elif isinstance(at := answer.get("at"), float):
+            write_renewed_at(page, max(at, read_renewed_at(page)))
     say_gone()  # on a busy machine it took longer than we looked
 
 

@@ -30,6 +30,7 @@ from elastic_dp.cluster.actor_link import ActorLink
 from elastic_dp.cluster.autoscaler import Autoscaler
 from elastic_dp.cluster.controller import Controller, Outcome
 from elastic_dp.cluster.finding import NAMESPACE
+from elastic_dp.cluster.heartbeats import Address
 from elastic_dp.cluster.kept import KeptLedger, forget, job_of
 from elastic_dp.cluster.logs import print_whatever_fits
 from elastic_dp.cluster.notices import Notices
@@ -80,9 +81,9 @@ class WorkerActor:
         ray.actor.exit_actor()
 
     @ray.method(concurrency_group="control")
-    def serve(self, term: int, host: str, port: int, logged_to: tuple[int, int]) -> None:
-        """A controller has taken over; heartbeats go to this address."""
-        self._worker.hear_from(host, port)
+    def serve(self, term: int, controller: Address, logged_to: tuple[int, int]) -> None:
+        """A controller has taken over; heartbeats go to it from now on."""
+        self._worker.hear_from(controller)
         self._link.serve(term, logged_to)
 
     @ray.method(concurrency_group="control")
@@ -144,7 +145,6 @@ class RayFleet:
 
     def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
         """The workers that earlier controllers started and that are up; those that wait for a place are not needed."""
-        address = self._job.heartbeat_host, self._job.heartbeat_port
         for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
             self._controller.ledger.note(ReleaseWorker(worker, "was still pending"))
             ray.kill(actor, no_restart=True)
@@ -152,7 +152,7 @@ class RayFleet:
         labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         for worker, actor, node in found:
             self._asked[worker] = placing.had(labels.get(node, {}))
-            actor.serve.remote(self._term, *address, logged_to)
+            actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
         return [worker for worker, _, _ in found]
 
@@ -263,18 +263,18 @@ class ControllerActor:
     """
 
     def __init__(self, run: str) -> None:
-        pickled, index, token, url, faults, record = job_of(run)
+        pickled, index, secret, url, faults, record = job_of(run)
         self._run, self._url = run, url
         self._spec: JobSpec = cloudpickle.loads(pickled)[0]
         self._ledger = ledger = KeptLedger(run)
         host = ray.util.get_node_ip_address()
         since = ledger.facts.started_at if ledger.inherited else None
         self._journal = Journal(url, since=since)
-        self._controller = Controller(self._spec, run, host, token, self._journal, ledger, url)
+        self._controller = Controller(self._spec, run, host, secret, self._journal, ledger, url)
         if not ledger.inherited:  # else it was compared when the run began
             self._controller.check = partial(record.check_or_write, url, None)
-        port, lease_token = self._controller.heartbeats.port, ledger.facts.lease_token
-        job = Job(pickled, index, run, url, host, port, token, lease_token, faults)
+        address, lease_token = self._controller.heartbeats.address, ledger.facts.lease_token
+        job = Job(pickled, index, run, url, address, secret, lease_token, faults)
         self._handle = ray.get_runtime_context().current_actor
         self._fleet = RayFleet(job, self._spec, self._controller, self._handle)
         self._notices = Notices(

@@ -43,9 +43,8 @@ def lead(
     if present is not None:  # its result is kept
         ask(present.controller, "forget", patience_s=PATIENCE_S)
         ray.kill(present.controller)
-    token = secrets.token_hex(8)
-    run = f"{spec.name}-{token[:4]}"
-    keep_job(run, (pickled, index, token, url, faults, record))
+    run = f"{spec.name}-{secrets.token_hex(2)}"
+    keep_job(run, (pickled, index, secrets.token_bytes(32), url, faults, record))
     controller = ControllerActor.options(  # type: ignore[attr-defined]
         name=spec.name + CONTROLLER,
         namespace=NAMESPACE,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.heartbeats import Page
+from elastic_dp.cluster.heartbeats import Address, Page
 from elastic_dp.cluster.logs import LogKeeper
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
@@ -51,9 +51,8 @@ class Job:
     index: Index | None
     run: str  # unique: prefixes the rendezvous
     url: str | None  # the run's folder; None: nothing is kept
-    heartbeat_host: str
-    heartbeat_port: int
-    token: str
+    controller: Address  # where it hears heartbeats
+    secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[Fault, ...] = ()
 
@@ -91,12 +90,12 @@ class Worker:
         torch.set_num_threads(spec.scaling.num_threads)
         self._log = None if job.url is None else LogKeeper(Store(job.url), identity).start()
         use_interface(address)
-        self.hear_from(job.heartbeat_host, job.heartbeat_port)
-        self._page.start_pulse(identity, job.token, spec.failure.heartbeat_interval_s)
+        self.hear_from(job.controller)
+        self._page.start_pulse(identity, job.secret, spec.failure.heartbeat_interval_s)
 
-    def hear_from(self, host: str, port: int) -> None:
+    def hear_from(self, controller: Address) -> None:
         """From now on the controller is there: the first one, or one that took over."""
-        self._page.point_at(host, port)
+        self._page.point_at(controller)
 
     def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
         control = self._control

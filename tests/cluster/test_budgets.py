@@ -84,13 +84,13 @@ def test_an_error_of_user_code_is_tried_again_where_the_job_says_so(budget, tmp_
 
 
 def test_the_last_words_of_a_worker():
-    said = {"worker": "w1", "step": 7, "phase": "compute 5", "out_of_memory": False}
-    assert _lost(said).micro_batch == (8, 5)
-    assert _lost(said | {"phase": "data 5"}).micro_batch == (8, 5)
-    assert _lost(said).cause is Cause.UNKNOWN
+    said = {"step": 7, "phase": "compute 5", "out_of_memory": False}
+    assert _lost("w1", said).micro_batch == (8, 5)
+    assert _lost("w1", said | {"phase": "data 5"}).micro_batch == (8, 5)
+    assert _lost("w1", said).cause is Cause.UNKNOWN
     for phase in ("compute", "collective", "body"):
-        assert _lost(said | {"phase": phase}).micro_batch is None
-    short = _lost(said | {"out_of_memory": True})
+        assert _lost("w1", said | {"phase": phase}).micro_batch is None
+    short = _lost("w1", said | {"out_of_memory": True})
     assert short.cause is Cause.OUT_OF_MEMORY and "memory" in short.reason
 
 

@@ -20,7 +20,7 @@ def test_the_collector_waits_while_an_event_is_handled(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = JobSpec(name="quiet", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "quiet", "127.0.0.1", "token", Journal(None))
+    controller = Controller(spec, "quiet", "127.0.0.1", b"secret", Journal(None))
     collecting = []
 
     def handle(event: m.Event, now: float) -> list[m.Command]:
@@ -41,7 +41,7 @@ def test_the_collector_waits_while_an_event_is_handled(
 def test_who_has_no_node_yet_is_not_waited_for_when_it_is_not_needed_any_more() -> None:
     """Else its demand for a node would live on until it is evicted."""
     spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "waits", "127.0.0.1", "token", Journal(None))
+    controller = Controller(spec, "waits", "127.0.0.1", b"secret", Journal(None))
     controller._fleet = fleet = Told()
     for worker in ("w1", "w2"):
         controller._execute(m.StartWorker(worker))
@@ -60,7 +60,7 @@ def test_across_kinds_of_machines_the_status_says_inexact_and_why() -> None:
     spec = JobSpec(
         name="mixed", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1, exact=False
     )
-    controller = Controller(spec, "mixed", "127.0.0.1", "token", Journal(None))
+    controller = Controller(spec, "mixed", "127.0.0.1", b"secret", Journal(None))
     scene = Scene(exact=False)
     controller.coordinator = scene.coordinator
     assert (controller.status()["exact"], controller.status()["inexact_because"]) == (False, ())
@@ -74,7 +74,7 @@ def test_across_kinds_of_machines_the_status_says_inexact_and_why() -> None:
 
 def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
     spec = JobSpec(name="dies", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "dies", "127.0.0.1", "token", Journal(None))
+    controller = Controller(spec, "dies", "127.0.0.1", b"secret", Journal(None))
     controller.ledger.note(m.StartWorker("w1"))
     short = m.WorkerLost("w1", "Ray killed it", m.Cause.OUT_OF_MEMORY)
     for event in (m.WorkerLost("w1", "its pulse says so"), short, short, m.WorkerLost("w1", "?")):
@@ -88,7 +88,7 @@ def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
 def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     """They are a message of their own, and come when the death may be waiting in the inbox."""
     spec = JobSpec(name="talks", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "talks", "127.0.0.1", "token", Journal(None))
+    controller = Controller(spec, "talks", "127.0.0.1", b"secret", Journal(None))
     controller._fleet = Told()
     kept: list[tuple[str, str]] = []
     controller._last_words = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
@@ -105,7 +105,7 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
 
 def test_who_is_superseded_touches_no_worker_and_writes_nothing() -> None:
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
-    controller = Controller(spec, "frozen", "127.0.0.1", "token", Journal(None))
+    controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
     controller.ledger.claim = lambda generation: False  # type: ignore[method-assign]
     controller._fleet = fleet = Told()
     controller._sealer = None

@@ -31,7 +31,7 @@ class Slow(Journal):
 
 def test_records_of_two_workers_keep_their_order():
     journal = Slow()
-    controller = Controller(spec_of(), "run", "127.0.0.1", "token", journal)
+    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
     first = threading.Thread(target=controller.log, args=(1, 1, {}))
     first.start()
     assert journal.writes.wait(PATIENCE_S)

@@ -7,7 +7,7 @@ import pytest
 
 from elastic_dp.cluster import ledger
 from elastic_dp.cluster.controller import Controller
-from elastic_dp.cluster.heartbeats import Page
+from elastic_dp.cluster.heartbeats import Address, Page
 from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
 from elastic_dp.cluster.worker import Job, Worker
 from elastic_dp.protocol import messages as m
@@ -70,7 +70,9 @@ def earlier(now=0.0):
 
 
 def controller(ledger, journal=None):
-    made = Controller(spec_of(workers=2), "run", "host", "token", journal or Journal(None), ledger)
+    made = Controller(
+        spec_of(workers=2), "run", "127.0.0.1", b"secret", journal or Journal(None), ledger
+    )
     made._fleet = Fleet()
     made.heartbeats.close()
     return made
@@ -98,7 +100,14 @@ class Heard(Link):
 @pytest.mark.parametrize("was_begun", [False, True])
 def test_who_came_up_while_no_controller_led_is_begun(monkeypatch, was_begun):
     monkeypatch.setattr(Page, "start_pulse", lambda *_: None)
-    job = Job(cloudpickle.dumps((spec_of(), None)), None, "run", None, "127.0.0.1", 9, "token")
+    job = Job(
+        cloudpickle.dumps((spec_of(), None)),
+        None,
+        "run",
+        None,
+        Address("127.0.0.1", 9, b"n"),
+        b"secret",
+    )
     link = Heard()
     worker = Worker("w1", job, link)
     if was_begun:

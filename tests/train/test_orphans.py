@@ -8,7 +8,7 @@ import time
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster.heartbeats import HeartbeatServer, Page
+from elastic_dp.cluster.heartbeats import Address, HeartbeatServer, Page
 from elastic_dp.cluster.worker import Job, Worker
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.protocol.messages import Membership, Place, Seat, WorkerHeard, WorkerLost
@@ -22,6 +22,7 @@ from tests.patience import PATIENCE_S
 from tests.runs import spec_of
 
 LONG_AGO = 1e6
+SECRET = b"secret"
 
 
 class Nobody(Link):
@@ -57,7 +58,9 @@ def test_a_worker_that_never_begins_ends(monkeypatch):
     monkeypatch.setattr(Page, "start_pulse", lambda *_: None)
     spec = spec_of()
     object.__setattr__(spec, "failure", FailureConfig(lease_s=0.1, orphan_timeout_s=0.2))
-    job = Job(cloudpickle.dumps((spec, None)), None, "run", None, "127.0.0.1", 9, "token")
+    job = Job(
+        cloudpickle.dumps((spec, None)), None, "run", None, Address("127.0.0.1", 9, b"n"), b"secret"
+    )
     assert Worker("w1", job, Nobody()).run() == ORPHANED
 
 
@@ -95,14 +98,14 @@ def test_a_generation_is_entered_with_a_lease():
 
 def test_a_pulse_follows_the_controller():
     heard = [threading.Event(), threading.Event()]
-    first, second = (HeartbeatServer("token", lambda _, e=e: e.set()) for e in heard)
+    first, second = (HeartbeatServer(SECRET, "127.0.0.1", lambda _, e=e: e.set()) for e in heard)
     first.start()
     second.start()
     page = Page()
-    page.point_at("127.0.0.1", first.port)
-    pulse = page.start_pulse("w1", "token", 0.05)
+    page.point_at(first.address)
+    pulse = page.start_pulse("w1", SECRET, 0.05)
     assert heard[0].wait(PATIENCE_S) and not heard[1].is_set()
-    page.point_at("127.0.0.1", second.port)
+    page.point_at(second.address)
     assert heard[1].wait(PATIENCE_S)
     pulse.kill()
     pulse.wait()
@@ -112,10 +115,10 @@ def test_a_pulse_follows_the_controller():
 
 DIES_WITH_ITS_GROUP = """
 import os, signal, sys
-from elastic_dp.cluster.heartbeats import Page
+from elastic_dp.cluster.heartbeats import Address, Page
 page = Page()
-page.point_at("127.0.0.1", int(sys.argv[1]))
-page.start_pulse("w1", "token", 0.05)
+page.point_at(Address("127.0.0.1", int(sys.argv[1]), bytes.fromhex(sys.argv[2])))
+page.start_pulse("w1", b"secret", 0.05)
 sys.stdin.readline()
 os.killpg(0, signal.SIGKILL)
 """
@@ -124,9 +127,10 @@ os.killpg(0, signal.SIGKILL)
 def test_a_pulse_outlives_the_process_group_of_its_worker():
     """Ray kills all that is left in it as soon as it hears of the death."""
     heard = {WorkerHeard: threading.Event(), WorkerLost: threading.Event()}
-    server = HeartbeatServer("token", lambda event: heard[type(event)].set())
+    server = HeartbeatServer(SECRET, "127.0.0.1", lambda event: heard[type(event)].set())
     server.start()
-    code = [sys.executable, "-c", DIES_WITH_ITS_GROUP, str(server.port)]
+    code = [sys.executable, "-c", DIES_WITH_ITS_GROUP, str(server.address.port)]
+    code.append(server.address.nonce.hex())
     with subprocess.Popen(code, stdin=subprocess.PIPE, process_group=0) as worker:
         assert heard[WorkerHeard].wait(PATIENCE_S)
         worker.communicate(b"now\n")
