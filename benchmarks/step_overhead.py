@@ -53,7 +53,9 @@ class StaticLink:
 
     def post(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
-            self._control.form(self._membership, Rendezvous("127.0.0.1", self._port, "bench"))
+            self._control.form(
+                self._membership, Rendezvous("127.0.0.1", self._port, "bench", b"secret")
+            )
         elif type(event).__name__ == "WorkerFinished":
             self._control.release("finished")
         elif type(event).__name__ == "WorkerFailed":
@@ -143,7 +145,7 @@ def ddp_step(
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    store = open_store()
+    store = open_store("127.0.0.1", b"secret")
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         args = (store.port, f"{folder}/store", size, exact, per_worker, pairs, out)

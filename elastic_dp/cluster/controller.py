@@ -191,8 +191,8 @@ class Controller:
 
     def open(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._store = open_store()
-        self._rendezvous = Rendezvous(self.host, self._store.port, self.run)
+        self._store = open_store(self.host, self.secret)
+        self._rendezvous = Rendezvous(self.host, self._store.port, self.run, self.secret)
         self.heartbeats.start()
         if self.url is not None:
             self._sealer = self._open_sealer(self.url)
@@ -220,6 +220,7 @@ class Controller:
             return self.outcome
         self._fleet.close()
         self.heartbeats.close()
+        self._store.close()
         if self._sealer is not None:
             self._sealer.close()
         if self._last_words is not None:

@@ -6,16 +6,26 @@ gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is empty 
 its last operation ends. An operation that was walked away from may still write into its buffers: group,
 operations and buffers are buried together and dropped by a background thread. And forming happens on a thread
 that can be walked away from, too, with a store client of its own, since an absent peer blocks the constructor.
+
+Who reaches a port of ours joins nothing: addresses are exchanged in a store that takes only who holds the run's secret, each
+two members prove to each other that they do before the group is used, and Gloo's port is shut while no group forms.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
+import hmac
+import os
 import queue
+import socket
+import stat
+import struct
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +33,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastic_dp.distributed.store import StoreClient, StoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 _OPERATION_TIMEOUT = timedelta(hours=24)
+_PROOF_BYTES = 32
 _REST_S = 3.0  # from the end of a group to its burial
 
 
@@ -44,9 +56,12 @@ class Operation:
 class ProcessGroup:
     """Collectives among the members of one generation. With one member, there are none."""
 
-    def __init__(self, backend: Any, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, backend: Any, rank: int, world_size: int, device: torch.device, store: Any = None
+    ) -> None:
+        """`store`: what the backend may go on using; torch holds its C++ half alone."""
         self.rank, self.world_size, self.device = rank, world_size, device
-        self._backend = backend
+        self._backend, self._store = backend, store
         self._aborted = False
         self._pending: set[Operation] = set()
         self._on_device = device.type == "cuda" and world_size > 1 and _is_nccl(backend)
@@ -177,8 +192,8 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave for good. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
-        _graveyard.bury((self._backend, self._pending))
-        self._backend, self._pending = None, set()
+        _graveyard.bury((self._backend, self._pending, self._store))
+        self._backend, self._pending, self._store = None, set(), None
 
 
 def _is_nccl(backend: Any) -> bool:
@@ -195,11 +210,12 @@ class Rendezvous:
     host: str
     port: int
     prefix: str
+    secret: bytes = field(repr=False)  # of the run
 
 
-def open_store() -> Any:
-    """A store server on this host, for as long as the returned object lives; see its `port`."""
-    return dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+def open_store(host: str, secret: bytes) -> StoreServer:
+    """At this address of this machine, until it is closed; see its `port`."""
+    return StoreServer(host, secret)
 
 
 class Forming:
@@ -255,53 +271,121 @@ class Forming:
 
     def _form(self) -> None:
         timeout = timedelta(seconds=self._timeout_s)
-        store = None
+        meet, store = self._rendezvous, None
         try:
-            store = _store_client(self._rendezvous.host, self._rendezvous.port, timeout)
-            prefixed = dist.PrefixStore(self._rendezvous.prefix, store)
+            store = _store_client(meet, timeout)
+            prefixed = dist.PrefixStore(meet.prefix, store)
             prefixed.set(f"present/{self._rank}", "1")
             if self._backend == "nccl":
                 backend = _form_nccl(prefixed, self._rank, self._world_size, self._device, timeout)
             else:
-                backend = _form_gloo(prefixed, self._rank, self._world_size, timeout)
-            group = ProcessGroup(backend, self._rank, self._world_size, self._device)
+                store.asks_for_all(self._rank, self._world_size)
+                backend = _form_gloo(prefixed, meet, self._rank, self._world_size, timeout)
+            group = ProcessGroup(backend, self._rank, self._world_size, self._device, store)
         except Exception as error:  # the store's and the backend's errors have many types
             if store is not None:
-                self.absent = _absent(store, self._rendezvous.prefix, self._world_size)
+                self.absent = _absent(store, meet.prefix, self._world_size)
             self._error = error
         else:
             with self._lock:
                 self._group = group
                 if self._aborted:  # and the next one has a client of its own by now
                     group.close()
-                else:
-                    _keep_client(self._rendezvous.host, self._rendezvous.port, store)
+                elif self._backend != "nccl":  # which goes on using it
+                    _keep_client(meet, store)
         self._ended.set()
 
 
-_clients: dict[tuple[str, int], Any] = {}  # connected and idle; the newest server's only
+_clients: dict[tuple[str, int, bytes], StoreClient] = {}  # connected, idle; the newest server's
 _clients_lock = threading.Lock()
 
 
-def _store_client(host: str, port: int, timeout: timedelta) -> Any:
+def _store_client(meet: Rendezvous, timeout: timedelta) -> StoreClient:
     """A client nobody else uses: a forming that was walked away from may block in its own for long."""
     with _clients_lock:
-        client = _clients.pop((host, port), None)
+        client = _clients.pop((meet.host, meet.port, meet.secret), None)
     if client is None:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return StoreClient(meet.host, meet.port, meet.secret, timeout)
     client.set_timeout(timeout)
     return client
 
 
-def _keep_client(host: str, port: int, client: Any) -> None:
+def _keep_client(meet: Rendezvous, client: StoreClient) -> None:
     """Connecting takes a millisecond or two, in which a group stands still."""
     with _clients_lock:
         _clients.clear()
-        _clients[host, port] = client
+        _clients[meet.host, meet.port, meet.secret] = client
 
 
-# One listening socket and one event loop for all generations of this process.
-_gloo_device: Any = None
+class _GlooDevice:
+    """A listening socket and an event loop, for all generations of this process until one fails to form.
+
+    Gloo keeps every connection that anybody makes to its port, and ends the process when it has no descriptor left; one that
+    names a pair of a later group is taken for that peer (measured). So the system drops what comes to the port while
+    no group forms.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        before = _listeners()
+        if address is None:
+            self.device = dist.ProcessGroupGloo.create_default_device()
+        else:
+            self.device = dist.ProcessGroupGloo.create_device(hostname=address)
+        self.address = address
+        found = [fd for fd in _listeners() - before if address in (None, _host_of(fd))]
+        self._port = found[0] if len(found) == 1 else None  # one that we are not sure of stays open
+        self._forming = 0
+        self._lock = threading.Lock()
+        self._shut(True)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Any]:
+        """The device, whose port takes connections meanwhile."""
+        with self._lock:
+            self._forming += 1
+            self._shut(False)
+        try:
+            yield self.device
+        finally:
+            with self._lock:
+                self._forming -= 1
+                self._shut(not self._forming)
+
+    def _shut(self, shut: bool) -> None:
+        """By a packet filter on the listening socket that drops all. Linux only."""
+        if self._port is None:
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._port)) as port:
+            port.setsockopt(socket.SOL_SOCKET, *((_ATTACH, _DROP_ALL) if shut else (_DETACH, 0)))
+
+
+_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
+_RETURN_0 = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_0))  # struct sock_fprog
+
+
+def _listeners() -> set[int]:
+    """The descriptors of this process's listening sockets; Linux only."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # closed since
+                if stat.S_ISSOCK(os.fstat(fd).st_mode) and _listens(fd):
+                    found.add(fd)
+    return found
+
+
+def _listens(fd: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as one:
+        return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _host_of(fd: int) -> str:
+    with socket.socket(fileno=os.dup(fd)) as one:
+        return str(one.getsockname()[0])
+
+
+_gloo_device: _GlooDevice | None = None
 _gloo_device_lock = threading.Lock()
 
 
@@ -309,21 +393,47 @@ def use_interface(address: str | None) -> None:
     """Bind Gloo to the interface of this IP address; None: the one this host's name resolves to."""
     global _gloo_device
     with _gloo_device_lock:
-        if address is None:
-            _gloo_device = dist.ProcessGroupGloo.create_default_device()
-        else:
-            _gloo_device = dist.ProcessGroupGloo.create_device(hostname=address)
+        _gloo_device = _GlooDevice(address)
 
 
-def _form_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> Any:
     if _gloo_device is None:
         use_interface(None)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_gloo_device]
-    options._timeout = timeout
-    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    assert _gloo_device is not None
+    device = _gloo_device
+    try:
+        with device.open() as options_device:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [options_device]
+            options._timeout = timeout
+            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+            _prove(backend, meet, rank, world_size)
+    except Exception:
+        if device is _gloo_device:  # strangers may have taken its next pairs
+            use_interface(device.address)
+        raise
     backend._set_default_timeout(_OPERATION_TIMEOUT)
     return backend
+
+
+def _prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
+    """Each two members show each other the secret, on the connection that they will use. Raises ConnectionError.
+
+    A group's prefix is never used again, so neither is a proof. One who listens in to a connection can use it no more either:
+    the receiver has taken the sender's.
+    """
+
+    def proof(sender: int, receiver: int) -> bytes:
+        told = f"elastic_dp member {sender} to {receiver} of {world_size} in {meet.prefix}".encode()
+        return hashlib.blake2b(told, key=meet.secret, digest_size=_PROOF_BYTES).digest()
+
+    ranks, sizes = range(world_size), [_PROOF_BYTES] * world_size
+    given = torch.frombuffer(bytearray(b"".join(proof(rank, r) for r in ranks)), dtype=torch.uint8)
+    taken = torch.zeros_like(given)
+    backend.alltoall_base(taken, given, sizes, sizes, c10d.AllToAllOptions()).wait()
+    for r, got in enumerate(taken.view(world_size, _PROOF_BYTES).numpy()):
+        if not hmac.compare_digest(got.tobytes(), proof(r, rank)):
+            raise ConnectionError(f"who answered for rank {r} does not hold the run's secret")
 
 
 def _form_nccl(
@@ -360,7 +470,7 @@ class _Graveyard:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def bury(self, body: tuple[Any, set[Operation]]) -> None:
+    def bury(self, body: tuple[Any, set[Operation], Any]) -> None:
         if body[0] is None:
             return
         with self._lock:
@@ -377,8 +487,8 @@ class _Graveyard:
             del body
 
 
-def _drop(body: tuple[Any, set[Operation]]) -> None:
-    _backend, operations = body
+def _drop(body: tuple[Any, set[Operation], Any]) -> None:
+    _backend, operations, _store = body
     time.sleep(_REST_S)
     for operation in operations:
         if operation.work is not None:

@@ -6,11 +6,12 @@ and take state, and, when first asked for, one for evaluations. Each ends when t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous
+from elastic_dp.distributed.process_group import Forming, ProcessGroup
 from elastic_dp.errors import FormingFailed, GroupError
 from elastic_dp.protocol.messages import Membership, WorkerId
 from elastic_dp.train.control import Control, Form
@@ -75,7 +76,7 @@ class Groups:
         membership, meet = self._form.membership, self._form.rendezvous
         prefix = f"{meet.prefix}/{membership.generation}/{purpose}"
         forming = Forming(
-            Rendezvous(meet.host, meet.port, prefix),
+            dataclasses.replace(meet, prefix=prefix),
             rank=ranks.index(membership.rank(self._worker)),
             world_size=len(ranks),
             device=self._device,

@@ -258,4 +258,4 @@ class LocalRun:
         self._generation += 1
         seat = Seat("w1", 0, self.spec.scaling.num_virtual_workers, place, whole)
         membership = Membership(self._generation, (seat,), "w1", 60.0, restore=restore)
-        self.control.form(membership, Rendezvous("127.0.0.1", 0, "local"))
+        self.control.form(membership, Rendezvous("127.0.0.1", 0, "local", b""))

@@ -34,11 +34,11 @@ def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[object]:
     """What `act` returns for each rank of a group."""
-    store = open_store()
+    store = open_store("127.0.0.1", b"secret")
 
     def member(rank: int) -> object:
         forming = Forming(
-            Rendezvous("127.0.0.1", store.port, "test"),
+            Rendezvous("127.0.0.1", store.port, "test", b"secret"),
             rank=rank,
             world_size=world_size,
             device=CPU,
