@@ -863,7 +863,7 @@ def test_a_state_that_cannot_be_sent():
         for _ in ctx.steps(model, adamw(model), cross_entropy, state={"mine": Held()}):
             pass
 
-    words = r"state\['mine'\].state_dict\(\)\['held'\]\[0\]\['lock'\] cannot be sent"
+    words = r"state\['mine'\].state_dict\(\) cannot be sent to a worker that joins: held.0.lock is"
     with pytest.raises(SpecError, match=words):
         local(spec_of(), train)
 

@@ -1,39 +1,30 @@
-"""State from one member to others: a nested tree of values and tensors, sent by broadcast; or bytes, of each a share.
+"""State from one member to others, a text and tensors, sent by broadcast; or bytes, of each a share.
 
-The tree is split into a skeleton (pickled: the members of one run trust each other; classes of the user's own script
-by value, since a worker cannot import it) and its tensors. Large
+The text says what the tensors are of; it is the caller's, and nothing here reads it. What is sent names no code to run. Large
 tensors travel as they are, small ones together. The receiver decides where each tensor goes; nothing it holds
 is touched before `receive` has returned, unless it hands out its own tensors itself (a void worker may).
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import cloudpickle
 import torch
 
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
-from elastic_dp.errors import SpecError
+from elastic_dp.errors import CollectiveFailed
 
 _TOGETHER_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
 _PIECE_BYTES = 4 << 20  # of what each member has a share of
 _MAX_IN_FLIGHT = 2  # more of them only get in each other's way
-_HEAD_BYTES = 1 << 16  # of the first broadcast: the skeleton's length, and as much of it as fits
+_HEAD_BYTES = 1 << 16  # of the first broadcast: the lengths, and as much of the texts as fits
+_LENGTH_BYTES = 8  # of each of the two texts
 
 # A broadcast in flight, its buffer, and what that is taken apart into when it has arrived, if anything.
 _Flight = tuple[Operation, torch.Tensor, list[torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """Stands in the skeleton for the tensor of this index."""
-
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,75 +40,25 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
 
-Targets = Callable[[Any, Sequence[TensorSpec]], dict[int, torch.Tensor]]
-
-
-def pack(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """The tree with its tensors replaced by slots; the tensors are appended to `tensors`."""
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree.detach())
-        return TensorSlot(len(tensors) - 1)
-    if isinstance(tree, dict):
-        packed = {key: pack(value, tensors) for key, value in tree.items()}
-        return packed if type(tree) is dict else _like(tree, packed)
-    if type(tree) in (list, tuple):
-        return type(tree)(pack(value, tensors) for value in tree)
-    return tree
-
-
-def unpack(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `pack`."""
-    if isinstance(skeleton, TensorSlot):
-        return tensors[skeleton.index]
-    if isinstance(skeleton, dict):
-        whole = {key: unpack(value, tensors) for key, value in skeleton.items()}
-        return whole if type(skeleton) is dict else _like(skeleton, whole)
-    if type(skeleton) in (list, tuple):
-        return type(skeleton)(unpack(value, tensors) for value in skeleton)
-    return skeleton
-
-
-def _like(mapping: Any, items: dict[Any, Any]) -> Any:
-    """`items` in a mapping of the other's type (OrderedDict, defaultdict, Counter)."""
-    new = mapping.copy()
-    new.clear()
-    new.update(items)
-    return new
-
-
-def pickled_tree(skeleton: Any, path: str) -> bytes:
-    """Raises SpecError, which names the entry that cannot be pickled."""
-    try:
-        return cloudpickle.dumps(skeleton)
-    except Exception as error:  # a class may raise anything
-        inner: Iterable[tuple[Any, Any]] = ()
-        if isinstance(skeleton, dict):
-            inner = skeleton.items()
-        elif isinstance(skeleton, list | tuple):
-            inner = enumerate(skeleton)
-        for key, value in inner:
-            pickled_tree(value, f"{path}[{key!r}]")
-        raise SpecError(f"{path} cannot be sent to a worker that joins: {error}") from error
+Targets = Callable[[bytes, Sequence[TensorSpec]], Mapping[int, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A tree that is ready to be sent: the length and the text of its skeleton, and its tensors as they are."""
+    """What is ready to be sent: the lengths of the texts and the texts themselves, and the tensors as they are."""
 
     head: torch.Tensor
     flats: Sequence[torch.Tensor]
 
 
-def wrap(tree: Any) -> Parcel:
+def wrap(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> Parcel:
     """Needs no group, so it can be made while one forms. The tensors must not change before it is sent."""
-    tensors: list[torch.Tensor] = []
-    skeleton = pack(tree, tensors)
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
-    specs = [_spec_of(t) for t in tensors]
-    pickled = pickled_tree((skeleton, specs), "the state")
-    text = bytearray(len(pickled).to_bytes(8, "little") + pickled)
-    text.extend(bytes(max(0, _HEAD_BYTES - len(text))))
-    return Parcel(torch.frombuffer(text, dtype=torch.uint8), [_flat_bytes(t) for t in tensors])
+    specs = _specs_to_json([spec_of(t) for t in tensors])
+    lengths = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") for part in (specs, text))
+    head = bytearray(lengths + specs + text)
+    head.extend(bytes(max(0, _HEAD_BYTES - len(head))))
+    return Parcel(torch.frombuffer(head, dtype=torch.uint8), [_flat_bytes(t) for t in tensors])
 
 
 def send(group: ProcessGroup, parcel: Parcel) -> None:
@@ -135,32 +76,34 @@ def receive(
     group: ProcessGroup,
     device: torch.device,
     targets: Targets | None = None,
-) -> tuple[Any, int]:
-    """The tree that rank 0 of `group` sends, and the bytes of its tensors.
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The text and the tensors that rank 0 of `group` sends.
 
-    `targets(skeleton, specs)` may name tensors of ours, by slot index, that are to be written in place.
+    `targets(text, specs)` may name tensors of ours, by number, that are to be written in place.
     """
     head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=group.home)
     group.wait(group.broadcast(head, 0))
     group.synchronize()
     first = head.cpu().numpy().tobytes()
-    length = int.from_bytes(first[:8], "little")
-    rest = torch.empty(max(0, 8 + length - _HEAD_BYTES), dtype=torch.uint8, device=group.home)
+    ends = [int.from_bytes(first[at : at + _LENGTH_BYTES], "little") for at in (0, _LENGTH_BYTES)]
+    begin, middle = 2 * _LENGTH_BYTES, 2 * _LENGTH_BYTES + ends[0]
+    end = middle + ends[1]
+    rest = torch.empty(max(0, end - _HEAD_BYTES), dtype=torch.uint8, device=group.home)
     if rest.numel():
         group.wait(group.broadcast(rest, 0))
         group.synchronize()
-    skeleton, specs = pickle.loads(first[8:] + rest.cpu().numpy().tobytes())
-    tensors = _room(specs, device, targets, skeleton)
+    content = first + rest.cpu().numpy().tobytes()
+    specs, text = _specs_from_json(content[begin:middle]), content[middle:end]
+    tensors = _room(specs, device, {} if targets is None else targets(text, specs))
     _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
     group.synchronize()
-    return unpack(skeleton, tensors), sum(t.numel() * t.element_size() for t in tensors)
+    return text, tensors
 
 
 def _room(
-    specs: Sequence[TensorSpec], device: torch.device, targets: Targets | None, skeleton: Any
+    specs: Sequence[TensorSpec], device: torch.device, ours: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Where the tensors go: into ours, where one is named and fits, else into fresh memory."""
-    ours = {} if targets is None else targets(skeleton, specs)
     tensors = []
     for i, spec in enumerate(specs):
         mine = ours.get(i)
@@ -174,14 +117,14 @@ def _room(
     return tensors
 
 
-def settle(tree: Any, device: torch.device, targets: Targets) -> Any:
-    """The same tree with its tensors in memory of ours: in what `targets` names, as in `receive`, or in fresh one."""
-    tensors: list[torch.Tensor] = []
-    skeleton = pack(tree, tensors)
-    own = _room([_spec_of(t) for t in tensors], device, targets, skeleton)
+def settle(
+    tensors: Sequence[torch.Tensor], device: torch.device, ours: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh one."""
+    own = _room([spec_of(t) for t in tensors], device, ours)
     for mine, given in zip(own, tensors, strict=True):
         mine.copy_(given)
-    return unpack(skeleton, own)
+    return own
 
 
 def share_out(group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
@@ -257,8 +200,26 @@ def _together(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield pack_
 
 
-def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type)
+
+
+def _specs_to_json(specs: Sequence[TensorSpec]) -> bytes:
+    """The kinds there are, and the kind of each: models have many tensors of few kinds."""
+    kinds = {spec: number for number, spec in enumerate(dict.fromkeys(specs))}
+    told = [[str(k.dtype)[6:], k.shape, k.stride, k.device_type] for k in kinds]
+    return json.dumps([told, [kinds[spec] for spec in specs]], separators=(",", ":")).encode()
+
+
+def _specs_from_json(content: bytes) -> list[TensorSpec]:
+    told, numbers = json.loads(content)
+    kinds = []
+    for name, shape, stride, device_type in told:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CollectiveFailed(f"a member sends a tensor of {name!r}, unknown here")
+        kinds.append(TensorSpec(tuple(shape), tuple(stride), dtype, device_type))
+    return [kinds[number] for number in numbers]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

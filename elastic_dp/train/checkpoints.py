@@ -20,22 +20,22 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.encoding import encode, types_in
+from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.naming import naming_of
 from elastic_dp.checkpoint.reading import whole_tree
 from elastic_dp.checkpoint.seal import About, Manifest, Seal
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.checkpoint.writing import Share
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.transfer import settle
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.protocol.messages import Signature, WorkerId
 from elastic_dp.spec import CheckpointConfig
+from elastic_dp.train.handing import settled
 from elastic_dp.train.link import Link, Written
 from elastic_dp.train.orphans import seal_alone
 from elastic_dp.train.reading import read_together
 from elastic_dp.train.restoring import changed, check_fits, check_job, made_of
-from elastic_dp.train.state import StepRecord, TrainState
+from elastic_dp.train.state import TrainState, types_of
 
 
 class Checkpoints:
@@ -207,7 +207,7 @@ class Checkpoints:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
 
         seal, line = read_together(self._catalog, group, enters=enters, damaged=damaged)
-        types = types_in(_tree(state, [])) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))
+        types = types_of(state)
         check_job(seal.about, self._naming["job"], self._data)
         tree = whole_tree(seal, line, device=device, types=types)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
@@ -227,7 +227,7 @@ class Checkpoints:
         if group.rank == 0:  # the others have nothing else to say
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        state.adopt(settle(tree, device, state.own_tensors), body=True)
+        state.adopt(settled(tree, device, types, state.own_tensors), body=True)
         self._taken = seal.step
         return seal, tree["evaluations"]
 

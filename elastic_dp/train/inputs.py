@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_dp.distributed.transfer import pack, pickled_tree
-from elastic_dp.errors import ModelError, SpecError
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.errors import ModelError, SpecError, StateError
 
 
 def check_inputs(
@@ -54,7 +54,7 @@ def check_inputs(
                 f"state[{key!r}] is a {type(value).__name__}, and needs state_dict() and load_state_dict(), as a model or "
                 "a scheduler has them; a dict of tensors can be the buffers of an nn.Module"
             )
-        pickled_tree(pack(value.state_dict(), []), f"state[{key!r}].state_dict()")
+        _check_state_dict(f"state[{key!r}]", value)
 
 
 def check_loss_fn(name: str, given: Any) -> None:
@@ -143,4 +143,14 @@ def _check_scheduler(scheduler: Any) -> None:
         raise SpecError(
             f"scheduler is of type {kind}, whose step() needs more ({error}). Call it in the loop's body, e.g. "
             'scheduler.step(step.loss), and pass it as state={"scheduler": scheduler} instead'
+        ) from None
+
+
+def _check_state_dict(name: str, holder: Any) -> None:
+    """Raises SpecError unless it can be given to a worker that joins, and stored in a checkpoint."""
+    try:
+        encode(holder.state_dict())
+    except StateError as error:
+        raise SpecError(
+            f"{name}.state_dict() cannot be sent to a worker that joins: {error.path} is {error.reason}"
         ) from None

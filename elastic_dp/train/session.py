@@ -19,7 +19,7 @@ import torch
 
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.transfer import Parcel, receive, send, wrap
+from elastic_dp.distributed.transfer import Parcel, send
 from elastic_dp.errors import GroupError, LoopError
 from elastic_dp.protocol.messages import (
     Membership,
@@ -37,13 +37,14 @@ from elastic_dp.train.checkpoints import Checkpoints
 from elastic_dp.train.control import ORPHANED, Answer, Control, Form, Keep, Orphaned, Released, Wake
 from elastic_dp.train.faults import Faults
 from elastic_dp.train.groups import Groups
+from elastic_dp.train.handing import received, wrapped
 from elastic_dp.train.inputs import check_inputs
 from elastic_dp.train.kind import kind_of, software_of, why_inexact
 from elastic_dp.train.link import Link, Status, Timing
 from elastic_dp.train.restoring import decides
 from elastic_dp.train.seats import handing_over
 from elastic_dp.train.speed import Speed
-from elastic_dp.train.state import LossScale, StepRecord, TrainState
+from elastic_dp.train.state import LossScale, StepRecord, TrainState, types_of
 from elastic_dp.train.step import (
     BatchSource,
     LossFn,
@@ -315,19 +316,19 @@ class Session:
         parcel = self._parcel() if gives and not membership.restore else None  # meanwhile
         state_group = self._groups.formed()
         formed_at = time.time()
-        received = 0
+        taken = 0
         if membership.restore:
             self._restore(state_group or ProcessGroup(None, 0, 1, self.device))
         if membership.restore or membership.source == self.worker:
             self.whole, self.founded = True, membership.founded
         if state_group is not None and not membership.restore:
-            received = self._hand_over(state_group, membership, parcel)
+            taken = self._hand_over(state_group, membership, parcel)
         copied_at = time.time()
         if membership.restore:
             self._read_ahead(self.place.step + 1)
         assert self._groups.main is not None
         self.stepper.open(self._groups.main, [(s.first, s.last) for s in seats])
-        self.timings.append(Timing(membership.generation, formed_at, copied_at, received))
+        self.timings.append(Timing(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
     def _read_ahead(self, next_step: int) -> None:
@@ -338,7 +339,7 @@ class Session:
     def _parcel(self) -> Parcel:
         tree = self.state.tree(self.evaluations, self.ended)
         ours = {"place": self.place, "evaluations_in_loop": self.evaluations_in_loop}
-        return wrap(tree | ours | {"agreed": self.weights.agreed})
+        return wrapped(tree | ours | {"agreed": self.weights.agreed})
 
     def _hand_over(self, group: ProcessGroup, membership: Membership, parcel: Parcel | None) -> int:
         """Give or take state, as the membership says. Returns the bytes taken."""
@@ -371,7 +372,8 @@ class Session:
 
     def _take(self, group: ProcessGroup, founded: int) -> int:
         joins = not self.whole
-        tree, received = receive(group, self.device, self.state.own_tensors if joins else None)
+        targets = self.state.own_tensors if joins else None
+        tree, nbytes = received(group, self.device, types_of(self.state), targets)
         self.control.may_continue()
         place = tree["place"]
         if joins or place.step > self.place.step:
@@ -386,7 +388,7 @@ class Session:
         # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote are ours to keep.
         self.evaluations, self.ended = tree["evaluations"], tree["ended"]
         self.place, self.whole, self.founded = place, True, founded
-        return received
+        return nbytes
 
     def _finish_record(self) -> None:
         """The gradient norm is computed when first read; a hand-over may come before that."""

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_dp.checkpoint.encoding import types_in
 from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.objects import References
 from elastic_dp.checkpoint.shared_memory import join, split
-from elastic_dp.distributed.transfer import TensorSlot, TensorSpec
+from elastic_dp.distributed.transfer import TensorSpec
 from elastic_dp.train.body import Untouched
 from elastic_dp.train.buffers import write
+from elastic_dp.train.handing import tensor_slot
 from elastic_dp.train.optimizers import Optimizers, same
 
 # What the trees of `Optimizers` are called.
@@ -164,20 +166,23 @@ class TrainState:
             for p in group["params"]
         ]
 
-    def own_tensors(self, skeleton: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
-        """For a void worker: receive parameters and buffers in place, and optimizer state in what was set aside."""
-        step = skeleton["step"]
+    def own_tensors(self, encoded: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
+        """For a void worker: receive parameters and buffers in place, and optimizer state in what was set aside.
+        `encoded`: the tree, with numbers for its tensors."""
+        step = encoded["step"]
         buffers = dict(self.model.named_buffers())
-        ours = dict(
-            zip((s.index for s in step["parameters"]), self.parameters.values(), strict=True)
-        )
-        for name, slot in step["buffers"].items():
-            if isinstance(slot, TensorSlot) and name in buffers:
-                ours[slot.index] = buffers[name]
-        for slots, spares in zip(step["optimizer"], self._spares, strict=False):
-            fitting = [s for s in slots.values() if isinstance(s, TensorSlot)]
-            fitting = [s for s in fitting if spares and specs[s.index].shape == spares[0].shape]
-            ours |= {s.index: spare for s, spare in zip(fitting, spares, strict=False)}
+        ours: dict[int, torch.Tensor] = {}
+        for given, spares in zip(step["optimizer"], self._spares, strict=False):
+            slots = [slot for x in given.values() if (slot := tensor_slot(x)) is not None]
+            fitting = [s for s in slots if spares and specs[s].shape == spares[0].shape]
+            ours |= zip(fitting, spares, strict=False)
+        for given, mine in [
+            *zip(step["parameters"], self.parameters.values(), strict=True),
+            *((x, buffers[name]) for name, x in step["buffers"].items() if name in buffers),
+        ]:
+            slot = tensor_slot(given)
+            if slot is not None:
+                ours[slot] = mine
         self._spares = []
         return ours
 
@@ -241,3 +246,8 @@ class TrainState:
             flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
             digest.update(flat.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def types_of(state: TrainState) -> dict[str, type]:
+    """The dataclasses, enums and named tuples that a state of this job holds, by name: a script's own are in no module."""
+    return types_in(state.tree([], None)) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))

@@ -18,12 +18,12 @@ afterwards. Whether the gradient is finite needs no vote: it has the same bits o
 from __future__ import annotations
 
 import contextlib
-import marshal
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgpack
 import torch
 
 from elastic_dp.data.generators import seed_everything
@@ -318,7 +318,12 @@ class Stepper:
         if digest is not None:
             said["weights"] = digest
         used, changed = self.gradients.used, self.buffers.changed()
-        self._header.launch(bytes([self.gradients.late]) + used + changed + marshal.dumps(said))
+        self._header.launch(
+            bytes([self.gradients.late])
+            + used
+            + changed
+            + msgpack.packb(said, unicode_errors="surrogatepass")
+        )
         self.pass_point("header", step)
         return len(used), len(changed)
 
@@ -326,7 +331,9 @@ class Stepper:
         size = 1 + used + changed
         records = self._header.collect()
         either = _or([record[:size] for record in records])
-        texts = [marshal.loads(record[size:]) for record in records]
+        texts = [
+            msgpack.unpackb(record[size:], unicode_errors="surrogatepass") for record in records
+        ]
         self.weights.compare(step - 1, [text.get("weights") for text in texts])
         return _Heard(
             stop=next((text["stop"] for text in texts if text["stop"]), None),

@@ -295,7 +295,6 @@ def scheduler_in_the_body(ctx: Any) -> None:
     model = classifier()
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.99**k)
-    scheduler.rule = lambda k: k  # by reference it could not be pickled
     for step in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
         scheduler.step()
         scheduler.base_lrs[0] *= 0.98

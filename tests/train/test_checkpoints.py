@@ -166,7 +166,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     """One that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(place=Place(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None)
-    monkeypatch.setattr(session, "receive", lambda *_: (tree, 0))
+    monkeypatch.setattr(session, "received", lambda *_: (tree, 0))
     one = MagicMock(whole=whole, place=Place(4))
     one.state.record = record
     one.control.checkpoint_wanted = True
@@ -189,8 +189,11 @@ def test_by_time(tmp_path):
 
 
 class Unstorable:
+    def __init__(self, rule=None):
+        self.rule = rule
+
     def state_dict(self):
-        return {"rule": lambda step: step}
+        return {"rule": self.rule}
 
     def load_state_dict(self, state):
         pass
@@ -199,18 +202,21 @@ class Unstorable:
 def test_a_state_that_cannot_be_stored_is_an_error_before_the_first_step(tmp_path):
     def train(ctx):
         model = classifier()
-        for _ in ctx.steps(model, adamw(model), cross_entropy, state={"odd": Unstorable()}):
+        odd = Unstorable(rule=lambda step: step)
+        for _ in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
             raise AssertionError("a step was made")
 
     outcome, _ = group(job(workers=1), train, url=str(tmp_path))
-    assert outcome.error.startswith("StateError: ")
-    assert "body.user.odd.rule" in outcome.error
+    assert outcome.error.startswith("SpecError: ")
+    assert "state['odd'].state_dict()" in outcome.error and "rule is a " in outcome.error
 
 
 def test_an_operator_who_asks_for_one_that_cannot_be_made_does_no_harm(tmp_path):
     def train(ctx):
         model = classifier()
-        for step in ctx.steps(model, adamw(model), cross_entropy, state={"odd": Unstorable()}):
+        odd = Unstorable()
+        for step in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
+            odd.rule = lambda step: step
             hold(ctx, step)
 
     def refused(run):

@@ -1,0 +1,85 @@
+"""A program that sends garbage to the ports it is given: `python -m tests.cluster.strangers`, with a JSON on standard input.
+
+    {"tcp": [[host, port], …], "udp": [[host, port], …], "connections": n, "datagrams": n, "nonce": hex, "secret": hex, "seed": n}
+
+`connections`: to each port. `datagrams`: to all of them together. `secret`: that of another run, which signs some of them.
+"""
+
+import contextlib
+import json
+import random
+import socket
+import sys
+import time
+
+from elastic_dp.cluster import pulse
+from elastic_dp.distributed.store import _Wire
+
+HOSTILE = [b"[" * 4000, b"[]", b"{}", b"", b"null", b"\xff" * 100, b"[" * 60000]
+_OPEN = 200  # connections at once
+
+
+def datagrams(asked, rng):
+    """Some thousands of them: signed by another run, or a genuine form with something changed."""
+    secret, nonce = bytes.fromhex(asked["secret"]), bytes.fromhex(asked["nonce"])
+    beat = {"worker": "w1", "generation": 1, "step": 2, "phase": "compute", "at": 1.0, "cpu_s": 0.5, "virtual_s": 0.1}  # fmt: skip
+    messages = [beat, {"worker": "w1", "exits": True}, {"worker": "w1", "die": True}, {"at": 1e12}]
+    made = []
+    for counter in range(3000):
+        receiver = rng.choice(["", "w1", "w2", "w3", "w4"])
+        signed = pulse.Channel(secret, nonce, receiver).sign(counter, rng.choice(messages))
+        at = rng.randrange(len(signed))
+        changed = signed[:at] + rng.randbytes(1) + signed[at + 1 :]
+        made.append(
+            rng.choice([signed, changed, signed[:at], rng.choice(HOSTILE), rng.randbytes(at)])
+        )
+    return made
+
+
+def greetings(asked, rng):
+    """First bytes of a connection: those of another run's member, of a Gloo pair, of a TCPStore's client, or noise."""
+    secret = bytes.fromhex(asked["secret"])
+    member = _Wire(secret, bytes(32), server=False).sign([1, "set", "a", "b"])
+    made = [b"", bytes(16) + member, b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000]
+    made += [pair.to_bytes(8, "little") + bytes(64) for pair in range(64)]
+    made += [b"\x00" + rng.randbytes(4) + b"\1" + bytes(7) + rng.randbytes(8) for _ in range(50)]
+    return made + [rng.randbytes(rng.randrange(300)) for _ in range(100)]
+
+
+def connect_often(address, times, greeting, rng):
+    """Not waiting for one that is not answered."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    opened = []
+    for _ in range(times):
+        one = socket.socket(family, socket.SOCK_STREAM)
+        one.setblocking(False)
+        with contextlib.suppress(OSError):
+            one.connect_ex(tuple(address))
+            one.send(rng.choice(greeting))
+        opened.append(one)
+        if len(opened) > _OPEN:
+            opened.pop(rng.randrange(len(opened))).close()
+    for one in opened:
+        one.close()
+
+
+def main():
+    asked = json.load(sys.stdin)
+    rng = random.Random(asked["seed"])
+    greeting, made = greetings(asked, rng), datagrams(asked, rng)
+    began = time.monotonic()
+    for address in asked["tcp"]:
+        connect_often(address, asked["connections"], greeting, rng)
+    sent = 0
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.setblocking(False)
+        while sent < asked["datagrams"]:
+            for address in asked["udp"]:
+                with contextlib.suppress(OSError):
+                    stranger.sendto(rng.choice(made), tuple(address))
+                sent += 1
+    print(f"{sent} datagrams in {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

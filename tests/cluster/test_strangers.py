@@ -1,0 +1,99 @@
+"""A run whose every port is flooded by strangers, while a worker dies and another joins, ends as if there were none."""
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.spec import MapStyleData
+from tests.patience import PATIENCE_S
+from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, spec_of, texts_of
+from tests.train.jobs import average_and_plateau
+
+
+def processes_of(run):
+    """The controller's, the workers', and what these have started."""
+    workers = [process.pid for process in run.fleet.processes.values()]
+    children = []
+    for pid in workers:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, task.read_text().split())
+    return [os.getpid(), *workers, *children]
+
+
+def ports_of(pids):
+    """{"tcp": …, "udp": …}: addresses at which one of these processes listens, or has a socket."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+            except OSError:
+                continue
+    found = {}
+    for kind, state in (("tcp", "0A"), ("udp", None)):
+        ports = set()
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes and state in (None, words[3]):
+                address, port = words[1].split(":")
+                host = ".".join(str(byte) for byte in bytes.fromhex(address)[::-1])
+                ports.add((host, int(port, 16)))
+        found[kind] = sorted(ports)
+    return found
+
+
+def attack(run, connections, datagrams):
+    assert not run.controller.ended.is_set(), run.controller.outcome
+    ports = ports_of(processes_of(run))
+    assert ports["udp"] and len(ports["tcp"]) >= 3, ports  # the store's, and Gloo's of each worker
+    assert all(host == "127.0.0.1" for host, _ in ports["tcp"] + ports["udp"]), ports
+    asked = {
+        **ports,
+        "connections": connections,
+        "datagrams": datagrams,
+        "nonce": run.controller.heartbeats.address.nonce.hex(),
+        "secret": secrets.token_bytes(32).hex(),
+        "seed": 1,
+    }
+    command = [sys.executable, "-m", "tests.cluster.strangers"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    process.stdin.write(json.dumps(asked))
+    process.stdin.close()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("connections", "datagrams"),
+    [(2_500, 50_000), pytest.param(10_000, 1_000_000, marks=pytest.mark.slow)],
+)
+def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams):
+    """One wave while a worker dies and its replacement joins, so that groups form under fire; one at the new ports."""
+
+    def under_fire(run):
+        first = attack(run, connections, datagrams // 2)
+        goes_on(run)
+        next(iter(run.fleet.processes.values())).kill()
+        assert first.wait(4 * PATIENCE_S) == 0
+        goes_on(run)
+        second = attack(run, connections, datagrams // 2)
+        assert second.wait(4 * PATIENCE_S) == 0
+        goes_on(run)
+
+    config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": 0.02}
+    spec = spec_of(steps=ENDLESS, workers=3, config=config)
+    script = [(3, under_fire), (3, StopRequested("enough"))]
+    outcome, run = group(spec, average_and_plateau, script=script)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1, [line for line in lines_of(run) if "reason" in line]
+    calm = dataclasses.replace(spec, max_steps=outcome.step)
+    assert outcome.digest == local(calm, average_and_plateau).digest
+    assert run.controller.heartbeats.refused > datagrams // 20
+    assert any("They are ignored" in text for text in texts_of(run))
