@@ -232,7 +232,11 @@ def test_the_format_before_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("number", "error", "words"),
     [
-        (4, CheckpointError, "of format 4, and this elastic_dp reads up to 3"),
+        (
+            4,
+            CheckpointError,
+            "of format 4: it was written by a newer version of elastic_dp, and this one reads up to format 3",
+        ),
         (0, CheckpointDamaged, "never was"),
     ],
 )
