@@ -329,8 +329,9 @@ class ScalingConfig:
 class CheckpointConfig:
     """When to checkpoint and what to keep.
 
-    Where none of the first three is given, the run still makes one when it would end otherwise with nothing: when a notice
-    takes away so many workers that it cannot go on, on Ctrl-C, and when its workers are left without a controller.
+    The last step of a run that ends or is stopped is always kept. Where none of the first three is given, that is the
+    only one, but for those that a run makes when it would otherwise lose steps: when a notice takes away so many workers
+    that it cannot go on, on Ctrl-C, and when its workers are left without a controller.
     `every_steps`: after each step that it divides. `every_s`: so many seconds after the last one. `every="auto"`: as
     often as pays, by what a checkpoint costs and how often everyone was lost. Whichever comes first; None: not by
     that. `num_to_keep`: the newest, or the best where `checkpoint_score_attribute` names a logged metric

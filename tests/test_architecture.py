@@ -20,8 +20,9 @@ ALLOWED = {
     "urls": set(),
     "shipping": set(),
     "threads": {"errors"},
+    "wording": set(),
     "spec": {"errors", "urls"},
-    "protocol": {"errors", "protocol"},
+    "protocol": {"errors", "wording", "protocol"},
     "sampling": {"errors", "sampling"},
     "telemetry": {"errors", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
@@ -44,13 +45,13 @@ ALLOWED = {
     },
     "cluster": {
         *("errors", "spec", "protocol", "sampling", "storage", "data", "checkpoint"),
-        *("distributed", "train", "telemetry", "cluster", "shipping", "threads"),
+        *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
     },
     "cli": {"errors", "spec", "data", "storage", "checkpoint", "cluster"},
     "__init__": {"spec", "train", "cluster", "checkpoint"},
 }
 
-PURE = {"errors", "urls", "spec", "protocol", "sampling"}
+PURE = {"errors", "urls", "wording", "spec", "protocol", "sampling"}
 NEVER_IN_PURE = {
     *("time", "datetime", "random", "threading", "asyncio", "socket", "os", "logging"),
     *("subprocess", "torch", "ray", "pyarrow", "fsspec", "obstore"),

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
 from elastic_dp.storage import redact_url
+from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
     from elastic_dp.cluster.ended import EndedRun
@@ -179,7 +180,7 @@ def status(
     out = _out()
     out.print(f"{name}: {said['phase']}: {said['reason']}")
     out.print(
-        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of {said['size']} workers"
+        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of {counted(said['size'], 'worker')}"
     )
     for because in said["inexact_because"]:
         out.print(f"not exact: {because}")
@@ -236,11 +237,13 @@ def scale(
     found.scale(size, min_workers=min_workers)
     present = status["world_size"]
     wanted = status["size"] if size is None else size
-    kind = f"a scale-down: {present - wanted} leave" if wanted < present else f"{present} train now"
+    leave = counted(present - wanted, "worker leaves", "workers leave")
+    train = counted(present, "worker trains", "workers train")
+    kind = f"a scale-down: {leave}" if wanted < present else f"{train} now"
     least = "" if min_workers is None else f", at least {min_workers} needed"
     facts = {"name": name, "size": wanted, "present": present}
     facts |= {} if min_workers is None else {"min_workers": min_workers}
-    _say(facts, f"{wanted} workers asked for{least}; {kind}", as_json)
+    _say(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
 
 
 def drain(
@@ -258,18 +261,15 @@ def drain(
 def stop(
     name: _Name,
     reason: Annotated[str, typer.Option(help="Kept with the result.")] = "asked by an operator",
-    keep: Annotated[
-        bool, typer.Option("--checkpoint/--no-checkpoint", help="To go on from, later.")
-    ] = True,
     wait: Annotated[
         bool, typer.Option(help="Stay until it has ended, and print its result.")
     ] = False,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """End a run after one of its next steps; running it again goes on from its checkpoint."""
+    """End a run after one of its next steps, with a checkpoint; running it again goes on from there."""
     found = _attach(name, address)
-    found.stop(reason, keep=keep)
+    found.stop(reason)
     if not wait:
         _say({"name": name, "reason": reason}, f"{name} ends after one of its next steps", as_json)
         return
@@ -297,7 +297,7 @@ def restart(
 
     Overrides(set_ or [])  # told before anything is stopped
     found = _attach(name, address)
-    found.stop("to be started again", keep=True)
+    found.stop("to be started again")
     ended = found.result()
     print(f"{name} is stopped after step {ended.step}", file=sys.stderr)
     same = [f"name={name}", f"storage_path={ended.path.removesuffix('/' + name)}"]

@@ -8,7 +8,6 @@ An operator's request is kept before it is acknowledged, and the outcome before 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pickle
 import secrets
@@ -121,11 +120,7 @@ def _noted(facts: Facts, message: Event | Command) -> bool:
             facts.size = size
             facts.min_workers = facts.min_workers if least is None else least
         case StopRequested():
-            if (
-                facts.stop is not None
-            ):  # the first counts; a checkpoint that a later one wants is made
-                message = dataclasses.replace(facts.stop, keep=facts.stop.keep or message.keep)
-            facts.stop = message
+            facts.stop = facts.stop or message  # the first counts
         case CheckpointRequested():
             facts.checkpoint = True
         case CheckpointSealed() if facts.checkpoint:

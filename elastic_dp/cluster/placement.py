@@ -19,6 +19,7 @@ from elastic_dp.cluster import placing
 from elastic_dp.cluster.avoidance import Avoidance
 from elastic_dp.cluster.placing import Labels
 from elastic_dp.protocol.messages import WorkerId
+from elastic_dp.wording import counted
 
 
 class Placement:
@@ -61,7 +62,7 @@ class Placement:
             is_new = self._avoidance.failed(node, time.monotonic())
         if is_new and node in self._look([]):
             self._say(
-                f"node {node} is avoided for now: {self.avoided[node]} workers failed on it within 30 minutes"
+                f"node {node} is avoided for now: {counted(self.avoided[node], 'worker')} failed on it within 30 minutes"
             )
 
     def _look(self, asked: list[Labels]) -> list[str]:

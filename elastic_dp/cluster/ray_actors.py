@@ -336,8 +336,8 @@ class ControllerActor:
         self._request(SizeRequested(size, min_workers))
 
     @ray.method(concurrency_group="events")
-    def stop(self, reason: str, keep: bool = False) -> None:
-        self._request(StopRequested(reason, keep))
+    def stop(self, reason: str) -> None:
+        self._request(StopRequested(reason))
 
     @ray.method(concurrency_group="events")
     def drain(self, worker: WorkerId, within_s: float | None) -> list[WorkerId]:

@@ -72,10 +72,10 @@ class Run:
         _must_be_within("size", size, least, most, "min_workers..virtual_workers")
         self._ask("scale", size, min_workers)
 
-    def stop(self, reason: str = "asked by an operator", keep: bool = False) -> None:
-        """End the run at the next step; `result()` returns it. `keep`: with a checkpoint of its end, also where none
-        are configured."""
-        self._ask("stop", reason, keep)
+    def stop(self, reason: str = "asked by an operator") -> None:
+        """End the run after one of the next steps, with a checkpoint of its end; `result()` returns it. Run again, it
+        goes on from there."""
+        self._ask("stop", reason)
 
     def interrupted(self, progress: Progress) -> None:
         """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint; else it goes on."""
@@ -85,7 +85,7 @@ class Run:
 
         progress.show({"command": "Explain", "text": INTERRUPTED})
         with contextlib.suppress(ClusterError):  # it is over
-            self.stop("interrupted", keep=True)
+            self.stop("interrupted")
             self._ask("wait", None)
 
     def checkpoint(self) -> None:

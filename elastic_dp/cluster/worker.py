@@ -110,8 +110,8 @@ class Worker:
                 control.end(generation, after_step)
             case AbortGeneration(generation=generation):
                 control.abort(generation)
-            case StopTraining(reason=reason, keep=keep):
-                control.stop(reason, keep)
+            case StopTraining(reason=reason):
+                control.stop(reason)
             case ReleaseWorker(reason=reason):
                 control.release(reason)
                 self._begin.set()

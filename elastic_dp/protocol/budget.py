@@ -12,6 +12,7 @@ worker that runs it, wherever that is, would otherwise use up the fleet.
 from dataclasses import dataclass, field
 
 from elastic_dp.protocol.rules import Rules
+from elastic_dp.wording import counted
 
 FREE = 3  # losses that cost no pause
 FIRST_PAUSE_S = 0.5
@@ -107,17 +108,17 @@ class Budgets:
         """Why the run has to fail, in words; empty while it has not. `last`: what happened last."""
         if self._deadly is not None:
             step, virtual_worker = self._deadly
+            died = counted(self._micro_batches[self._deadly], "worker")
             return (
-                f"{self._micro_batches[self._deadly]} workers died while they ran virtual worker {virtual_worker} of step "
-                f"{step}, one after another: its rows, or the code that runs on them, end the process (a segmentation "
+                f"{died} died while they ran virtual worker {virtual_worker} of step {step}, one after another: its rows, or the code that runs on them, end the process (a segmentation "
                 "fault, memory)"
             )
         if self.memory.exhausted:
             return (
-                f"workers ran out of memory {self.memory.incidents} times without a step in between; last: {last}. "
+                f"workers ran out of memory {counted(self.memory.incidents, 'time')} without a step in between; last: {last}. "
                 "Lower micro_batch_size or DataConfig.memory_bytes (a checkpoint takes one more state), ask for more "
                 'by resources_per_worker={"memory": …}, or raise FailureConfig.max_out_of_memory'
             )
         if self.losses.exhausted:
-            return f"{self.losses.incidents} losses without a step in between; last: {last}"
+            return f"{counted(self.losses.incidents, 'loss', 'losses')} without a step in between; last: {last}"
         return ""

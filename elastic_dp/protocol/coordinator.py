@@ -68,6 +68,7 @@ from elastic_dp.protocol.run import Phase as Phase
 from elastic_dp.protocol.run import Run
 from elastic_dp.protocol.staff import GONE, Staff
 from elastic_dp.protocol.survey import Survey
+from elastic_dp.wording import counted
 
 FROM_WORKERS = (
     m.WorkerHeard,
@@ -143,7 +144,7 @@ class Coordinator:
 
     def start(self, now: float) -> list[Command]:
         """The first requests of a run that nobody has begun."""
-        self._run.say(f"starting {self._staff.wanted} workers")
+        self._run.say(f"starting {counted(self._staff.wanted, 'worker')}")
         self._proceed(now)
         return self._run.flush()
 
@@ -364,8 +365,7 @@ class Coordinator:
         self._staff.resized(now)
 
     def _asked_to_stop(self, event: m.StopRequested) -> None:
-        before = self._run.stop
-        if before is not None and (before.keep or not event.keep):
+        if self._run.stop is not None:
             return
         self._run.stop = event
         self._run.explain(f"stopping: {event.reason}")

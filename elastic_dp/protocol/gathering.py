@@ -24,6 +24,7 @@ from elastic_dp.protocol.roster import Stage, Worker
 from elastic_dp.protocol.run import Phase, Run
 from elastic_dp.protocol.seating import Seating, choose, membership, to_drop
 from elastic_dp.protocol.staff import Staff
+from elastic_dp.wording import counted
 
 
 class Gathering:
@@ -65,7 +66,8 @@ class Gathering:
         if present > run.size:
             generation.plan_end(f"the size is {run.size} now")
         elif now >= joins_at:
-            generation.plan_end(f"{min(waiting, run.size - present)} workers join")
+            joiners = min(waiting, run.size - present)
+            generation.plan_end(counted(joiners, "worker joins", "workers join"))
         elif generation.draining:
             self._part(present, waiting, now)
         elif joins_at == math.inf:
@@ -95,7 +97,8 @@ class Gathering:
         elif due and run.rules.keeps and self._generation.step and keeping.in_time(due, now):
             self._generation.plan_end(f"{who} must leave, and too few are left", at_once=True)
         else:
-            run.say(f"{who} should leave, but {run.least} workers are needed")
+            needed = counted(run.least, "worker is needed", "workers are needed")
+            run.say(f"{who} should leave, but {needed}")
 
     def _join_at(self, free: int, now: float) -> float:
         """From when on those who are ready may join, for `free` seats."""
@@ -115,7 +118,8 @@ class Gathering:
         at, why = join_at(outlook, self.run.rules)
         if at > max(now, self._told_until) + self.run.rules.heartbeat_interval_s:
             self._told_until = at
-            self.run.explain(f"{len(staff.ready)} workers wait for up to {at - now:.2g} s: {why}")
+            who = counted(len(staff.ready), "worker waits", "workers wait")
+            self.run.explain(f"{who} for up to {at - now:.2g} s: {why}")
         return at
 
     def take_back(self, now: float) -> None:
@@ -213,7 +217,8 @@ class Gathering:
                 self.seat(now)
                 return
         if at_hand < run.least:
-            run.say(f"{at_hand} of at least {run.least} workers are ready")
+            needed = counted(run.least, "worker is ready", "workers are ready")
+            run.say(f"{at_hand} of at least {needed}")
             return
         if not beginning.founded and founder is None:
             run.say("waiting for the worker that gives the state")

@@ -12,6 +12,7 @@ from elastic_dp.protocol.beginning import Beginning
 from elastic_dp.protocol.messages import Membership, WorkerId
 from elastic_dp.protocol.roster import Worker
 from elastic_dp.protocol.run import Phase, Run
+from elastic_dp.wording import counted
 
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})
 REMIND_BEATS = 32  # whoever does not answer is told again after at most so many heartbeats
@@ -174,7 +175,7 @@ class Generation:
                 self._tell_stop(worker, self.run.stop)
 
     def _tell_stop(self, worker: Worker, stop: m.StopRequested) -> None:
-        self.run.emit(m.StopTraining(worker.id, stop.reason, stop.keep))
+        self.run.emit(m.StopTraining(worker.id, stop.reason))
 
     # ---------------------------------------------------------------------------- the end
 
@@ -273,7 +274,7 @@ class Generation:
             never = self.unentered & self.open
             if never != self.open:
                 self.pairs.update((worker, worker) for worker in never)
-            self.abort(f"{len(self.unformed)} members did not form in time")
+            self.abort(f"{counted(len(self.unformed), 'member')} did not form in time")
             return True
         waited = now >= self.first_stop_at + self.run.rules.gather_timeout_s
         if phase is Phase.ENDING and waited:

@@ -171,13 +171,9 @@ class SizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """An operator, a time limit, or the job itself asks the run to end at the next step.
-
-    `keep`: with a checkpoint of its end, also where none are configured.
-    """
+    """An operator, a time limit, or the job itself asks the run to end at the next step."""
 
     reason: str
-    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,14 +326,10 @@ class EvictWorker:
 
 @dataclass(frozen=True, slots=True)
 class StopTraining:
-    """Ask for the end of the run: the worker raises its stop flag in the next step's header.
-
-    `keep`: its end is to be kept in a checkpoint.
-    """
+    """Ask for the end of the run: the worker raises its stop flag in the next step's header."""
 
     worker: WorkerId
     reason: str
-    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

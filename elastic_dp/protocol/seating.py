@@ -12,6 +12,7 @@ from elastic_dp.protocol.balance import deal
 from elastic_dp.protocol.leavers import leavers
 from elastic_dp.protocol.messages import Membership, Seat, WorkerId
 from elastic_dp.protocol.roster import Worker
+from elastic_dp.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def choose(
     order = [worker for worker in stopped if worker in chosen]
     order += [worker for worker in new if worker in chosen]
     left = [worker for worker in stopped if worker not in chosen]
-    return Seating(order, source, left, f"{len(order)} workers, state from {source.id}")
+    return Seating(order, source, left, f"{counted(len(order), 'worker')}, state from {source.id}")
 
 
 def membership(

@@ -17,6 +17,7 @@ from elastic_dp.protocol.messages import WorkerId
 from elastic_dp.protocol.roster import Stage
 from elastic_dp.protocol.run import Phase, Run
 from elastic_dp.protocol.staff import Staff
+from elastic_dp.wording import counted
 
 
 class Survey:
@@ -46,7 +47,9 @@ class Survey:
             self._leadership.heard_at = now
         self._leadership.claim(highest_claimed, now)
         asked = len(self._staff.workers)
-        self.run.say(f"took over after generation {highest_claimed}, asking {asked} workers")
+        self.run.say(
+            f"took over after generation {highest_claimed}, asking {counted(asked, 'worker')}"
+        )
 
     def reported(self, event: m.WorkerReported, now: float) -> None:
         staff, generation = self._staff, self._generation

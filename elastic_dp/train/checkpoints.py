@@ -57,7 +57,6 @@ class Checkpoints:
         self._uploader = Uploader(catalog, self._wrote)
         self._taken = 0  # the step of the newest snapshot, or of the checkpoint that was restored
         self._asked = False  # by the body
-        self._keeps_end = config.enabled
         self._stall_s = 0.0
         self._members: tuple[WorkerId, ...] = ()
         self._founded = 0
@@ -68,10 +67,6 @@ class Checkpoints:
     def ask(self) -> None:
         """The loop's body wants this step kept."""
         self._asked = True
-
-    def keep_end(self) -> None:
-        """The run is being stopped, and its last step shall be kept, whatever is configured."""
-        self._keeps_end = True
 
     def open(self, state: TrainState, signature: Signature, job: Mapping[str, Any]) -> None:
         """Before anything is trained: raises StateError if something of the state cannot be stored. `job`: what else than
@@ -107,16 +102,11 @@ class Checkpoints:
         self._asked = False
 
     def due(self, step: int, agreed: bool, ended: bool) -> bool:
-        """At the head of the loop after `step`. The last step is kept where any is."""
+        """At the head of the loop after `step`. The last step always is, since it is what the run was for."""
         if step <= self._taken:
             return False
         every = self._config.every_steps
-        return (
-            agreed
-            or self._asked
-            or (every is not None and step % every == 0)
-            or (ended and self._keeps_end)
-        )
+        return agreed or self._asked or (every is not None and step % every == 0) or ended
 
     def take(
         self,

@@ -133,11 +133,9 @@ class Control:
             self._end(self._generation)
             self._changed.notify_all()
 
-    def stop(self, reason: str, keep: bool = False) -> None:
-        """`keep`: and make a checkpoint of the end, also where none are configured."""
+    def stop(self, reason: str) -> None:
         with self._changed:
             self._stop = self._stop or str(reason or "asked without a reason")
-            self.checkpoint_wanted = self.checkpoint_wanted or keep
 
     def keep(self) -> None:
         """A checkpoint of one of the next steps is wanted: the next header tells all."""

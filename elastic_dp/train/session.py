@@ -225,8 +225,6 @@ class Session:
                 return self._body_begins(self._committed(outcome))
             if isinstance(outcome, StopAgreed):
                 self.ended, self.place = outcome.reason, self.place._replace(ended=1)
-                if outcome.keep and self.checkpoints is not None:
-                    self.checkpoints.keep_end()
             else:
                 assert isinstance(outcome, Redo)
 

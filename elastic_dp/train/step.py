@@ -64,10 +64,9 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StopAgreed:
-    """Somebody asked for the end in this step's header: nobody commits it. `keep`: and for a checkpoint of it."""
+    """Somebody asked for the end in this step's header: nobody commits it."""
 
     reason: str
-    keep: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ class Stepper:
         if heard.stop is not None:
             self._undo()
             self.control.commit()
-            return StopAgreed(heard.stop, heard.keep)
+            return StopAgreed(heard.stop)
         if heard.late:
             self.gradients.settle()
             self.gradients.careful = True

@@ -74,7 +74,7 @@ def test_the_disk_of_a_run_is_full_for_a_while(disk, monkeypatch):
             wait(run, lambda: run.controller.status()["step"] >= step + 3)
             assert names(url) == sealed and sealed[: len(before)] == before
         wait(run, lambda: said(run, "is back"))
-        run.controller.post(StopRequested("enough", keep=True))
+        run.controller.post(StopRequested("enough"))
         outcome = run.wait(PATIENCE_S)
     assert outcome.error is None, outcome.traceback
     calm = local(job(steps=outcome.step), average_and_plateau)

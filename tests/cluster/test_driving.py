@@ -20,8 +20,8 @@ class Asked:
     def __init__(self):
         self.asked = []
 
-    def stop(self, reason, keep=False):
-        self.asked.append(("stop", keep))
+    def stop(self, reason):
+        self.asked.append("stop")
 
     def checkpoint(self):
         self.asked.append("checkpoint")
@@ -31,14 +31,10 @@ class Asked:
 
 
 @pytest.mark.parametrize(
-    ("words", "keep"),
-    [
-        (("stop", "job"), True),
-        (("stop", "job", "--no-checkpoint"), False),
-        (("restart", "job", __file__), True),
-    ],
+    "words",
+    [("stop", "job"), ("restart", "job", __file__)],
 )
-def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words, keep):
+def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
     run = Asked()
     monkeypatch.setattr(commands, "_attach", lambda *_: run)
     again = []
@@ -47,7 +43,7 @@ def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words, keep):
     )
     told = CliRunner().invoke(cli.app, words)
     assert told.exit_code == 0, told.output
-    assert run.asked == [("stop", keep)]
+    assert run.asked == ["stop"]
     assert again == (["name=job", "storage_path=s3://runs"] if "restart" in words else [])
 
 

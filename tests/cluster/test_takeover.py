@@ -153,12 +153,11 @@ def test_a_drain_is_never_put_off_by_a_clock_that_was_set(monkeypatch, set_by_s,
     assert requests(earlier.facts, now=7.0) == [m.DrainNoticed("w1", 7.0 + left_s)]
 
 
-def test_a_checkpoint_that_a_second_stop_asks_for_is_kept():
+def test_the_first_stop_counts_for_who_takes_over():
     ledger = Ledger()
-    for stop in (m.StopRequested("enough"), m.StopRequested("interrupted", keep=True)):
-        ledger.note(stop)
-    ledger.note(m.StopRequested("again"))
-    assert requests(ledger.facts, 0.0) == [m.StopRequested("enough", keep=True)]
+    for reason in ("enough", "interrupted"):
+        ledger.note(m.StopRequested(reason))
+    assert requests(ledger.facts, 0.0) == [m.StopRequested("enough")]
 
 
 def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_one_is_sealed():

@@ -184,13 +184,13 @@ def test_one_that_is_asked_for_while_nobody_trains_is_made_later() -> None:
     assert told(scene, m.TakeCheckpoint) == ["w1"]
 
 
-def test_a_stop_says_that_the_end_is_to_be_kept() -> None:
+def test_a_stop_is_told_again_until_it_is_heard() -> None:
     scene = Scene(size=1)
     scene.running("w1", step=1)
-    scene.tell(m.StopRequested("enough", keep=True))
-    assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough", keep=True)]
+    scene.tell(m.StopRequested("enough"))
+    assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
     scene.wait(1.0, "w1", step=1)
-    assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough", keep=True)]
+    assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
 
 
 def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_sealed() -> None:
@@ -235,11 +235,10 @@ def test_a_notice_that_comes_nearer_counts() -> None:
     assert set(told(scene, m.EndGeneration)) == {"w1", "w2"}
 
 
-def test_a_second_stop_can_ask_for_the_end_to_be_kept() -> None:
+def test_the_first_stop_counts() -> None:
     scene = Scene(size=1)
     scene.running("w1", step=1)
     scene.tell(m.StopRequested("enough"))
-    scene.tell(m.StopRequested("enough", keep=True))
-    assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough", keep=True)]
+    assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
     scene.tell(m.StopRequested("once more"))
     assert not scene.of(m.StopTraining)

@@ -88,10 +88,10 @@ def test_in_a_run_those_who_are_ready_wait_when_resizes_are_dear_and_it_is_said(
             scene.now += 30.0
             names.append(f"w{number}")
             scene.hear(*names, step=step + 1)
-    waits = [c.text for c in scene.ever(m.Explain) if "workers wait" in c.text]
+    waits = [c.text for c in scene.ever(m.Explain) if "worker waits" in c.text]
     assert (
         len(waits) == 1
-        and "1 workers wait for up to 3e+02 s: a resize stops all for 30" in waits[0]
+        and "1 worker waits for up to 3e+02 s: a resize stops all for 30" in waits[0]
     )
     scene.wait(MOST * 30.0, *names, step=step)
     assert scene.coordinator.phase == "ending", "not for ever"

@@ -111,7 +111,7 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert {"StartWorker", "SizeRequested"} <= {
         line.get("command") or line.get("event") for line in map(json.loads, lines)
     }
-    assert "starting 1 workers" in asked("events", "job").stdout
+    assert "starting 1 worker\n" in asked("events", "job").stdout
     assert "w1  hello from cli" in asked("logs", "job", "--worker", "w1").stdout
     nobody = asked("logs", "job", "--worker", "w9", code=2).stderr
     assert "must be one that is up: w1" in nobody and f"{tmp_path}/runs/job/logs" in nobody

@@ -553,7 +553,7 @@ class Watched:
 
     def join_is_due(self, present: int, now: float) -> None:
         """A burst makes one change, or two: who comes soon after a join waits for others, but not for long."""
-        joining = re.search(r"(\d+) workers join$", self.coordinator.reason)
+        joining = re.search(r"(\d+) workers? joins?$", self.coordinator.reason)
         patience_s = self.coordinator.rules.stabilization_s
         if joining is None or not patience_s or present + int(joining[1]) >= self.coordinator.size:
             return

@@ -226,7 +226,7 @@ def test_an_operator_who_asks_for_one_that_cannot_be_made_does_no_harm(tmp_path)
     script = [
         (2, CheckpointRequested()),
         (2, lambda run: eventually(lambda: refused(run))),
-        (2, StopRequested("enough", keep=True)),
+        (2, StopRequested("enough")),
     ]
     outcome, run = group(spec, train, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.reason) == (None, "enough")

@@ -3,15 +3,19 @@
 None of these jobs is told to make checkpoints by itself, unless it says so.
 """
 
+import dataclasses
 import os
 import signal
 import time
 
 import pytest
 
+import elastic_dp as edp
 from elastic_dp.protocol import keeping
 from elastic_dp.protocol.messages import DrainNoticed, StopRequested
 from elastic_dp.spec import CheckpointConfig
+from elastic_dp.train.run import TIME_IS_UP
+from elastic_dp.train.state import TrainState
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy
@@ -71,23 +75,57 @@ def test_when_too_few_are_left_they_wait_and_the_state_is_sealed(tmp_path):
     script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
-    last = max(steps_of(tmp_path))
+    last = steps_of(tmp_path)[-2]  # behind it comes the end's
     sealed = told(run, "Explain", text=f"checkpoint of step {last} is sealed")
     assert told(run, "KeepState") < sealed < told(run, "ReleaseWorker", worker="w2")
     assert not any("all who held the state" in line.get("text", "") for line in lines_of(run))
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_an_operators_stop_keeps_the_end(tmp_path, keep):
-    """Where checkpoints are made at all, or where it is asked for."""
-    made = NONE if keep else CheckpointConfig(every_s=1000.0)
-    script = [(5, StopRequested("enough", keep))]
-    spec = short(checkpoint=made)
+@pytest.mark.parametrize("checkpoint", [NONE, CheckpointConfig(every_s=1000.0)])
+def test_an_operators_stop_keeps_the_end(tmp_path, checkpoint):
+    script = [(5, StopRequested("enough"))]
+    spec = short(checkpoint=checkpoint)
     outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.reason) == (None, "enough")
     assert steps_of(tmp_path) == [outcome.step]
     outcome, _ = group(short(outcome.step + 5), average_and_plateau, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
+
+
+@pytest.mark.parametrize("ends_by", ["max_steps", "epochs", "max_time_s", "ctx.stop"])
+@pytest.mark.parametrize("where", ["local", "group"])
+def test_the_last_step_is_kept_whatever_ends_the_run(tmp_path, ends_by, where):
+    """Also where no checkpoints are configured, or `every_steps` does not divide the last step."""
+    spec = short(8, CheckpointConfig(every_steps=7) if ends_by == "max_steps" else NONE)
+    if ends_by == "epochs":
+        data = dataclasses.replace(spec.data, epochs=1)
+        spec = dataclasses.replace(spec, data=data, max_steps=None)
+    if ends_by == "max_time_s":
+        spec = dataclasses.replace(
+            spec, max_steps=None, max_time_s=3.0 if where == "local" else 1000.0
+        )
+    config = dict(spec.config) | {"stop_at": 5 if ends_by == "ctx.stop" else 0}
+    spec = dataclasses.replace(spec, config=config)
+    if where == "local":
+        run = local(spec, stops, str(tmp_path))
+        step, digest = run.logged[-1]["step"], run.digest
+    else:
+        script = [(5, StopRequested(TIME_IS_UP))] if ends_by == "max_time_s" else []
+        outcome, _ = group(spec, stops, script=script, url=str(tmp_path))
+        assert outcome.error is None, outcome.traceback
+        step, digest = outcome.step, outcome.digest
+    assert steps_of(tmp_path)[-1] == step
+    model = classifier()
+    model.load_state_dict(edp.load_state(str(tmp_path)).model)
+    assert TrainState(model, adamw(model), None, None, {}).digest() == digest
+
+
+def stops(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log({"loss": step.loss})
+        if step.number == ctx.config["stop_at"]:
+            ctx.stop("converged")
 
 
 def interrupted(times):

@@ -1,0 +1,19 @@
+"""Messages count as English does."""
+
+from elastic_dp.protocol import messages as m
+from elastic_dp.wording import counted
+from tests.protocol.scenes import Scene
+
+
+def test_one_is_singular_and_none_is_plural() -> None:
+    assert [counted(n, "worker") for n in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
+    assert counted(1, "loss", "losses") == "1 loss" and counted(2, "loss", "losses") == "2 losses"
+
+
+def test_a_run_of_one_worker_says_worker_and_never_workers() -> None:
+    scene = Scene(size=1)
+    scene.running("w1", step=1)
+    said = [command.text for command in scene.ever(m.Explain)]
+    assert any("1 worker" in text for text in said) and not any(
+        "1 workers" in text for text in said
+    )
