@@ -154,6 +154,8 @@ def _as_dict(state: LoadedState) -> dict[str, Any]:
 
 
 def _write(destination: str, content: Any) -> None:
-    folder, _, name = destination.rpartition("/")
-    store = Store(folder or ".")
+    folder, slash, name = destination.rpartition("/")
+    if folder.endswith(":/"):  # a URL without a folder
+        folder += "/"
+    store = Store(folder or slash or ".")
     store.write(f"{store.path.rstrip('/')}/{name}".lstrip("/" if not store.path else ""), content)

@@ -14,12 +14,15 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from elastic_dp.errors import DataError, FileDamaged, RunMismatch
+from elastic_dp.errors import CheckpointError, DataError, FileDamaged, RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import ObjectMissing, Store, redact_url
 from elastic_dp.storage.json_files import make, path_in, read_json, write_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read without them
+    from elastic_dp.checkpoint.catalog import Catalog
+    from elastic_dp.checkpoint.exporting import LoadedState
+    from elastic_dp.checkpoint.seal import Seal
     from elastic_dp.data import Index
 
 FORMAT = 1  # of the JSON files here
@@ -55,6 +58,53 @@ class Result:
     generations: int = 1
     workers_lost: int = 0
     wall_s: float = 0.0
+
+    def load_state(self) -> LoadedState:
+        """The final state, from the checkpoint of the last step; tensors on the host.
+
+        `model` is the model's state dict, name to tensor, for `load_state_dict`; `optimizer` and `scheduler` are
+        theirs; `user` has the state dict of each object that was given as `state=`; `step`, `metrics`. Raises
+        CheckpointError where that checkpoint is not there any more, CheckpointDamaged, StorageError.
+        """
+        from elastic_dp.checkpoint.exporting import load_state
+
+        self._final()
+        return load_state(self.path, self.step)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the final weights to a file that opens without this package, at a path or any fsspec URL.
+
+        `FILE.safetensors`: one tensor for each key of the model's `state_dict()`, under that key, so that
+        `model.load_state_dict(safetensors.torch.load_file(path))` takes it. `FILE.pt`: a dict by `torch.save` with the
+        optimizer's state, too, and the weights under "model". Raises what `load_state` raises.
+        """
+        from elastic_dp.checkpoint.exporting import export
+
+        destination = os.fspath(path)
+        if not destination.endswith((".safetensors", ".pt")):
+            raise CheckpointError(
+                f"path is {destination!r}, must end in .safetensors (the weights) or .pt (the optimizer's state, too)"
+            )
+        export(*self._final(), destination)
+
+    def _final(self) -> tuple[Catalog, Seal]:
+        """The checkpoint of the last step."""
+        from elastic_dp.checkpoint.catalog import Catalog
+
+        catalog = Catalog(Store(self.path))
+        names = {name.step: name for name in catalog.names()}
+        if self.step in names:
+            return catalog, catalog.read(names[self.step])
+        there = ", ".join(map(str, names))
+        way_out = (
+            f"elastic_dp.load_state({redact_url(self.path)!r}, step=N) loads one of steps {there}"
+            if there
+            else "use a new name= to train it again"
+        )
+        raise CheckpointError(
+            f"the run {self.name!r} has no checkpoint of its last step, {self.step}: it was deleted, could not be "
+            f"written, or the run has gone on since. {way_out}"
+        )
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 
 class Progress:
-    """Prints journal lines in words; logged metrics at most every `interval_s`."""
+    """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its last value always;
+    a line that has any metric which was not shown for so long is printed."""
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = 0.5) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._interval_s = interval_s
-        self._last = 0.0
+        self._shown: dict[str, float] = {}  # when each metric was
+        self._held: dict[
+            str, tuple[int, Any]
+        ] = {}  # its newest value, where that was not, and of which step
         self._started = time.time()
         self._over = False  # from then on workers go because they are told to
 
@@ -21,25 +26,41 @@ class Progress:
         if "event" not in line and "command" not in line:
             self._metrics(line)
         elif line.get("command") == "Explain":
-            self._print(line["text"])
+            self.say(line["text"])
         elif line.get("command") in ("FinishRun", "FailRun"):
             self._over = True
+            self.flush()
         elif line.get("event") == "WorkerLost" and not self._over:
-            self._print(f"{line['worker']} is gone: {line['reason']}")
+            self.say(f"{line['worker']} is gone: {line['reason']}")
 
-    def _metrics(self, line: dict[str, Any]) -> None:
-        now = time.time()
-        if now - self._last < self._interval_s:
-            return
-        self._last = now
-        values = "  ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in line.items()
-            if key not in ("time", "step") and not (isinstance(value, str) and len(value) > 60)
-        )
-        if values:
-            self._print(f"step {line['step']:>6}  {values}")
-
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
         elapsed = time.time() - self._started
         print(f"[{elapsed:6.1f} s] {text}", file=self._stream, flush=True)
+
+    def flush(self) -> None:
+        """Print what was held back."""
+        held, self._held = self._held, {}
+        for step in sorted({step for step, _ in held.values()}):
+            self._print(step, {name: value for name, (of, value) in held.items() if of == step})
+
+    def _metrics(self, line: Mapping[str, Any]) -> None:
+        step, now = line["step"], time.time()
+        values = {
+            name: value
+            for name, value in line.items()
+            if name not in ("time", "step") and not (isinstance(value, str) and len(value) > 60)
+        }
+        if all(now - self._shown.get(name, 0.0) < self._interval_s for name in values):
+            self._held |= {name: (step, value) for name, value in values.items()}
+            return
+        for name in values:
+            self._shown[name] = now
+            self._held.pop(name, None)
+        self._print(step, values)
+
+    def _print(self, step: int, values: Mapping[str, Any]) -> None:
+        words = "  ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+        )
+        self.say(f"step {step:>6}  {words}")
