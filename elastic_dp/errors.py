@@ -19,6 +19,8 @@
     │   └── CheckpointDamaged  bytes are not the ones that were sealed; says which part; the one before it is used
     └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms by itself
 
+Beside them stands `Interrupted`, which is no failure: a KeyboardInterrupt.
+
 All of them pickle: `args` holds the facts, in the order the constructor takes them.
 """
 
@@ -164,3 +166,11 @@ class CollectiveFailed(GroupError):
 
 class FormingFailed(GroupError):
     """The process group of a generation could not be formed within its deadline."""
+
+
+class Interrupted(SystemExit, KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended `fit()`, which has said what was saved. Example: `kill` of a run on a laptop.
+
+    Scripts catch it as the KeyboardInterrupt it is. Uncaught, it ends the process with its `code`, 128 + the signal's
+    number, and without a traceback, since nothing is wrong.
+    """

@@ -35,6 +35,7 @@ ALLOWED = {
         "protocol.messages",
         "sampling",
         "shipping",
+        "wording",
         "storage",
         "data",
         "checkpoint",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import runpy
 import shlex
 import sys
@@ -297,9 +298,17 @@ def restart(
 
     Overrides(set_ or [])  # told before anything is stopped
     found = _attach(name, address)
+    has_owner = _ray_has_owner()
     found.stop("to be started again")
     ended = found.result()
-    print(f"{name} is stopped after step {ended.step}", file=sys.stderr)
+    print(f"{name} is stopped after step {ended.step}, and goes on from there", file=sys.stderr)
+    if has_owner:
+        print(
+            "the Ray that it ran on ends with the process that started it; it goes on with a Ray of this process",
+            file=sys.stderr,
+        )
+        _leave_ray()
+        address = None
     same = [f"name={name}", f"storage_path={ended.path.removesuffix('/' + name)}"]
     raise typer.Exit(_run(job, arguments or [], [*(set_ or []), *same], address, as_json))
 
@@ -369,6 +378,19 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+def _ray_has_owner() -> bool:
+    from elastic_dp.cluster.kept import has_owner
+
+    return has_owner()
+
+
+def _leave_ray() -> None:
+    import ray
+
+    ray.shutdown()
+    os.environ.pop("RAY_ADDRESS", None)
 
 
 def _connect(address: str | None) -> None:

@@ -63,6 +63,8 @@ from elastic_dp.train.link import Written
 from elastic_dp.train.run import TIME_IS_UP
 from elastic_dp.train.sealing import Sealer
 
+LEFT = "left, as it was asked to"
+
 
 @dataclass
 class Outcome:
@@ -280,6 +282,7 @@ class Controller:
                     ends_at, event = None, StopRequested(TIME_IS_UP)
             if isinstance(event, Exception):
                 raise event
+            event = self._as_asked(event)
             self._note(event)
             self._execute_all(self._decide(event))
 
@@ -330,6 +333,15 @@ class Controller:
 
     def _done(self) -> bool:
         return self.coordinator.phase == "over" and not self.coordinator.workers
+
+    def _as_asked(self, event: Event) -> Event:
+        """The end of who was asked to leave is no accident, whatever its pulse, its pipe or Ray call it."""
+        match event:
+            case WorkerLost(worker=worker, cause=Cause.UNKNOWN) if (
+                worker in self._released and worker not in self._died
+            ):
+                return dataclasses.replace(event, reason=LEFT, cause=Cause.RELEASED)
+        return event
 
     def _note(self, event: Event) -> None:
         match event:

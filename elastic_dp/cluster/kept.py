@@ -15,6 +15,7 @@ from ray.experimental import internal_kv
 
 from elastic_dp.cluster.ledger import Facts, Ledger
 
+_OWNED = b"elastic_dp/owned"
 _PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes
 
 
@@ -36,6 +37,15 @@ def forget(run: str) -> None:
     """When the run is over. The claims stay: a controller that was frozen all the time must find them."""
     internal_kv._internal_kv_del(_key(run, "job"), del_by_prefix=True)
     internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
+
+
+def note_owner() -> None:
+    """The cluster ends with this process, which started it: whoever connects from elsewhere can know."""
+    internal_kv._internal_kv_put(_OWNED, b"")
+
+
+def has_owner() -> bool:
+    return bool(internal_kv._internal_kv_exists(_OWNED))
 
 
 class KeptLedger(Ledger):

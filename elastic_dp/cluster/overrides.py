@@ -61,7 +61,8 @@ def _changed(name: str, value: Any, hint: Any, changes: _Changes) -> Any:
     """`value`, of the field `name`, with `changes` of it or of what is in it."""
     if () in changes:
         if len(changes) > 1 or dataclasses.is_dataclass(value):
-            raise SpecError(f"{name} cannot be set as a whole; set fields of it: {_names(value)}")
+            fields = f"set fields of it: {_names(value)}" if _names(value) else "it has no fields"
+            raise SpecError(f"{name} cannot be set as a whole; {fields}")
         return _read(name, changes[()], hint)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value))
@@ -84,9 +85,8 @@ def _changed_fields(
     for first in dict.fromkeys(path[0] for path in changes):
         inner = f"{name}.{first}".lstrip(".")
         if first not in hints:
-            raise SpecError(
-                f"{inner} is no field of {name or 'a job'}, which has {', '.join(hints)}"
-            )
+            has = f"which has {', '.join(hints)}" if hints else "which is empty"
+            raise SpecError(f"{inner} is no field of {name or 'a job'}, {has}")
         own = {path[1:]: text for path, text in changes.items() if path[0] == first}
         new[first] = _changed(inner, values.get(first), hints[first], own)
     return new

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -62,6 +62,7 @@ _KEPT_S = 600.0  # how long a controller stays for drivers after its run has end
 _PRINTED_S = 5.0  # how long workers may take to say what they printed
 _PRINTED_BYTES = 1 << 20  # at most so much at a time, the newest
 _LOOK_FOR_ROOM_S = 5.0  # how often it is checked that some node could hold a worker
+_NO_ROOM_S = 30.0  # how long a worker waits before that is said: what seems taken may be its own, while its process starts
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
@@ -213,6 +214,16 @@ class RayFleet:
         self._nodes = known
         return known
 
+    def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
+        """Those of them for whom Ray has none yet: they wait for a place, or for their process to start there."""
+        actors = self.actors()
+        tables = {
+            worker: ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
+            for worker in workers
+            if worker in actors
+        }
+        return [worker for worker, table in tables.items() if not (table and table["Pid"])]
+
     def _ended(self, worker: WorkerId, actor: Any, future: Any) -> None:
         error = future.exception()
         with self._lock:
@@ -280,7 +291,7 @@ class ControllerActor:
         self._notices = Notices(
             ray._private.state.state.get_draining_nodes, self._fleet.nodes, self._controller.post
         )
-        self._waits_for, self._waiting = "", set[WorkerId]()
+        self._waits_for, self._waiting = "", dict[WorkerId, float]()
         self._controller.open(self._fleet)
         # What torch, ray and the job's imports made is here to stay. Where each full collection walks through it, it
         # takes 0.1 s longer; so it walks through what came later, which grows with the workers alone.
@@ -428,9 +439,13 @@ class ControllerActor:
         stages = self._controller.status()["workers"]
         starting = {worker for worker, stage in stages.items() if stage == "starting"}
         waiting = starting - self._fleet.nodes().keys()
-        waited, self._waiting = waiting & self._waiting, waiting
         if not waiting:
+            self._waiting = {}
             return ""
+        now = time.monotonic()
+        without = self._fleet.without_process(waiting)
+        self._waiting = {worker: self._waiting.get(worker, now) for worker in without}
+        waited = any(now - since >= _NO_ROOM_S for since in self._waiting.values())
         reasons = no_room(self._spec.scaling, ray.nodes()), autoscaler.why(time.time())
         said = ". ".join(reason for reason in reasons if reason)
         if not said and waited and not has_room(self._spec.scaling.resources_per_worker):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import elastic_dp.errors as errors
+from elastic_dp.cluster import console
 from elastic_dp.cluster.logs import read_logs
 from elastic_dp.cluster.record import Result, read_result
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
@@ -40,8 +41,9 @@ class Run:
         loggers: Sequence[Callable[[Mapping[str, Any]], None]] = (),
         stored: Result | None = None,
         ended: bool = False,
+        is_new: bool = False,
     ) -> None:
-        """`ended`: the controller is still there, and the folder's result may be its own."""
+        """`ended`: the controller is still there, and the folder's result may be its own. `is_new`: we started it."""
         assert (controller is None) == (stored is not None)
         self.controller = controller
         self._spec, self._url, self._loggers = spec, url, loggers
@@ -49,6 +51,7 @@ class Run:
         self._end: Result | Exception | None = stored
         self._last = {} if stored is None else status_of(stored, spec.labels)
         self._ending = threading.Lock()
+        self.is_new = is_new
 
     def status(self) -> dict[str, Any]:
         """Phase and why, generation, world size, step, whether its weights are exact and why not, workers by stage and
@@ -79,14 +82,25 @@ class Run:
 
     def interrupted(self, progress: Progress) -> None:
         """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint; else it goes on."""
-        if self._end is not None or not _ray_ends_with_us():
+        if self._end is not None:
+            return
+        name = self._spec.name
+        if not ray_ends_with_us():
+            progress.say(
+                f"the run {name} goes on without this process; {console.AGAIN} following it, elastic-dp stop {name} "
+                "ends it"
+            )
             return
         from elastic_dp.train.run import INTERRUPTED
 
-        progress.show({"command": "Explain", "text": INTERRUPTED})
-        with contextlib.suppress(ClusterError):  # it is over
-            self.stop("interrupted")
-            self._ask("wait", None)
+        progress.say(INTERRUPTED)
+        step = None
+        try:
+            with contextlib.suppress(ClusterError):  # it is over
+                self.stop("interrupted")
+                step = self._ask("wait", None).step
+        finally:  # also where a second Ctrl-C ends the wait
+            progress.say(console.what_was_kept(self._url, step))
 
     def checkpoint(self) -> None:
         """Make a checkpoint of one of the next steps; returns at once."""
@@ -98,7 +112,9 @@ class Run:
             raise SpecError(f"within_s is {within_s!r}, must be a number of seconds, or None")
         workers = self._ask("drain", worker, within_s)
         if worker not in workers:
-            raise SpecError(f"worker is {worker!r}, must be one of {', '.join(workers)}")
+            raise SpecError(
+                f"worker is {worker!r}, must be one of {', '.join(workers) or 'those that are up: none is'}"
+            )
 
     def pids(self) -> dict[str, int]:
         """The process id of each worker that is up."""
@@ -253,7 +269,7 @@ def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
             time.sleep(_AGAIN_S)
 
 
-def _ray_ends_with_us() -> bool:
+def ray_ends_with_us() -> bool:
     """Whether this process started the cluster that it is connected to."""
     import ray
 

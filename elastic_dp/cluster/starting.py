@@ -13,10 +13,10 @@ import ray
 
 from elastic_dp.cluster import placing
 from elastic_dp.cluster.finding import CONTROLLER, NAMESPACE, PATIENCE_S, Present, find
-from elastic_dp.cluster.kept import forget, keep_job
+from elastic_dp.cluster.kept import forget, keep_job, note_owner
 from elastic_dp.cluster.ray_actors import ControllerActor
 from elastic_dp.cluster.record import Limits, RunRecord
-from elastic_dp.cluster.run import ask
+from elastic_dp.cluster.run import ask, ray_ends_with_us
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.faults import Fault
@@ -37,6 +37,8 @@ def lead(
             ray.init(log_to_driver=False)
         else:
             ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    if ray_ends_with_us():
+        note_owner()
     present = find(spec.name)
     if present is not None and not present.ended:
         return _join(present, spec, url), False

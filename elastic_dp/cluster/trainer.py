@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from elastic_dp.checkpoint.proving import prove
+from elastic_dp.cluster import console
 from elastic_dp.cluster.overrides import in_force
 from elastic_dp.cluster.record import (
     Limits,
@@ -29,7 +31,7 @@ from elastic_dp.cluster.run import Run
 from elastic_dp.cluster.starts import Start, last_start
 from elastic_dp.cluster.worker import pick_device, prepare_environment
 from elastic_dp.data import Dataset, open_data
-from elastic_dp.errors import RunMismatch, SpecError
+from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.protocol.messages import Explain
 from elastic_dp.shipping import shipped
 from elastic_dp.spec import (
@@ -123,18 +125,16 @@ class ElasticTrainer:
     def fit(self, local: bool = False) -> Result:
         """Train to the end. `local`: in this process, without Ray; the same bits.
 
-        Ctrl-C: a run that would end with this process (`local`, or on a Ray that this process started) makes a
-        checkpoint first, and goes on from there when it is run again; a second Ctrl-C ends it at once. On a cluster
-        the run goes on.
+        Ctrl-C or SIGTERM: a run that would end with this process (`local`, or on a Ray that this process started) makes
+        a checkpoint first, and goes on from there when it is run again; a second one ends it at once. On a cluster the
+        run goes on. `fit` then raises Interrupted, a KeyboardInterrupt that prints no traceback.
         """
-        if local:
-            return self._fit_local()
-        run, progress = self.start(), Progress()
+        progress = Progress()
         try:
-            return run.result(progress=progress)
-        except KeyboardInterrupt:
-            run.interrupted(progress)
-            raise
+            return self._fit_local(progress) if local else self._fit_on_ray(progress)
+        except KeyboardInterrupt as error:
+            code = error.code if isinstance(error, Interrupted) else 128 + signal.SIGINT
+            raise Interrupted(code) from None
 
     def start(self, *, faults: Sequence[Fault] = ()) -> Run:
         """Start the run on Ray (a local one, if none is connected) and return at once; a live one is attached to.
@@ -153,9 +153,27 @@ class ElasticTrainer:
             controller, is_new = starting.lead(self.spec, self.url, *job, self.runtime_env)
             for note in self._note_start() if is_new else ():
                 controller.say.remote(note)
-            return Run(self.spec, self.url, controller, self.loggers)
+            return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
     # ------------------------------------------------------------------------------ private
+
+    def _fit_on_ray(self, progress: Progress) -> Result:
+        run = self.start()
+        if run.controller is None:
+            progress.say(console.stored(run.result()))
+            return run.result()
+        progress.say(console.start_on_ray(self.spec.name, self.url, run.is_new))
+        with console.sigterm_interrupts():  # Ray has set a handler of its own by now
+            try:
+                result = run.result(progress=progress)
+            except KeyboardInterrupt:
+                progress.flush()
+                run.interrupted(progress)
+                raise
+            finally:
+                progress.flush()
+        progress.say(console.where_weights_are(result))
+        return result
 
     def _take_over(self) -> None:
         """What this job leaves open and the run's first start has fixed."""
@@ -180,11 +198,10 @@ class ElasticTrainer:
             **options,
         )
 
-    def _fit_local(self) -> Result:
+    def _fit_local(self, progress: Progress) -> Result:
         self._take_over()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
         device = pick_device(self.spec.scaling.resources_per_worker)
-        progress = Progress()
 
         def say(text: str) -> None:
             progress.show({"command": "Explain", "text": text})
@@ -193,7 +210,9 @@ class ElasticTrainer:
         stored = self._check_record(data)
         if stored is not None:
             data.close()
+            progress.say(console.stored(stored))
             return stored
+        progress.say(console.start_of_local(self.spec.name, self.url))
         started_at = time.time()
         journal = Journal(self.url)
         for note in self._note_start():
@@ -214,7 +233,12 @@ class ElasticTrainer:
         run.on_log = show
         try:
             session = run.run(self.train)
+        except KeyboardInterrupt:
+            progress.flush()
+            progress.say(console.what_was_kept(self.url, run.step))
+            raise
         finally:
+            progress.flush()
             journal.close()
             data.close()
         because = why_inexact(session.inexact_because, session.state.kinds)
@@ -234,6 +258,8 @@ class ElasticTrainer:
             wall_s=time.time() - started_at,
         )
         write_result(self.url, result, Limits.of(self.spec))
+        progress.say(f"run {result.name} finished after step {result.step}: {result.reason}")
+        progress.say(console.where_weights_are(result))
         return result
 
     def _pickle(self) -> bytes:

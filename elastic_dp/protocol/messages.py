@@ -113,6 +113,7 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
     PREEMPTED = "preempted"  # its node was taken away: nobody's fault
     OUT_OF_MEMORY = "out of memory"
+    RELEASED = "released"  # it was asked to leave, and did
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class Progress:
             self._over = True
             self.flush()
         elif line.get("event") == "WorkerLost" and not self._over:
-            self.say(f"{line['worker']} is gone: {line['reason']}")
+            asked = line.get("cause") == "released"
+            self.say(f"{line['worker']} {'' if asked else 'is gone: '}{line['reason']}")
 
     def say(self, text: str) -> None:
         elapsed = time.time() - self._started

@@ -34,7 +34,7 @@ from elastic_dp.train.handing import settled
 from elastic_dp.train.link import Link, Written
 from elastic_dp.train.orphans import seal_alone
 from elastic_dp.train.reading import read_together
-from elastic_dp.train.restoring import changed, check_fits, check_job, made_of
+from elastic_dp.train.restoring import changed, check_fits, check_job, made_of, total_changed
 from elastic_dp.train.state import TrainState, types_of
 
 
@@ -68,10 +68,16 @@ class Checkpoints:
         """The loop's body wants this step kept."""
         self._asked = True
 
-    def open(self, state: TrainState, signature: Signature, job: Mapping[str, Any]) -> None:
+    def open(
+        self,
+        state: TrainState,
+        signature: Signature,
+        job: Mapping[str, Any],
+        total_steps: int | None,
+    ) -> None:
         """Before anything is trained: raises StateError if something of the state cannot be stored. `job`: what else than
-        the data decides the result, by name."""
-        made = made_of(state.optimizer, state.scheduler)
+        the data decides the result, by name. `total_steps`: of the run, where the train function has read it."""
+        made = made_of(state.optimizer, state.scheduler, total_steps)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
         self._job, self._data = software.pop("code", ""), signature.data
@@ -209,12 +215,15 @@ class Checkpoints:
                 f"goes on from step {seal.step} on {kind!r}, another kind of machine than {kinds[-2]!r}"
             )
         check_fits(tree, seal.about.naming, state)
-        if texts := changed(seal.about.naming.get("made", {}), self._naming["made"]):
+        made = seal.about.naming.get("made", {})
+        if texts := changed(made, self._naming["made"]):
             warnings.append(
                 f"{'; '.join(texts)}. The values of the checkpoint of step {seal.step} count, as after "
                 "load_state_dict; to change them in this run, set them in the loop's body"
             )
+        warnings += total_changed(made, self._naming["made"], seal.step)
         if group.rank == 0:  # the others have nothing else to say
+            self._link.say(f"going on from step {seal.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
         state.adopt(settled(tree, device, types, state.own_tensors), body=True)

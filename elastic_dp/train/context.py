@@ -90,6 +90,7 @@ class TrainContext:
     @property
     def total_steps(self) -> int:
         """How many steps the run has by `max_steps` and `epochs`; 0 where only time limits it."""
+        self._session.told_total_steps = True
         return self._session.total_steps
 
     @property

@@ -90,7 +90,7 @@ class Control:
     _stop: str | None = None
     checkpoint_wanted: bool = False
     checkpoint_late: bool = False  # our last upload is: nobody takes the next one before it is done
-    interrupted: bool = False  # by Ctrl-C in the user's own process: the loop ends at its head
+    interrupted: int = 0  # by this signal to the user's own process: the loop ends at its head
     _abortables: list[Abortable] = field(default_factory=list)
 
     def form(self, membership: Membership, rendezvous: Rendezvous) -> None:

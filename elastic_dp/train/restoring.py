@@ -17,12 +17,16 @@ from elastic_dp.checkpoint.seal import About
 from elastic_dp.errors import RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.state import TrainState
+from elastic_dp.wording import counted
 
 _FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
 
 
-def made_of(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """What the code gave the optimizer and the scheduler, as texts; to be called before the first step."""
+def made_of(
+    optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
+) -> dict[str, Any]:
+    """What the code gave the optimizer and the scheduler, as texts; to be called before the first step. `total_steps`:
+    that the code was told, from which it may have made any of it (a lambda has no text)."""
     groups = [
         {key: _text(value) for key, value in group.items() if key not in _FOLLOWS}
         for group in optimizer.param_groups
@@ -36,6 +40,7 @@ def made_of(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
             for key, value in state.items()
             if key not in _FOLLOWS and not key.startswith("_")
         },
+        "total_steps": total_steps,
     }
 
 
@@ -78,6 +83,17 @@ def check_job(about: About, job: Mapping[str, Any], data: str) -> None:
                 f"{what} is {mine!r}, but the newest checkpoint of the run was made with {then[name]!r}. Use a new name= "
                 "for a new run, or the old value to go on with this one"
             )
+
+
+def total_changed(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    """In words, where the code reads the total: by itself it says nothing of what is made from it."""
+    old, new = then.get("total_steps"), now["total_steps"]
+    if old is None or new is None or old == new:
+        return []
+    return [
+        f"ctx.total_steps is {new} now, and was {old} up to step {step}: a schedule that is made from it was made for "
+        f"{counted(old, 'step')}, and what it does from here on is not what it would have done in a run of {new}"
+    ]
 
 
 def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState) -> None:

@@ -16,7 +16,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.errors import ElasticError, LeaseLost, LoopError, UserCodeError
+from elastic_dp.errors import ElasticError, Interrupted, LeaseLost, LoopError, UserCodeError
 from elastic_dp.protocol.messages import (
     Event,
     Membership,
@@ -42,7 +42,16 @@ from elastic_dp.train.step import BatchSource
 TrainFunction = Callable[[TrainContext], None]
 TIME_IS_UP = "max_time_s reached"
 _SAY_AGAIN_S = 5.0
-INTERRUPTED = "interrupted: it ends with a checkpoint; Ctrl-C again ends it at once"
+INTERRUPTED = "stopping after this step, with a checkpoint; press Ctrl-C again to end at once"
+
+
+def is_ours_to_handle(number: signal.Signals) -> bool:
+    """In the main thread, where the script has not set a handler of its own. (Ray sets one, which exits at once.)"""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    present = signal.getsignal(number)
+    plain = present in (signal.SIG_DFL, signal.default_int_handler)
+    return plain or getattr(present, "__module__", "").startswith("ray.")
 
 
 def run_worker(train: TrainFunction, session: Session) -> str:
@@ -131,6 +140,7 @@ class LocalRun:
         self.control = Control()
         self._generation = 0
         self._failure: Exception | None = None
+        self._session: Session | None = None
         self._checkpoints: Checkpoints | None = None
         self._sealer: Sealer | None = None
         if self.url is not None:
@@ -151,9 +161,14 @@ class LocalRun:
                 check=lambda: self.check(),
             )
 
+    @property
+    def step(self) -> int:
+        """The last one that was made."""
+        return 0 if self._session is None else self._session.place.step
+
     def run(self, train: TrainFunction) -> Session:
-        """User errors are raised as they are, for pdb and pytest. Ctrl-C makes a checkpoint at the head of the loop, and
-        ends there with KeyboardInterrupt; a second one ends at once."""
+        """User errors are raised as they are, for pdb and pytest. Ctrl-C and SIGTERM make a checkpoint at the head of the
+        loop, and end there with Interrupted; a second one ends at once."""
         session = Session(
             spec=self.spec,
             worker="w1",
@@ -166,6 +181,7 @@ class LocalRun:
             is_source=True,
             checkpoints=self._checkpoints,
         )
+        self._session = session
         threads = torch.get_num_threads()
         torch.set_num_threads(self.spec.scaling.num_threads)
         limit = threading.Timer(self.spec.max_time_s or 0.0, self.control.stop, [TIME_IS_UP])
@@ -193,23 +209,23 @@ class LocalRun:
 
     @contextlib.contextmanager
     def _interruptible(self, session: Session) -> Iterator[None]:
-        """Outside of the loop, and in other threads than the main one, Ctrl-C is what it was."""
-        if self._checkpoints is None or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
+        """Outside of the loop they end the run at once; in other threads than the main one they are what they were."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.control.interrupted or not session.opened or session.exhausted:
-                raise KeyboardInterrupt
-            self.control.interrupted = True
+                raise Interrupted(128 + number)
+            self.control.interrupted = number
             self.say(INTERRUPTED)
 
-        signal.signal(signal.SIGINT, interrupt)
+        both = (signal.SIGINT, signal.SIGTERM) if self._checkpoints is not None else ()
+        before = {
+            number: signal.signal(number, interrupt) for number in both if is_ours_to_handle(number)
+        }
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def post(self, event: Event) -> None:
         match event:

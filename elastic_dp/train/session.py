@@ -20,7 +20,7 @@ import torch
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.transfer import Parcel, send
-from elastic_dp.errors import GroupError, LoopError
+from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.protocol.messages import (
     Membership,
     Place,
@@ -80,6 +80,7 @@ class Session:
         self.whole = False
         self.founded = 0  # the generation whose source gave the initial weights of our state
         self.asked_source = False
+        self.told_total_steps = False  # to the train function
         self.opened = False
         self.exhausted = False
         self.failure: Exception | None = None  # what ctx.steps raised first
@@ -185,7 +186,8 @@ class Session:
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
-            self.checkpoints.open(self.state, self._signature, decides(self.spec))
+            told = self.total_steps if self.told_total_steps else None
+            self.checkpoints.open(self.state, self._signature, decides(self.spec), told)
         self.opened = True
         can_source = self.is_source or not self.asked_source
         self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)
@@ -201,7 +203,7 @@ class Session:
         self._body_ended()
         self._keep()
         if self.control.interrupted:
-            raise KeyboardInterrupt
+            raise Interrupted(128 + self.control.interrupted)
         while True:
             caught_up = self.ensure_generation()
             if caught_up is not None:
@@ -459,7 +461,7 @@ class Session:
         if self.weights.disagreement is not None:
             return  # wrong
         record, ended = self.state.record, bool(self.place.ended)
-        due = kept.due(step, record.kept or self.control.interrupted, ended)
+        due = kept.due(step, record.kept or bool(self.control.interrupted), ended)
         if due or (writers and not kept.writing(step)):
             self.report("keep")
             self.pass_point("keeping")

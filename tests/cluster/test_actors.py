@@ -128,8 +128,10 @@ def test_what_workers_wait_for_is_in_the_status(monkeypatch):
     actor._controller = types.SimpleNamespace(status=lambda: status)
     placed = {"w1": "node"}
     place = types.SimpleNamespace(avoided={})
-    actor._fleet = types.SimpleNamespace(nodes=lambda: placed, placement=place)
-    actor._spec, actor._waiting = spec_of(), set()
+    actor._fleet = types.SimpleNamespace(
+        nodes=lambda: placed, placement=place, without_process=lambda workers: [*workers]
+    )
+    actor._spec, actor._waiting = spec_of(), {}
     monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [])
     autoscaler = types.SimpleNamespace(why=lambda now: "Ray's autoscaler: 403")
     actor._waits_for = actor._why_waiting(autoscaler)
@@ -137,6 +139,40 @@ def test_what_workers_wait_for_is_in_the_status(monkeypatch):
     assert actor.status()["waits_for"].endswith(". Ray's autoscaler: 403")
     placed["w2"] = "node"  # it starts there
     assert actor._why_waiting(autoscaler) == ""
+
+
+def test_no_room_is_said_of_a_worker_that_waits_long_and_not_of_one_that_starts(monkeypatch):
+    actor = object.__new__(ray_actors.ControllerActor.__ray_metadata__.modified_class)
+    status = {"workers": {"w1": "starting", "w2": "starting"}}
+    actor._controller = types.SimpleNamespace(status=lambda: status)
+    waits = ["w1", "w2"]
+    actor._fleet = types.SimpleNamespace(nodes=dict, without_process=lambda workers: [*waits])
+    actor._spec, actor._waiting = spec_of(), {}
+    node = {"Alive": True, "Resources": {"CPU": 2}, "Labels": {}}
+    monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [node])
+    monkeypatch.setattr(ray_actors, "has_room", lambda needs: False)  # their own places
+    clock = types.SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 0.0)
+    monkeypatch.setattr(ray_actors, "time", clock)
+    autoscaler = types.SimpleNamespace(why=lambda now: "")
+    assert actor._why_waiting(autoscaler) == ""
+    clock.monotonic = lambda: 110.0
+    assert actor._why_waiting(autoscaler) == "", "processes start"
+    waits.remove("w1")
+    clock.monotonic = lambda: 131.0
+    assert "no node has room for another worker now" in actor._why_waiting(autoscaler)
+    waits.clear()  # it imports torch
+    assert actor._why_waiting(autoscaler) == ""
+
+
+def test_who_has_a_process_does_not_wait_for_a_place(fleet, monkeypatch):
+    def actor(name):
+        return types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: name))
+
+    fleet._actors = {"w1": actor("a"), "w2": actor("b"), "w3": actor("c")}
+    tables = {"a": {"Pid": 7}, "b": {"Pid": 0}, "c": None}
+    state = types.SimpleNamespace(actor_table=tables.get)
+    monkeypatch.setattr(ray_actors.ray._private.state, "state", state)
+    assert fleet.without_process(["w1", "w2", "w3", "gone"]) == ["w2", "w3"]
 
 
 def test_why_an_actor_died():

@@ -1,5 +1,6 @@
 """What a driver asks of a run, where its controller answers as it must here."""
 
+import os
 import types
 
 import pytest
@@ -37,6 +38,7 @@ class Asked:
 def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
     run = Asked()
     monkeypatch.setattr(commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(commands, "_ray_has_owner", lambda: False)
     again = []
     monkeypatch.setattr(
         commands, "_run", lambda job, arguments, texts, *_: again.extend(texts) or 0
@@ -45,6 +47,27 @@ def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
     assert told.exit_code == 0, told.output
     assert run.asked == ["stop"]
     assert again == (["name=job", "storage_path=s3://runs"] if "restart" in words else [])
+
+
+def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own(monkeypatch):
+    """And says so: that Ray ends with the driver, which ends with the run."""
+    ray = pytest.importorskip("ray")
+    run, left, given = Asked(), [], []
+    monkeypatch.setattr(commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(commands, "_ray_has_owner", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append(run.asked[:]))
+    monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
+
+    def again(job, arguments, texts, address, as_json):
+        given.append((address, os.environ.get("RAY_ADDRESS")))
+        return 0
+
+    monkeypatch.setattr(commands, "_run", again)
+    told = CliRunner().invoke(cli.app, ("restart", "job", __file__, "--address", "1.2.3.4:6379"))
+    assert told.exit_code == 0, told.output
+    assert left == [["stop"]] and given == [(None, None)]
+    assert "job is stopped after step 7, and goes on from there" in told.stderr
+    assert "it goes on with a Ray of this process" in told.stderr
 
 
 @pytest.mark.parametrize("is_new", [False, True])

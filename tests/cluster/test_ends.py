@@ -23,7 +23,7 @@ from elastic_dp.spec import MapStyleData
 from elastic_dp.storage.faults import ObjectMissing
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually
-from tests.runs import Points, group, spec_of
+from tests.runs import Points, group, lines_of, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
 
@@ -101,8 +101,11 @@ def test_who_was_asked_to_leave_is_not_lost():
         run.controller.post(StopRequested("enough"))
 
     spec = spec_of(workers=3, steps=100_000)
-    outcome, _ = group(spec, stops, script=[(1, leave_one_by_one)])
+    outcome, run = group(spec, stops, script=[(1, leave_one_by_one)])
     assert (outcome.error, outcome.reason, outcome.workers_lost) == (None, "enough", 1)
+    told = [(x["reason"], x["cause"]) for x in lines_of(run) if x.get("event") == "WorkerLost"]
+    asked = ("left, as it was asked to", "released")
+    assert [lost for lost in told if lost != asked] == [told[2]] and told[2][1] == "unknown", told
 
 
 def test_what_fails_while_data_is_opened_is_told_as_it_is():

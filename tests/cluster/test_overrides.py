@@ -95,3 +95,9 @@ def test_what_is_set_wrongly_is_said(text: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
         made(text)
     assert said in str(caught.value)
+
+
+def test_a_field_of_an_empty_config_ends_its_sentence() -> None:
+    with using(Overrides(["config.foo=1"])), pytest.raises(SpecError) as caught:
+        ElasticTrainer(print, name="job", storage_path="/runs", data=data())
+    assert str(caught.value) == "config.foo is no field of config, which is empty"

@@ -270,3 +270,23 @@ def test_workers_compare_code_and_not_what_a_module_found_on_its_machine():
 def test_closures_and_partials_count():
     assert code_of(trains()) == code_of(trains()) != code_of(trains(lr=2e-3))
     assert code_of(adamw)
+
+
+def by_total(ctx):
+    model = classifier()
+    optimizer = adamw(model)
+    total = ctx.total_steps
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+    for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=rate):
+        pass
+
+
+@pytest.mark.parametrize("train", [by_total, FIRST])
+def test_a_raised_max_steps_is_said_where_the_code_reads_the_total(tmp_path, train, capsys):
+    fit(tmp_path, train)
+    fit(tmp_path, train, max_steps=6)
+    texts = said(tmp_path)
+    assert "going on from step 4" in texts
+    assert "going on from step 4" in capsys.readouterr().err
+    warned = [text for text in texts if "ctx.total_steps is 6 now, and was 4 up to step 4" in text]
+    assert len(warned) == (train is by_total)

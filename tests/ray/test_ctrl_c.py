@@ -1,4 +1,5 @@
-"""Ctrl-C of a driver whose fit() started its own Ray: a checkpoint first, and running it again goes on from there."""
+"""Ctrl-C, or SIGTERM, of a driver whose fit() started its own Ray: a checkpoint first, and running it again goes on from
+there. What it says reads as what it is, and not as a crash."""
 
 import json
 import os
@@ -29,7 +30,8 @@ edp.ElasticTrainer(
 """
 
 
-def test_the_run_goes_on_from_where_it_was_interrupted(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(tmp_path, number):
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path)],
@@ -41,13 +43,29 @@ def test_the_run_goes_on_from_where_it_was_interrupted(tmp_path):
         text=True,
     )
     try:
-        begun = next(line for line in driver.stderr if " step " in line)  # it follows the run
-        os.killpg(driver.pid, signal.SIGINT)  # a terminal tells the whole group
-        said = begun + driver.communicate()[1]
+        lines = [""]
+        while " loss " not in lines[-1]:  # it follows the run
+            lines.append(driver.stderr.readline())
+            assert lines[-1], "".join(lines)
+        if number is signal.SIGINT:
+            os.killpg(driver.pid, number)  # a terminal tells the whole group
+        else:
+            driver.terminate()
+        said = "".join(lines) + driver.communicate()[1]
     finally:
         driver.kill()
-    assert driver.returncode != 0 and "KeyboardInterrupt" in said and "with a checkpoint" in said
+    assert driver.returncode == 128 + number, said
+    assert "Traceback" not in said and "KeyboardInterrupt" not in said
     ended = json.loads((tmp_path / "mine" / "result.json").read_text())
+    folder = tmp_path / "mine"
+    texts = [line.partition("] ")[2] for line in said.splitlines() if line.startswith("[")]
+    assert texts[0].startswith(f"run mine; folder: {folder}; Ray: ")
+    assert "elastic-dp status mine --address " in texts[0]
+    assert "no node has room" not in said
+    assert texts[-2:] == [
+        "stopping after this step, with a checkpoint; press Ctrl-C again to end at once",
+        f"saved step {ended['step']}; run the same command again to go on from there",
+    ]
     assert [name.step for name in Catalog(Store(str(tmp_path / "mine"))).names()] == [ended["step"]]
     spec = spec_of(steps=ended["step"] + 20, workers=1)
     assert local(spec, plain, str(tmp_path / "mine")).digest == local(spec, plain).digest

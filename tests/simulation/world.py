@@ -463,7 +463,8 @@ class World:
         if notice_s is None:
             notice_s = self.rng.choice((0.01, 0.01, 0.5))
         at = (worker.step + 1, 0) if worker.phase == "compute" else None
-        cause = self.rng.choice(list(m.Cause))
+        causes = m.Cause.UNKNOWN, m.Cause.PREEMPTED, m.Cause.OUT_OF_MEMORY
+        cause = self.rng.choice(causes)
         if self.rng.random() < 0.3:  # the connection tells it first, and why comes later
             self.at(notice_s, self.post, m.WorkerLost(worker.id, reason, micro_batch=at))
             notice_s += self.rng.choice((0.01, 1.0, 5.0))

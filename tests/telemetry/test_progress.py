@@ -45,3 +45,12 @@ def test_an_empty_log_shows_nothing():
 
 def test_each_step_is_shown_where_there_is_no_limit():
     assert len(shown(*({"step": n, "loss": 0.5} for n in range(9)), interval_s=0.0)) == 9
+
+
+def test_who_leaves_as_asked_is_not_called_gone():
+    left = {"event": "WorkerLost", "worker": "w1", "reason": "left, as it was asked to"}
+    died = {"event": "WorkerLost", "worker": "w2", "reason": "killed", "cause": "unknown"}
+    assert shown(left | {"cause": "released"}, died) == [
+        ["w1", "left,", "as", "it", "was", "asked", "to"],
+        ["w2", "is", "gone:", "killed"],
+    ]

@@ -1,0 +1,93 @@
+"""What `fit()` says at the terminal beside the run's own journal: where it is at the start, where its weights are at the
+end, and what a Ctrl-C or SIGTERM in between has come to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.cluster.record import Result
+from elastic_dp.errors import CheckpointError, Interrupted, StorageError
+from elastic_dp.storage import Store, redact_url
+
+AGAIN = "run the same command again to go on"
+
+
+def start_of_local(name: str, url: str) -> str:
+    return f"run {name} in this process; folder: {redact_url(url)}"
+
+
+def start_on_ray(name: str, url: str, is_new: bool) -> str:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    dashboard = ray._private.worker.get_dashboard_url()
+    board = f", dashboard http://{dashboard}" if dashboard else ""
+    token = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+    said = f"run {name}{'' if is_new else ', which is live already'}; folder: {redact_url(url)}; Ray: {address}{board}"
+    return (
+        f"{said}; look at it with: {token}elastic-dp status {shlex.quote(name)} --address {address}"
+    )
+
+
+def stored(result: Result) -> str:
+    return (
+        f"run {result.name} has ended before, after step {result.step} ({result.reason}): this is its stored result. To "
+        f"go on, raise max_steps, epochs or max_time_s; for a new run, use another name. {where_weights_are(result)}"
+    )
+
+
+def where_weights_are(result: Result) -> str:
+    folder = redact_url(result.path)
+    if not result.step:
+        return f"no step was made, so there are no weights in {folder}"
+    if newest_step(result.path) != result.step:
+        return f"the final weights are not in {folder}: it has no checkpoint of step {result.step}"
+    return (
+        f"final weights: the checkpoint of step {result.step} in {folder}; to make one file of them: "
+        f"elastic-dp checkpoints export {shlex.quote(folder)} weights.safetensors, or Result.export"
+    )
+
+
+def what_was_kept(url: str, step: int | None = None) -> str:
+    """After an interruption. `step`: the last one that was made, where it is known."""
+    newest = newest_step(url)
+    if newest is None:
+        return f"there is no checkpoint; {AGAIN}, from the start"
+    if newest == step:
+        return f"saved step {newest}; {AGAIN} from there"
+    return f"the newest checkpoint is of step {newest}; {AGAIN} from there"
+
+
+def newest_step(url: str) -> int | None:
+    """None also where the store does not say."""
+    with contextlib.suppress(StorageError, CheckpointError, OSError):
+        names = Catalog(Store(url)).names()
+        return names[-1].step if names else None
+    return None
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, in the main thread; elsewhere, and where the script handles it, it is what it was."""
+    from elastic_dp.train.run import (
+        is_ours_to_handle,  # torch: the command line reads results without it
+    )
+
+    if not is_ours_to_handle(signal.SIGTERM):
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(128 + number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
