@@ -10,6 +10,7 @@ import dataclasses
 import os
 import secrets
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -304,4 +305,8 @@ class ElasticTrainer:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)  # at the user's call of fit or start
+    """At the user's call of fit or start."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("elastic_dp."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -92,7 +92,7 @@ def total_changed(then: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
         return []
     return [
         f"ctx.total_steps is {new} now, and was {old} up to step {step}: a schedule that is made from it was made for "
-        f"{counted(old, 'step')}, and what it does from here on is not what it would have done in a run of {new}"
+        f"{counted(old, 'step')} up to there, so its learning rates are not those of one run of {counted(new, 'step')}"
     ]
 
 

@@ -290,3 +290,20 @@ def test_a_raised_max_steps_is_said_where_the_code_reads_the_total(tmp_path, tra
     assert "going on from step 4" in capsys.readouterr().err
     warned = [text for text in texts if "ctx.total_steps is 6 now, and was 4 up to step 4" in text]
     assert len(warned) == (train is by_total)
+
+
+def test_a_warning_of_a_start_names_the_line_of_the_script(tmp_path):
+    fit(tmp_path, trains(width=16))
+    data = edp.MapStyleData(Points(192), micro_batch_size=4)
+    scaling = edp.ScalingConfig(max_workers=2, virtual_workers=2)
+    trainer = edp.ElasticTrainer(
+        trains(lr=2e-3),
+        name="again",
+        storage_path=tmp_path,
+        data=data,
+        scaling=scaling,
+        max_steps=6,
+    )
+    with pytest.warns(UserWarning, match="the code of the train function") as caught:
+        trainer.fit(local=True)
+    assert [w.filename for w in caught] == [__file__]

@@ -101,7 +101,9 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert "w1  member" in asked("status", "job").stdout
     assert "must be one of w1, w2" in asked("drain", "job", "nobody", code=2).stderr
     assert said("drain", "job", "w2", "--within-s", "600")["worker"] == "w2"
-    assert "a scale-down: 1 leave" in asked("scale", "job", "1", "--min-workers", "1").stdout
+    assert (
+        "a scale-down: 1 worker leaves" in asked("scale", "job", "1", "--min-workers", "1").stdout
+    )
     eventually(lambda: list(said("status", "job")["workers"]) == ["w1"])
 
     asked("checkpoint", "job")  # no other is asked for until the restart
