@@ -62,7 +62,7 @@ class LocalBackend:
         folder, name = os.path.split(path)
         try:
             os.makedirs(folder, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:  # which is not that `path` exists
+        except FileExistsError as error:  # which is not that `path` exists
             raise FileDamaged(error.filename or folder, "it is not a folder", _MOVE) from None
         aside = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -117,6 +117,8 @@ def _open(path: str) -> int:
     """Without waiting for the other end of a named pipe, if that is what has the name."""
     try:
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except NotADirectoryError as error:  # below a file there is none
+        raise FileNotFoundError(*error.args) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise FileDamaged(path, "it is a link to itself", _MOVE) from None
