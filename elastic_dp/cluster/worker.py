@@ -223,5 +223,9 @@ def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.
     environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # NCCL's own watch over hangs asks the store each second, from a thread that must not wait for Python; hangs are found by
+    # heartbeats, and it may end the survivors.
+    environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     for key, value in EXACT_ENVIRONMENT.items():
         environment.setdefault(key, value)

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.protocol.messages import StopRequested
 from elastic_dp.spec import MapStyleData
-from tests.patience import PATIENCE_S
-from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, spec_of, texts_of
-from tests.train.jobs import average_and_plateau
+from elastic_dp.telemetry.journal import Journal
+from tests.patience import PATIENCE_S, eventually
+from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, reached, spec_of, texts_of
+from tests.train.jobs import average_and_plateau, plain
 
 
 def processes_of(run):
@@ -68,6 +70,25 @@ def attack(run, connections, datagrams):
     process.stdin.write(json.dumps(asked))
     process.stdin.close()
     return process
+
+
+def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
+    """Not to its folder, an event, an argument list, a name or what is printed of its parts."""
+    spec = spec_of(steps=4, workers=2)
+    journal = Journal(str(tmp_path))
+    with ProcessRun(spec, plain, journal=journal, url=str(tmp_path)) as run:
+        eventually(lambda: reached(run, 1), run.controller.status)
+        told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run)]
+        assert run.wait(PATIENCE_S).error is None
+        told += [repr(x).encode() for x in (run.controller, run.fleet._job, run.journal._kept)]
+        told += [repr(run.controller._rendezvous).encode(), run.controller.run.encode()]
+    journal.close()
+    told += [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    told += [text.encode() for text in capfd.readouterr()]
+    secret = run.controller.secret
+    assert len(secret) == 32 and len(told) > 10
+    for form in (secret, secret.hex().encode(), repr(secret)[2:-1].encode()):
+        assert not any(form in text for text in told)
 
 
 @pytest.mark.parametrize(
