@@ -25,6 +25,7 @@ from elastic_dp.cluster.logs import LastWords
 from elastic_dp.cluster.record import Limits, Result, write_result
 from elastic_dp.cluster.worker import WriteParts
 from elastic_dp.distributed.process_group import Rendezvous, open_store
+from elastic_dp.distributed.store import StoreServer
 from elastic_dp.errors import ElasticError
 from elastic_dp.protocol.coordinator import Coordinator, Rules
 from elastic_dp.protocol.messages import (
@@ -117,6 +118,7 @@ class Controller:
         self._gone: dict[WorkerId, Cause] = {}
         self._released: set[WorkerId] = set()
         self._died: set[WorkerId] = set()  # by their pulses, before anybody told them to go
+        self._store: StoreServer | None = None
         self._sealer: Sealer | None = None
         self._last_words: LastWords | None = None
         for line in self.journal.recorded():  # by a controller before this one
@@ -222,7 +224,8 @@ class Controller:
             return self.outcome
         self._fleet.close()
         self.heartbeats.close()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
         if self._sealer is not None:
             self._sealer.close()
         if self._last_words is not None:
