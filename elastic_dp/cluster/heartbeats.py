@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 from elastic_dp.cluster import pulse
 from elastic_dp.protocol.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
+from elastic_dp.threads import background
 
 STACKS_S = 2.0  # a pulse that was asked for stacks has killed its worker by then
 _RECEIVE_BUFFER_BYTES = (
@@ -117,7 +117,7 @@ class HeartbeatServer:
         self.refused = 0  # datagrams that were not genuine, or not new
         self._said_at = -math.inf
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="heartbeats", daemon=True)
+        self._thread = background("heartbeats", self._serve)
 
     def start(self) -> None:
         self._thread.start()

@@ -231,7 +231,7 @@ class RayFleet:
             self._asked.pop(worker, None)
         if isinstance(error, ray.exceptions.RayTaskError):
             # It raised, and holds its node's GPU until it is killed: not here, in Ray's own thread, where that never returns.
-            threading.Thread(target=_kill, args=[actor], name="kill", daemon=True).start()
+            background("kill", partial(_kill, actor)).start()
         reason, cause = _death(error)
         if worker in self._withdrawn:
             reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED

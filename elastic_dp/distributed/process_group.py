@@ -14,27 +14,25 @@ two members prove to each other that they do before the group is used, and Gloo'
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import hmac
-import os
 import queue
-import socket
-import stat
-import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastic_dp.distributed.gloo_device import GlooDevice
 from elastic_dp.distributed.store import StoreClient, StoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
+from elastic_dp.threads import background
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 _OPERATION_TIMEOUT = timedelta(hours=24)
@@ -249,7 +247,7 @@ class Forming:
             self._group = ProcessGroup(None, 0, 1, self._device)
             self._ended.set()
         else:
-            threading.Thread(target=self._form, name="forming", daemon=True).start()
+            background("forming", self._form).start()
         return self
 
     def abort(self) -> None:
@@ -317,75 +315,7 @@ def _keep_client(meet: Rendezvous, client: StoreClient) -> None:
         _clients[meet.host, meet.port, meet.secret] = client
 
 
-class _GlooDevice:
-    """A listening socket and an event loop, for all generations of this process until one fails to form.
-
-    Gloo keeps every connection that anybody makes to its port, and ends the process when it has no descriptor left; one that
-    names a pair of a later group is taken for that peer (measured). So the system drops what comes to the port while
-    no group forms.
-    """
-
-    def __init__(self, address: str | None) -> None:
-        before = _listeners()
-        if address is None:
-            self.device = dist.ProcessGroupGloo.create_default_device()
-        else:
-            self.device = dist.ProcessGroupGloo.create_device(hostname=address)
-        self.address = address
-        found = [fd for fd in _listeners() - before if address in (None, _host_of(fd))]
-        self._port = found[0] if len(found) == 1 else None  # one that we are not sure of stays open
-        self._forming = 0
-        self._lock = threading.Lock()
-        self._shut(True)
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Any]:
-        """The device, whose port takes connections meanwhile."""
-        with self._lock:
-            self._forming += 1
-            self._shut(False)
-        try:
-            yield self.device
-        finally:
-            with self._lock:
-                self._forming -= 1
-                self._shut(not self._forming)
-
-    def _shut(self, shut: bool) -> None:
-        """By a packet filter on the listening socket that drops all. Linux only."""
-        if self._port is None:
-            return
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._port)) as port:
-            port.setsockopt(socket.SOL_SOCKET, *((_ATTACH, _DROP_ALL) if shut else (_DETACH, 0)))
-
-
-_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
-_RETURN_0 = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_0))  # struct sock_fprog
-
-
-def _listeners() -> set[int]:
-    """The descriptors of this process's listening sockets; Linux only."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError):  # closed since
-                if stat.S_ISSOCK(os.fstat(fd).st_mode) and _listens(fd):
-                    found.add(fd)
-    return found
-
-
-def _listens(fd: int) -> bool:
-    with socket.socket(fileno=os.dup(fd)) as one:
-        return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _host_of(fd: int) -> str:
-    with socket.socket(fileno=os.dup(fd)) as one:
-        return str(one.getsockname()[0])
-
-
-_gloo_device: _GlooDevice | None = None
+_gloo_device: GlooDevice | None = None
 _gloo_device_lock = threading.Lock()
 
 
@@ -393,7 +323,7 @@ def use_interface(address: str | None) -> None:
     """Bind Gloo to the interface of this IP address; None: the one this host's name resolves to."""
     global _gloo_device
     with _gloo_device_lock:
-        _gloo_device = _GlooDevice(address)
+        _gloo_device = GlooDevice(address)
 
 
 def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> Any:
@@ -475,7 +405,7 @@ class _Graveyard:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._dig, name="graveyard", daemon=True)
+                self._thread = background("graveyard", self._dig)
                 self._thread.start()
         self._dead.put(body)
 
@@ -483,7 +413,7 @@ class _Graveyard:
         while True:
             body = self._dead.get()
             # One thread a body: a group that is stuck for hours must not keep the next ones from going.
-            threading.Thread(target=_drop, args=(body,), name="burial", daemon=True).start()
+            background("burial", partial(_drop, body)).start()
             del body
 
 

@@ -32,6 +32,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from elastic_dp.threads import background
+
 _NONCE_BYTES, _MAC_BYTES = 16, 16
 _HEAD = struct.Struct(f">I{_MAC_BYTES}s")
 _MAX_BYTES = 1 << 24  # of one message
@@ -110,7 +112,7 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._closed = False
-        threading.Thread(target=self._serve, name="rendezvous", daemon=True).start()
+        background("rendezvous", self._serve).start()
 
     def close(self) -> None:
         self._closed = True

@@ -1,0 +1,83 @@
+"""Gloo's listening socket, shut while no group forms: Gloo itself takes a connection from anybody, at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+
+class GlooDevice:
+    """A listening socket and an event loop, for all generations of this process until one fails to form.
+
+    Gloo keeps every connection that anybody makes to its port, and ends the process when it has no descriptor left; one that
+    names a pair of a later group is taken for that peer (measured). So the system drops what comes to the port while
+    no group forms.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        before = _listeners()
+        if address is None:
+            self.device = dist.ProcessGroupGloo.create_default_device()
+        else:
+            self.device = dist.ProcessGroupGloo.create_device(hostname=address)
+        self.address = address
+        found = [fd for fd in _listeners() - before if address in (None, _host_of(fd))]
+        self._port = found[0] if len(found) == 1 else None  # one that we are not sure of stays open
+        self._forming = 0
+        self._lock = threading.Lock()
+        self._shut(True)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Any]:
+        """The device, whose port takes connections meanwhile."""
+        with self._lock:
+            self._forming += 1
+            self._shut(False)
+        try:
+            yield self.device
+        finally:
+            with self._lock:
+                self._forming -= 1
+                self._shut(not self._forming)
+
+    def _shut(self, shut: bool) -> None:
+        """By a packet filter on the listening socket that drops all. Linux only."""
+        if self._port is None:
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._port)) as port:
+            port.setsockopt(socket.SOL_SOCKET, *((_ATTACH, _DROP_ALL) if shut else (_DETACH, 0)))
+
+
+_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux
+_RETURN_0 = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_0))  # struct sock_fprog
+
+
+def _listeners() -> set[int]:
+    """The descriptors of this process's listening sockets; Linux only."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # closed since
+                if stat.S_ISSOCK(os.fstat(fd).st_mode) and _listens(fd):
+                    found.add(fd)
+    return found
+
+
+def _listens(fd: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as one:
+        return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _host_of(fd: int) -> str:
+    with socket.socket(fileno=os.dup(fd)) as one:
+        return str(one.getsockname()[0])
