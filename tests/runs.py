@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint import uploader
-from elastic_dp.cluster.controller import Outcome
 from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.cluster.record import Outcome
 from elastic_dp.data import open_data
 from elastic_dp.data.index import Index
 from elastic_dp.protocol.messages import Event, SizeRequested

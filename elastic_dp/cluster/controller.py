@@ -22,7 +22,7 @@ from elastic_dp.cluster.fleet import Fleet
 from elastic_dp.cluster.heartbeats import STACKS_S, HeartbeatServer
 from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
 from elastic_dp.cluster.logs import LastWords
-from elastic_dp.cluster.record import Limits, Result, write_result
+from elastic_dp.cluster.record import Limits, Outcome, Result, write_result
 from elastic_dp.cluster.worker import WriteParts
 from elastic_dp.distributed.process_group import Rendezvous, open_store
 from elastic_dp.distributed.store import StoreServer
@@ -65,25 +65,6 @@ from elastic_dp.train.run import TIME_IS_UP
 from elastic_dp.train.sealing import Sealer
 
 LEFT = "left, as it was asked to"
-
-
-@dataclass
-class Outcome:
-    """How a run ended: `result` where it finished, `error` where it failed."""
-
-    result: Result | None = None
-    step: int = 0
-    reason: str = ""
-    digest: str = ""
-    inexact_because: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    error: str | None = None
-    error_worker: str = ""
-    error_facts: tuple[str | int, ...] | None = None  # what an error of ours is made of
-    traceback: str = ""
-    generations: int = 0
-    workers_lost: int = 0
-    wall_s: float = 0.0
 
 
 @dataclass
@@ -146,9 +127,7 @@ class Controller:
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
         """Every worker sends the same, in order; the first one counts, and is written before the next is."""
-        if (
-            self._sealer is not None
-        ):  # also of a step that is made once more: its checkpoint is a new one
+        if self._sealer is not None:  # a step that is made once more has a new checkpoint
             self._sealer.log(step, metrics)
         with self._log_lock:
             if (step, call) > self.logged_to:

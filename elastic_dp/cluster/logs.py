@@ -46,7 +46,7 @@ def read_logs(
 
     Raises SpecError for a worker that has no file.
     """
-    names = [entry.path.rpartition("/")[2] for entry in store.find(_path(store, ""))]
+    names = [entry.path.rpartition("/")[2] for entry in store.find(path_in(store, "logs/"))]
     found = [match for name in names if (match := _FILE.fullmatch(name))]
     files = sorted(found, key=lambda match: (_by_number(match[1]), match[2] or ""))
     workers = list(dict.fromkeys(match[1] for match in files))

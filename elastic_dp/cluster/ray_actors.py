@@ -28,13 +28,14 @@ import ray._private.state
 from elastic_dp.cluster import placing
 from elastic_dp.cluster.actor_link import ActorLink
 from elastic_dp.cluster.autoscaler import Autoscaler
-from elastic_dp.cluster.controller import Controller, Outcome
+from elastic_dp.cluster.controller import Controller
 from elastic_dp.cluster.finding import NAMESPACE
 from elastic_dp.cluster.heartbeats import Address
 from elastic_dp.cluster.kept import KeptLedger, forget, job_of
 from elastic_dp.cluster.logs import print_whatever_fits
 from elastic_dp.cluster.notices import Notices
 from elastic_dp.cluster.placement import Placement, can_hold
+from elastic_dp.cluster.record import Outcome
 from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.protocol.messages import (

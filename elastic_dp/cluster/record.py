@@ -202,6 +202,25 @@ def finished(url: str, limits: Limits, steps_per_epoch: int) -> Result | None:
     return result
 
 
+@dataclass
+class Outcome:
+    """How a run ended: `result` where it finished, `error` where it failed."""
+
+    result: Result | None = None
+    step: int = 0
+    reason: str = ""
+    digest: str = ""
+    inexact_because: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    error: str | None = None
+    error_worker: str = ""
+    error_facts: tuple[str | int, ...] | None = None  # what an error of ours is made of
+    traceback: str = ""
+    generations: int = 0
+    workers_lost: int = 0
+    wall_s: float = 0.0
+
+
 def run_url(name: str, storage_path: str | os.PathLike[str]) -> str:
     """The run's folder."""
     return f"{os.fspath(storage_path).rstrip('/')}/{name}"

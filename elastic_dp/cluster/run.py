@@ -10,21 +10,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logs import read_logs
-from elastic_dp.cluster.record import Result, read_result
+from elastic_dp.cluster.record import Outcome, Result, read_result
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import Progress
-
-if TYPE_CHECKING:
-    from elastic_dp.cluster.controller import Outcome
 
 _FOLLOW_S = 1.0
 _AGAIN_S = 0.1

@@ -116,7 +116,7 @@ def test_who_is_found_counts_for_the_floor_and_the_zones(fleet, monkeypatch):
     alive = [("w1", actor, "n1"), ("w2", actor, "gone")]
     monkeypatch.setattr(fleet, "_named", lambda *states: alive if "ALIVE" in states else [])
     monkeypatch.setattr(fleet, "_watch", lambda *_: None)
-    fleet._job = types.SimpleNamespace(heartbeat_host="h", heartbeat_port=1)
+    fleet._job = types.SimpleNamespace(controller=None)
     assert fleet.adopt((0, 0)) == ["w1", "w2"]
     first = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a"}
     assert fleet._asked == {"w1": first, "w2": {}}

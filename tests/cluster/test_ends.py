@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.cluster.controller import Outcome
+from elastic_dp.cluster.record import Outcome
 from elastic_dp.cluster.run import error_of
 from elastic_dp.data import open_data
 from elastic_dp.errors import (

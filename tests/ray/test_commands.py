@@ -118,7 +118,7 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     nobody = asked("logs", "job", "--worker", "w9", code=2).stderr
     assert "must be one that is up: w1" in nobody and f"{tmp_path}/runs/job/logs" in nobody
     there = ("--storage-path", tmp_path / "runs")
-    assert "starting 1 workers" in asked("events", "job", *there).stdout  # of the live one
+    assert "starting 1 worker" in asked("events", "job", *there).stdout  # of the live one
     assert said("status", "job", *there)["phase"] == "running"
 
     with pytest.warns(UserWarning, match=r"scaling.max_workers=1, not 3.*elastic-dp scale"):
@@ -137,7 +137,7 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     result = json.loads((tmp_path / "runs" / "job" / "result.json").read_text())
     assert result["weights_sha256"] == undisturbed(tmp_path, more)
     assert (said("status", "job", *there)["phase"], said("list")) == ("over", [])
-    assert "starting 1 workers" in asked("events", "job", *there).stdout
+    assert "starting 1 worker" in asked("events", "job", *there).stdout
     assert "w1  hello from nobody" in asked("logs", "job", "--worker", "w1", *there).stdout
     assert [(row["name"], row["phase"]) for row in said("list", *there)] == [("job", "over")]
     gone = edp.attach("job", tmp_path / "runs")
@@ -223,7 +223,7 @@ def test_more_workers_than_cores_train_where_each_asks_for_a_part_of_one(job):
     more = ("--set", "scaling.max_workers=4", "--set", "max_steps=100000", "--set", "name=many")
     asked("run", job, *part, *more, "--set", "config.body_s=0.05", "--", "start")
     eventually(lambda: said("status", "many")["world_size"] == 4)
-    asked("stop", "many", "--no-checkpoint", "--wait")
+    asked("stop", "many", "--wait")
 
 
 def test_an_address_that_is_none_is_said():
