@@ -5,6 +5,7 @@ None of these jobs is told to make checkpoints by itself, unless it says so.
 
 import dataclasses
 import os
+import re
 import signal
 import time
 
@@ -75,8 +76,9 @@ def test_when_too_few_are_left_they_wait_and_the_state_is_sealed(tmp_path):
     script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
-    last = steps_of(tmp_path)[-2]  # behind it comes the end's
-    sealed = told(run, "Explain", text=f"checkpoint of step {last} is sealed")
+    waits = told(run, "Explain", text="w2 must leave; the state after step")
+    step = int(re.search(r"after step (\d+)", lines_of(run)[waits]["text"])[1])
+    sealed = told(run, "Explain", text=f"checkpoint of step {step} is sealed")
     assert told(run, "KeepState") < sealed < told(run, "ReleaseWorker", worker="w2")
     assert not any("all who held the state" in line.get("text", "") for line in lines_of(run))
 
