@@ -9,6 +9,7 @@ packages are not covered; Python compiles differently from one minor version to 
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import sys
@@ -73,8 +74,10 @@ class _Walk:
     def _add_function(self, name: str, value: types.FunctionType) -> None:
         self._add(f"def {name}")
         names: set[str] = set()
+        variables: set[str] = set()  # not the attributes that happen to have the name of one
         for code in _codes(value.__code__):
             names.update(code.co_names)
+            variables.update(_global_names(code))
             plain = [_text(c) for c in code.co_consts if _is_plain(c) and c != value.__doc__]
             self._add(f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {plain}")
         self.visit("defaults", value.__defaults__)
@@ -82,7 +85,7 @@ class _Walk:
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if cell != types.CellType():  # one that is empty yet
                 self.visit(key, cell.cell_contents)
-        for key in sorted(names & value.__globals__.keys()):
+        for key in sorted(variables & value.__globals__.keys()):
             found = value.__globals__[key]
             self.visit(key, found)
             if isinstance(found, types.ModuleType) and self._is_of_user(found.__name__):
@@ -110,6 +113,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _codes(const)
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_NAME" or "GLOBAL" in instruction.opname:
+            yield instruction.argval
 
 
 def _is_plain(value: Any) -> bool:

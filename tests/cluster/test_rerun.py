@@ -267,6 +267,17 @@ def test_workers_compare_code_and_not_what_a_module_found_on_its_machine():
     assert code_of(at("a"), constants=False) != code_of(at("a", "return 1"), constants=False)
 
 
+def test_code_does_not_change_with_a_variable_that_only_shares_an_attributes_name():
+    """`steps = int(sys.argv[1])` in a script is not what `ctx.steps` reads."""
+
+    def at(steps):
+        names = {"__name__": "a_job", "steps": steps}
+        exec("def train(ctx):\n    return ctx.steps()", names)
+        return code_of(names["train"])
+
+    assert at(10) == at(20)
+
+
 def test_closures_and_partials_count():
     assert code_of(trains()) == code_of(trains()) != code_of(trains(lr=2e-3))
     assert code_of(adamw)
