@@ -1,12 +1,14 @@
-"""Each guard, taken out: where it stands, what replaces it.
+"""Each guard, taken out: in which function it stands, which code it is, and what stands there instead.
 
-A mutant is a textual replacement in one module's source, compiled into a copy; the text must be there exactly
-once, so a guard cannot move away unnoticed. It is caught by the scripted scenes of tests/protocol (for guards
-that take a rare coincidence to matter), or by a seed of the simulator.
+A mutant replaces one expression, or one or several statements, in the syntax tree of a function (or of a module's constant). The
+code must be there exactly once, so a guard cannot be lost unnoticed; how it is laid out and in which file it stands does
+not matter. It is caught by the scripted scenes of tests/protocol (for guards that take a rare coincidence to matter),
+or by a seed of the simulator.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -14,20 +16,14 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import elastic_dp.protocol
 from elastic_dp.protocol import membership, messages
 
-PROTOCOL = "elastic_dp.protocol."
-C, S, L = PROTOCOL + "coordinator", PROTOCOL + "seating", PROTOCOL + "liveness"
-G, LEAD, STAFF = PROTOCOL + "generation", PROTOCOL + "leadership", PROTOCOL + "staff"
-LEAVE = PROTOCOL + "leavers"
-ADMIT, GATHER, SURVEY = PROTOCOL + "admission", PROTOCOL + "gathering", PROTOCOL + "survey"
-KEEP = PROTOCOL + "keeping"
-PROGRESS, DIFFER = PROTOCOL + "progress", PROTOCOL + "disagreement"
-W, BUDGET = "tests.simulation.workers", PROTOCOL + "budget"
-BALANCE, RESIZE = PROTOCOL + "balance", PROTOCOL + "resizing"
+WORKERS = "tests.simulation.workers"
 SCENES = (
     "test_coordinator",
     "test_progress",
@@ -38,14 +34,14 @@ SCENES = (
     "test_budget",
     "test_resizing",
 )
-RELOADED = (PROTOCOL, "tests.simulation.", "tests.protocol.")
+RELOADED = (elastic_dp.protocol.__name__ + ".", "tests.simulation.", "tests.protocol.")
 
 
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    module: str
-    text: str
+    where: str  # "Class.method", "function", or "CONSTANT" of a module
+    code: str  # an expression, or statements
     instead: str
     climate: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
     first: int = 0  # seed from which on it is soon noticed
@@ -80,1247 +76,1213 @@ HANGS = {"hang": 6.0, "pause_s": 5.0, "steps": 40, "slots": 7}
 MUTANTS = [
     Mutant(
         "stop of an older generation counts",
-        G,
+        "Generation.stopped",
         "worker is None or event.generation < self.number or worker.id not in self.open",
         "worker is None or worker.id not in self.open",
     ),
     Mutant(
         "finish of an older generation counts",
-        G,
-        "worker is None or event.generation != self.number or not self.run.in_flight",
+        "Generation.worker_finished",
+        "worker is None or event.generation != self.number or (not self.run.in_flight)",
         "worker is None or not self.run.in_flight",
     ),
     Mutant(
         "any claim counts",
-        LEAD,
-        "        if generation != self.claiming:\n            return False\n",
-        "",
+        "Leadership.granted",
+        """if generation != self.claiming:
+    return False""",
+        "pass",
     ),
     Mutant(
         "heartbeat of an older generation counts",
-        G,
-        "if event.generation == self.number and in_flight:",
-        "if in_flight:",
+        "Generation.heard",
+        "event.generation == self.number and in_flight",
+        "in_flight",
     ),
     Mutant(
         "announced without a claim",
-        GATHER,
-        "        if self._leadership.claimed <= generation.number:\n            run.phase = Phase.CLAIMING\n            self._leadership.claim(generation.number, now)\n",
-        "        if self._leadership.claimed <= generation.number:\n            self._leadership.claimed = generation.number + 1\n            self._form(self._choose(founder, now), now)\n",
+        "Gathering.seat",
+        """run.phase = Phase.CLAIMING
+self._leadership.claim(generation.number, now)""",
+        """self._leadership.claimed = generation.number + 1
+self._form(self._choose(founder, now), now)""",
     ),
-    Mutant(
-        "a lost claim is ignored",
-        C,
-        "                self._stand_down(event)\n            case m.DeadlineReached",
-        "                pass\n            case m.DeadlineReached",
-    ),
+    Mutant("a lost claim is ignored", "Coordinator._take", "self._stand_down(event)", "pass"),
     Mutant(
         "an early deadline counts",
-        C,
-        "if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):\n            return []",
-        "if isinstance(event, m.DeadlineReached):\n            self._staff.retry_at = now",
+        "Coordinator.handle",
+        """if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):
+    return []""",
+        """if isinstance(event, m.DeadlineReached):
+    self._staff.retry_at = now""",
     ),
     Mutant(
         "no wait for the lease",
-        G,
-        "return self.acknowledged or not self.ghosts or now >= self.lease_until",
-        "return True",
+        "Generation.may_be_followed",
+        "self.acknowledged or not self.ghosts or now >= self.lease_until",
+        "True",
     ),
     Mutant(
-        "the evicted count as dead",
-        STAFF,
-        "            self._generation.ghosts.add(worker.id)\n",
-        "            pass\n",
+        "the evicted count as dead", "Staff.evict", "self._generation.ghosts.add(worker.id)", "pass"
     ),
     Mutant(
         "take-over does not wait for the lease",
-        SURVEY,
-        'generation.ghosts.add("")',
+        "Survey.end",
+        "generation.ghosts.add('')",
         "generation.acknowledged = True",
     ),
     Mutant(
         "renewed members are forgotten",
-        G,
-        "self.lease_until = max([worker.renewed_at for worker in seated]) + rules.lease_s",
-        "self.lease_until = now",
+        "Generation.seat",
+        "max([worker.renewed_at for worker in seated]) + rules.lease_s",
+        "now",
     ),
     Mutant(
         "members that run keep no lease",
-        G,
+        "Generation.renewed",
         "self.lease_until = max(self.lease_until, now + self.run.rules.lease_s)",
         "pass",
     ),
     Mutant(
         "a lease that a new controller renews is not waited for",
-        C,
-        "                self._generation.renewed(now)\n",
-        "                pass\n",
+        "Coordinator._heard",
+        "self._generation.renewed(now)",
+        "pass",
     ),
     Mutant(
         "leases of the stopped are waited for",
-        G,
-        "        if inside:  # who",
-        "        if True:  # who",
+        "Generation.heard",
+        """if inside:
+    self.renewed(now)""",
+        """if True:
+    self.renewed(now)""",
     ),
     Mutant(
         "the next forms while members are open",
-        G,
-        "return self.run.in_flight and not (self.open and self.unfinished)",
-        "return self.run.phase is Phase.ENDING or (self.run.in_flight and not (self.open and self.unfinished))",
+        "Generation.is_over",
+        "self.run.in_flight and (not (self.open and self.unfinished))",
+        "self.run.phase is Phase.ENDING or (self.run.in_flight and (not (self.open and self.unfinished)))",
     ),
     Mutant(
         "void workers can be the source",
-        S,
-        "whole = [worker for worker in stopped if worker.whole]",
-        "whole = stopped",
+        "choose",
+        "[worker for worker in stopped if worker.whole]",
+        "stopped",
     ),
     Mutant(
         "any whole worker can be the source",
-        S,
-        "source = next((worker for worker in seated if worker.whole and worker.place == top), source)",
-        "source = next((worker for worker in seated if worker.whole), source)",
+        "choose",
+        "(worker for worker in seated if worker.whole and worker.place == top)",
+        "(worker for worker in seated if worker.whole)",
     ),
     Mutant(
         "the most advanced may lose its seat",
-        S,
-        "if not any(worker is source or (worker.whole and worker.place == top) for worker in seated):",
-        "if not any(worker.whole or worker is founder for worker in seated):",
+        "choose",
+        "worker is source or (worker.whole and worker.place == top)",
+        "worker.whole or worker is founder",
     ),
     Mutant(
         "a source inside a body serves joiners",
-        S,
-        "copies = source.at_head or not source.whole",
-        "copies = True",
+        "choose",
+        "source.at_head or not source.whole",
+        "True",
     ),
     Mutant(
         "a half-written worker founds the run",
-        GATHER,
-        "beginning.able.pop(worker_id)  # may",
-        "pass  # may",
+        "Gathering._form",
+        "beginning.able.pop(worker_id)",
+        "pass",
     ),
     Mutant(
         "whoever was told no founds the run",
-        ADMIT,
-        "if can_source and not beginning.founded:",
-        "if not beginning.founded:",
+        "Admission.became_ready",
+        "can_source and (not beginning.founded)",
+        "not beginning.founded",
     ),
     Mutant(
         "the run is never founded by a report",
-        G,
-        "            self._beginning.shown(event.founded)\n",
-        "            pass\n",
+        "Generation.stopped",
+        "self._beginning.shown(event.founded)",
+        "pass",
     ),
     Mutant(
         "who finished does not say from which beginning",
-        G,
-        "        self._beginning.shown(event.founded)  # after",
-        "        self._beginning.shown(0)  # after",
+        "Generation.worker_finished",
+        "self._beginning.shown(event.founded)",
+        "self._beginning.shown(0)",
     ),
     Mutant(
         "no room is made for a founder",
-        ADMIT,
-        "            self._make_room_for_founder(now)\n",
-        "            pass\n",
+        "Admission.find_founder",
+        "self._make_room_for_founder(now)",
+        "pass",
     ),
     Mutant(
         "losing everyone goes unnoticed",
-        GATHER,
-        "                closing.lost_everyone(staff, beginning.at_most, now)\n                return\n",
-        "                run.say('?')\n                return\n",
+        "Gathering.seat",
+        "closing.lost_everyone(staff, beginning.at_most, now)",
+        "run.say('?')",
     ),
     Mutant(
         "leavers are forgotten at once",
-        GATHER,
-        "        staff.leavers[worker.id] = worker\n        staff.move(worker, Stage.LEAVER, now)\n",
-        "        staff.release(worker, reason, now)\n        return\n",
+        "Gathering._unseat",
+        """staff.leavers[worker.id] = worker
+staff.move(worker, Stage.LEAVER, now)""",
+        """staff.release(worker, reason, now)
+return""",
     ),
     Mutant(
         "leavers never go",
-        STAFF,
-        "            self.release(leaver, leaver.leave_reason, now)\n",
-        "            pass\n",
+        "Staff.progressed",
+        "self.release(leaver, leaver.leave_reason, now)",
+        "pass",
     ),
     Mutant(
         "leavers are not called back",
-        GATHER,
+        "Gathering._choose",
         "recalled = [*staff.leavers.values()]",
         "recalled: list[Worker] = []",
     ),
     Mutant(
         "joiners before those who stay",
-        S,
-        "order = [worker for worker in stopped if worker in chosen]\n    order += [worker for worker in new if worker in chosen]",
-        "order = [worker for worker in new if worker in chosen]\n    order += [worker for worker in stopped if worker in chosen]",
+        "choose",
+        """order = [worker for worker in stopped if worker in chosen]
+order += [worker for worker in new if worker in chosen]""",
+        """order = [worker for worker in new if worker in chosen]
+order += [worker for worker in stopped if worker in chosen]""",
     ),
     Mutant(
-        "fewer than min_workers will do",
-        GATHER,
-        "if at_hand < run.least:",
-        "if at_hand < 1:",
+        "fewer than min_workers will do", "Gathering.seat", "at_hand < run.least", "at_hand < 1"
     ),
-    Mutant(
-        "evicted while the group makes steps",
-        L,
-        "            if now < until:\n",
-        "            if False:\n",
-    ),
+    Mutant("evicted while the group makes steps", "Liveness.silent", "now < until", "False"),
     Mutant(
         "sleep is taken for their silence",
-        C,
-        "                self._staff.liveness.was_away(now)\n",
-        "                pass\n",
+        "Coordinator._hold",
+        "self._staff.liveness.was_away(now)",
+        "pass",
     ),
     Mutant(
         "judged by a heartbeat behind which others wait",
-        C,
-        "        self._progress.catch_up(now)\n",
-        "",
+        "Coordinator._release",
+        "self._progress.catch_up(now)",
+        "pass",
     ),
     Mutant(
         "who slept while it took what was held goes on",
-        C,
-        "elif leadership.held is not None and leadership.releasing_at is None:",
-        "elif leadership.held is not None and leadership.releasing_at is not None:\n"
-        "            leadership.held.append(event)\n"
-        "            self._release(now)\n"
-        "        elif leadership.held is not None:",
+        "Coordinator.handle",
+        "leadership.in_doubt(event, now, self._staff.liveness.waiting)",
+        "leadership.held is None and leadership.in_doubt(event, now, self._staff.liveness.waiting)",
     ),
     Mutant(
         "a run that is over leaves held facts",
-        C,
-        "            if self._run.phase is not Phase.OVER:\n                break\n",
-        "            break\n",
+        "Coordinator._release",
+        """if self._run.phase is not Phase.OVER:
+    break""",
+        "break",
     ),
     Mutant(
         "a quiet coordinator does not confirm",
-        LEAD,
-        "return found or self.fell_quiet(now, waiting) or self._answered_late(event, now)",
-        "return found or self._answered_late(event, now)",
+        "Leadership.in_doubt",
+        "found or self.fell_quiet(now, waiting) or self._answered_late(event, now)",
+        "found or self._answered_late(event, now)",
     ),
     Mutant(
         "a late answer to a claim counts",
-        LEAD,
-        "return ours and now > self._asked_at + self.run.rules.heartbeat_timeout_s",
-        "return False",
+        "Leadership._answered_late",
+        "ours and now > self._asked_at + self.run.rules.heartbeat_timeout_s",
+        "False",
     ),
-    Mutant(
-        "claims skip numbers",
-        LEAD,
-        "if self.claiming:  # one after the other",
-        "if False:  # one after the other",
-    ),
+    Mutant("claims skip numbers", "Leadership.confirm", "self.claiming", "False"),
     Mutant(
         "earlier beginnings come back",
-        GATHER,
-        "if 0 < worker.founded < founded_in:",
-        "if False:",
+        "Gathering._replace_stragglers",
+        "0 < worker.founded < founded_in",
+        "False",
     ),
     Mutant(
         "what was held is dropped",
-        C,
-        "            for each in leadership.release(now):\n",
-        "            for each in leadership.release(now)[:1]:\n",
+        "Coordinator._release",
+        "leadership.release(now)",
+        "leadership.release(now)[:1]",
     ),
     Mutant(
         "judged before all is read",
-        C,
-        "0.0 if isinstance(event, m.DeadlineReached) else",
-        "0.0 if True else",
+        "Coordinator._judge_silence",
+        "isinstance(event, m.DeadlineReached)",
+        "True",
     ),
     Mutant(
         "silence is never judged",
-        L,
+        "Liveness.silent",
         "self._named_once(now) if now >= self.due + patience_s else []",
         "[]",
     ),
     Mutant(
         "messages are no sign of life",
-        C,
-        "if worker is not None and worker.stage not in UNTIMED:",
-        "if isinstance(event, m.WorkerHeard) and worker is not None and worker.stage not in UNTIMED:",
+        "Coordinator._take",
+        "worker is not None and worker.stage not in UNTIMED",
+        "isinstance(event, m.WorkerHeard) and worker is not None and (worker.stage not in UNTIMED)",
     ),
     Mutant(
         "the silent are looked at once only",
-        L,
-        "                self.excused[worker] = until  # the group",
-        "                pass  # the group",
+        "Liveness.silent",
+        "self.excused[worker] = until",
+        "pass",
     ),
     Mutant(
         "the thawed are answered",
-        C,
-        '            run.emit(m.EvictWorker(event.worker, "not a worker of this run any more", stuck))\n',
-        "            run.emit(m.RenewLease(event.worker, event.beat))\n",
+        "Coordinator._heard",
+        "m.EvictWorker(event.worker, 'not a worker of this run any more', stuck)",
+        "m.RenewLease(event.worker, event.beat)",
     ),
     Mutant(
         "a stop unasked ends nothing",
-        G,
-        '            self.abort(f"{worker.id} stopped: {event.reason}")\n',
-        "            pass\n",
+        "Generation.stopped",
+        "self.abort(f'{worker.id} stopped: {event.reason}')",
+        "pass",
     ),
     Mutant(
         "a loss ends nothing",
-        G,
-        "        if phase is Phase.FORMING or (phase is Phase.RUNNING and not finished):",
-        "        if False:",
+        "Generation.drop",
+        "phase is Phase.FORMING or (phase is Phase.RUNNING and (not finished))",
+        "False",
     ),
     Mutant(
         "any loss breaks the group",
-        G,
-        "        if self.members.pop(worker.id, None) is None:\n            return\n",
-        "        self.members.pop(worker.id, None)\n",
+        "Generation.drop",
+        """if self.members.pop(worker.id, None) is None:
+    return""",
+        "self.members.pop(worker.id, None)",
     ),
-    Mutant(
-        "ends are told once",
-        G,
-        "        if self.run.phase is Phase.ENDING:\n            self._tell_end(worker)\n",
-        "        if self.run.phase is Phase.ENDING:\n            pass\n",
-    ),
+    Mutant("ends are told once", "Generation._remind", "self._tell_end(worker)", "pass"),
     Mutant(
         "told at every heartbeat",
-        G,
-        "if beats & (beats - 1) and beats % REMIND_BEATS:",
-        "if False:",
+        "Generation._remind",
+        "beats & beats - 1 and beats % REMIND_BEATS",
+        "False",
     ),
     Mutant(
         "told ever more seldom",
-        G,
-        "if beats & (beats - 1) and beats % REMIND_BEATS:",
-        "if beats & (beats - 1):",
+        "Generation._remind",
+        "beats & beats - 1 and beats % REMIND_BEATS",
+        "beats & beats - 1",
     ),
     Mutant(
         "an abort is repeated as seldom as the end was",
-        G,
-        "                worker.reminded_beats = 0\n                self._tell_end(worker)\n",
-        "                self._tell_end(worker)\n",
+        "Generation._end",
+        "worker.reminded_beats = 0",
+        "pass",
     ),
     Mutant(
         "steps heard while taking over do not count",
-        C,
-        "            if event.generation == self._generation.number:\n                self._note_step(event.step, now)\n",
-        "            if event.generation == self._generation.number and run.in_flight:\n                self._note_step(event.step, now)\n",
+        "Coordinator._heard",
+        "event.generation == self._generation.number",
+        "event.generation == self._generation.number and run.in_flight",
     ),
     Mutant(
         "lost reports stay lost",
-        G,
-        "                self._note_lost_report(worker, event.phase)\n",
-        "                pass\n",
+        "Generation.heard",
+        "self._note_lost_report(worker, event.phase)",
+        "pass",
     ),
-    Mutant(
-        "no deadline for forming",
-        G,
-        "            if now < self._form_by:\n",
-        "            if True:\n",
-    ),
+    Mutant("no deadline for forming", "Generation.check_time", "now < self._form_by", "True"),
     Mutant(
         "the unreachable are tried again",
-        GATHER,
-        "        dropped = to_drop(",
-        "        return\n        dropped = to_drop(",
+        "Gathering._judge_forming",
+        "dropped = to_drop(generation.pairs, members, needed)",
+        """return
+dropped = to_drop(generation.pairs, members, needed)""",
     ),
     Mutant(
         "who fails to join twice stays",
-        GATHER,
-        "if again or worker.failed_joins > self.run.rules.max_failed_joins:",
-        "if False:",
+        "Gathering._put_back",
+        "again or worker.failed_joins > self.run.rules.max_failed_joins",
+        "False",
     ),
     Mutant(
         "the one that holds the state is dropped",
-        S,
-        "able = [worker for worker in degree if heads != {worker}]",
-        "able = list(degree)",
+        "to_drop",
+        "[worker for worker in degree if heads != {worker}]",
+        "list(degree)",
     ),
     Mutant(
         "identities start over after a take-over",
-        C,
-        "            self._staff.identities.adopt(event.generation)\n",
-        "            self._staff.identities.given = 0\n",
+        "Coordinator._was_claimed",
+        "self._staff.identities.adopt(event.generation)",
+        "self._staff.identities.given = 0",
     ),
     Mutant(
         "identities before the claim",
-        C,
-        "            return  # identities are counted under the claim",
-        "            pass",
+        "Coordinator._replenish",
+        """if surveying and self._leadership.claimed <= self.generation:
+    return""",
+        """if surveying and self._leadership.claimed <= self.generation:
+    pass""",
     ),
-    Mutant(
-        "the dismissed are seated",
-        STAFF,
-        "        self.ready.pop(worker.id, None)\n",
-        "",
-    ),
+    Mutant("the dismissed are seated", "Staff._remove", "self.ready.pop(worker.id, None)", "pass"),
     Mutant(
         "the lost are seated",
-        G,
-        "if self.members.pop(worker.id, None) is None:",
-        "if worker.id not in self.members:",
+        "Generation.drop",
+        "self.members.pop(worker.id, None) is None",
+        "worker.id not in self.members",
     ),
     Mutant(
         "losses are not replaced",
-        STAFF,
-        "while len(self.useful) < wanted:",
-        "while len(self.workers) < self.wanted:",
+        "Staff.replenish",
+        "len(self.useful) < wanted",
+        "len(self.workers) < self.wanted",
     ),
     Mutant(
         "finished when the first one is",
-        GATHER,
-        "if finished and not self._generation.unfinished:",
-        "if finished:",
+        "Gathering.take_back",
+        "finished and (not self._generation.unfinished)",
+        "finished",
     ),
-    Mutant(
-        "a stop is not repeated",
-        G,
-        "        self.run.emit(m.FormGeneration(self.membership))\n        self.tell_to_stop()\n",
-        "        self.run.emit(m.FormGeneration(self.membership))\n",
-    ),
+    Mutant("a stop is not repeated", "Generation.announce", "self.tell_to_stop()", "pass"),
     Mutant(
         "a stop is not told again on heartbeats",
-        G,
-        "        elif self.run.stop is not None:\n            self._tell_stop(worker, self.run.stop)\n",
-        "",
+        "Generation._remind",
+        """if self.run.stop is not None:
+    self._tell_stop(worker, self.run.stop)""",
+        "pass",
     ),
     Mutant(
         "talks on after the end",
-        C,
-        "        if self._run.phase is Phase.OVER:\n            self._take_when_over(event, now)\n        elif",
-        "        if self._run.phase is Phase.OVER and not self._leadership.held:\n            self._take(event, now)\n        elif",
+        "Coordinator.handle",
+        "self._take_when_over(event, now)",
+        "self._take(event, now)",
     ),
-    Mutant(
-        "size without bounds",
-        C,
-        "if not 1 <= event.size <= most:",
-        "if False:",
-    ),
+    Mutant("size without bounds", "Coordinator._resized", "not 1 <= event.size <= most", "False"),
     Mutant(
         "lost words are not asked for",
-        C,
-        "            run.emit(m.ReportYourself(worker.id, self._staff.asked))  # its word was lost\n",
-        "            pass\n",
+        "Coordinator._heard",
+        "run.emit(m.ReportYourself(worker.id, self._staff.asked))",
+        "pass",
     ),
     Mutant(
         "a lost beginning stays lost",
-        C,
-        "            self._admission.tell_to_begin(worker)\n",
-        "            pass\n",
+        "Coordinator._begin_again",
+        "self._admission.tell_to_begin(worker)",
+        "pass",
     ),
     Mutant(
         "a take-over does not end what runs",
-        SURVEY,
-        "            self.run.emit(m.AbortGeneration(worker.id, generation.number))\n",
-        "            pass\n",
+        "Survey.reported",
+        "self.run.emit(m.AbortGeneration(worker.id, generation.number))",
+        "pass",
     ),
     Mutant(
         "does not wait for all reports",
-        SURVEY,
-        "if self._staff.unreported or self._leadership.claimed <= generation.number:",
-        "if self._leadership.claimed <= generation.number:",
+        "Survey.end",
+        "self._staff.unreported or self._leadership.claimed <= generation.number",
+        "self._leadership.claimed <= generation.number",
     ),
     Mutant(
         "leavers go before the next generation forms",
-        STAFF,
+        "Staff.progressed",
         "[*self.leavers.values()] if self.run.in_flight else []",
         "[*self.leavers.values()]",
     ),
     Mutant(
         "a death while forming counts as a failure to form",
-        G,
-        "            self.lost_while_forming = True\n            if",
-        "            if",
+        "Generation.drop",
+        "self.lost_while_forming = True",
+        "pass",
     ),
     Mutant(
         "anybody speaks for the newest generation",
-        G,
-        "self.acknowledged = self.acknowledged or worker.entered == self.number",
-        "self.acknowledged = True",
+        "Generation.stopped",
+        "self.acknowledged or worker.entered == self.number",
+        "True",
     ),
     Mutant(
         "a planned end that fails stays planned",
-        G,
-        '            self.abort(f"{worker.id} stopped before the planned end: {event.reason}")\n',
-        "            pass\n",
+        "Generation.stopped",
+        "self.abort(f'{worker.id} stopped before the planned end: {event.reason}')",
+        "pass",
     ),
     Mutant(
         "a planned end is never aborted",
-        G,
-        '                self.abort("the planned end takes too long")\n',
-        "                pass\n",
+        "Generation.check_time",
+        "self.abort('the planned end takes too long')",
+        "pass",
     ),
     Mutant(
         "a planned end is not ahead",
-        G,
+        "Generation.plan_end",
         "self.step + self._pace + ahead",
         "self.step",
     ),
     Mutant(
         "who never entered is tried again",
-        G,
-        "                self.pairs.update((worker, worker) for worker in never)\n",
-        "                pass\n",
+        "Generation.check_time",
+        "self.pairs.update(((worker, worker) for worker in never))",
+        "pass",
     ),
     Mutant(
         "a hand-over has no more time than forming",
-        G,
-        "                self._form_by = max(self._form_by, now + self.run.rules.forming_timeout_s)\n",
-        "                pass\n",
+        "Generation.heard",
+        "self._form_by = max(self._form_by, now + self.run.rules.forming_timeout_s)",
+        "pass",
     ),
     Mutant(
         "a replacement is asked for when its node is gone",
-        STAFF,
-        "        self.useful.discard(worker.id)  # so a replacement",
-        "        pass  # so a replacement",
+        "Staff.drain",
+        "self.useful.discard(worker.id)",
+        "pass",
     ),
     Mutant(
         "the confirmed dead are waited for",
-        STAFF,
-        "        self._generation.ghosts.discard(worker.id)\n",
-        "",
+        "Staff.lost",
+        "self._generation.ghosts.discard(worker.id)",
+        "pass",
     ),
     Mutant(
         "the founder is no more than others when scaling down",
-        STAFF,
+        "Staff.resized",
         "w.stage in LOOSE and w.id != founder",
         "w.stage in LOOSE",
     ),
     Mutant(
         "survivors wait for a burst of joiners",
-        GATHER,
-        "waiting = not survivors and",
-        "waiting =",
+        "Gathering._earliest_seating",
+        "not survivors and len(staff.ready) < self.run.size",
+        "len(staff.ready) < self.run.size",
     ),
     Mutant(
         "nobody founds the run after a take-over",
-        SURVEY,
-        "            beginning.able = {worker.id: worker for worker in able}\n",
-        "            pass\n",
+        "Survey.end",
+        "beginning.able = {worker.id: worker for worker in able}",
+        "pass",
     ),
     Mutant(
         "who does not fit stays after a take-over",
-        SURVEY,
-        "                self._admission.fits(worker, now)\n",
-        "                pass\n",
+        "Survey.end",
+        "self._admission.fits(worker, now)",
+        "pass",
     ),
     Mutant(
         "who was building at a take-over is never ready",
-        SURVEY,
-        "            self._admission.became_ready(worker, event.signature, event.can_source, now)\n        if worker.stage is not",
-        "            pass\n        if worker.stage is not",
+        "Survey.reported",
+        """if worker.stage is Stage.BUILDING and event.signature is not None and (event.generation == 0):
+    self._admission.became_ready(worker, event.signature, event.can_source, now)""",
+        """if worker.stage is Stage.BUILDING and event.signature is not None and (event.generation == 0):
+    pass""",
     ),
     Mutant(
         "the least number holds up the end of the run",
-        PROTOCOL + "run",
-        "return 1 if self.stop is not None else min(",
-        "return min(",
+        "Run.least",
+        "1 if self.stop is not None else min(self.min_workers, self.size)",
+        "min(self.min_workers, self.size)",
     ),
     Mutant(
         "the excused are judged after they left",
-        L,
-        "        self.excused.pop(worker, None)\n        if not self._heard:",
-        "        if not self._heard:",
+        "Liveness.forget",
+        "self.excused.pop(worker, None)",
+        "pass",
         first=1150,
     ),
-    Mutant(
-        "commit without compare-and-swap",
-        W,
-        "            return  # aborted: the compare-and-swap of the commit",
-        "            pass",
-    ),
+    Mutant("commit without compare-and-swap", "SimWorker.collective_done", "return", "pass"),
     Mutant(
         "commit without a lease",
-        W,
-        '        elif self.world.now > self.lease_until:\n            self.failed("lease ran out")\n        else:\n            self.commit()',
-        "        else:\n            self.commit()",
+        "SimWorker.collective_done",
+        """if self.world.now > self.lease_until:
+    self.failed('lease ran out')
+else:
+    self.commit()""",
+        "self.commit()",
         LEASES,
         first=815,
     ),
     Mutant(
         "lease from the answer's arrival",
-        W,
-        "sent = self.beats.get(beat, -math.inf)",
-        "sent = self.world.now",
+        "SimWorker.receive",
+        "self.beats.get(beat, -math.inf)",
+        "self.world.now",
         LEASES,
         first=680,
     ),
     Mutant(
         "a stopped worker resumes",
-        W,
-        "if membership is not None and membership.generation > self.ended:",
-        "if membership is not None and membership.generation > self.generation:",
+        "SimWorker.wait",
+        "self.ended",
+        "self.generation",
         {"slow_messages": 0.3, "pause_s": 1.5, "false_failure": 3.0, "slots": 7},
     ),
     Mutant(
         "the body's state is handed to those behind",
-        W,
-        "            elif source.step > self.step:\n                self.at_head, self.evaluated = False, 0\n",
-        "            elif source.step > self.step:\n                self.at_head, self.evaluated, self.body_begun = True, 0, source.step\n",
+        "SimWorker.received",
+        "self.at_head, self.evaluated = (False, 0)",
+        "self.at_head, self.evaluated, self.body_begun = (True, 0, source.step)",
         first=330,
     ),
     Mutant(
         "written to before all has arrived",
-        W,
-        '            self.failed("hand-over failed", (source.id,))  # staged',
-        '            self.state = GARBAGE\n            self.failed("hand-over failed", (source.id,))  # staged',
+        "SimWorker.received",
+        "self.failed('hand-over failed', (source.id,))",
+        """self.state = GARBAGE
+self.failed('hand-over failed', (source.id,))""",
         HAND_OVERS,
     ),
     Mutant(
         "whole before the copy is complete",
-        W,
-        '                self.state = GARBAGE\n            self.failed("the source is gone"',
-        '                self.state, self.whole = GARBAGE, True\n            self.failed("the source is gone"',
+        "SimWorker.received",
+        "self.state = GARBAGE",
+        "self.state, self.whole = (GARBAGE, True)",
         HAND_OVERS,
     ),
     Mutant(
         "a late planned end is ignored",
-        W,
-        "if generation == self.generation and (self.finished or self.attempting > last):",
-        "if False:",
+        "SimWorker.end",
+        "generation == self.generation and (self.finished or self.attempting > last)",
+        "False",
     ),
     Mutant(
         "planned ends are not kept",
-        W,
-        '        elif self.step >= self.planned.get(self.generation, math.inf):\n            self.failed("planned end")\n',
-        "",
+        "SimWorker.attempt",
+        "self.step >= self.planned.get(self.generation, math.inf)",
+        "False",
     ),
     Mutant(
         "back to the checkpoint though somebody holds the state",
-        GATHER,
-        "if not any(worker.whole for worker in holders):",
-        "if holders:",
+        "Gathering.seat",
+        "not any((worker.whole for worker in holders))",
+        "holders",
         {"seal_steps": 1, "kill": 3.0, "slots": 7},
     ),
     Mutant(
         "initial weights instead of the checkpoint",
-        GATHER,
-        "restore=beginning.sealed is not None",
-        "restore=False",
+        "Gathering._form",
+        "beginning.sealed is not None",
+        "False",
     ),
     Mutant(
         "an old search for a checkpoint counts",
-        PROTOCOL + "beginning",
-        "        self.searched, self.sealed = False, None\n",
-        "        pass\n",
+        "Beginning.forms",
+        "self.searched, self.sealed = (False, None)",
+        "pass",
     ),
     Mutant(
         "who found a checkpoint leads",
-        LEAD,
-        "return found or self.fell_quiet(now, waiting) or self._answered_late(event, now)",
-        "return self.fell_quiet(now, waiting) or self._answered_late(event, now)",
+        "Leadership.in_doubt",
+        "found or self.fell_quiet(now, waiting) or self._answered_late(event, now)",
+        "self.fell_quiet(now, waiting) or self._answered_late(event, now)",
     ),
     Mutant(
         "a take-over renews the lease of any generation",
-        C,
-        "        if not self._generation.is_past(event):\n",
-        "        if True:\n",
+        "Coordinator._heard",
+        "not self._generation.is_past(event)",
+        "True",
     ),
     Mutant(
         "whoever must go is released before its state is sealed",
-        KEEP,
-        "if self.sealed >= top.step:",
-        "if True:",
+        "Keeping.hold",
+        "self.sealed >= top.step",
+        "True",
     ),
     Mutant(
-        "any seal covers what they hold",
-        KEEP,
-        "if self.sealed >= top.step:",
-        "if self.sealed:",
+        "any seal covers what they hold", "Keeping.hold", "self.sealed >= top.step", "self.sealed"
     ),
     Mutant(
         "the last who holds the state leaves in time",
-        STAFF,
-        " if self._is_held_by_others(worker):",
-        ":",
+        "Staff.alarm",
+        "self._is_held_by_others(worker)",
+        "True",
     ),
     Mutant(
-        "a leaver keeps nothing",
-        KEEP,
-        "            draining += self._staff.leavers.values()\n",
-        "            pass\n",
+        "a leaver keeps nothing", "Keeping.due", "draining += self._staff.leavers.values()", "pass"
     ),
-    Mutant("long steps take the time of the last checkpoint", GATHER, ", at_once=True", ""),
+    Mutant(
+        "long steps take the time of the last checkpoint",
+        "Gathering._part",
+        "self._generation.plan_end(f'{who} must leave, and too few are left', at_once=True)",
+        "self._generation.plan_end(f'{who} must leave, and too few are left')",
+    ),
     Mutant(
         "what it ran is not heard after its death",
-        STAFF,
-        "            self.budgets.died_in(*event.micro_batch)\n\n",
-        "\n",
+        "Staff._learn_why",
+        "self.budgets.died_in(*event.micro_batch)",
+        "pass",
     ),
     Mutant(
-        "a cause that comes later is not heard",
-        STAFF,
-        "            self._learn_why(event, now)\n",
-        "",
+        "a cause that comes later is not heard", "Staff.lost", "self._learn_why(event, now)", "pass"
     ),
-    Mutant("a stop is nobody's fault but its own", C, 'now, blamed="")', "now)"),
+    Mutant(
+        "a stop is nobody's fault but its own",
+        "Coordinator._take",
+        "self._staff.count(worker, now, blamed='')",
+        "self._staff.count(worker, now)",
+    ),
     Mutant(
         "the loss of another is taken back",
-        STAFF,
-        "(worker.id, worker.entered), ",
-        "self._blamed, ",
+        "Staff._count_loss",
+        "(worker.id, worker.entered)",
+        "self._blamed",
     ),
-    Mutant("a pause outlives the step", STAFF, "            self.retry_at = -math.inf\n", ""),
-    Mutant("one for each notice of many", KEEP, "if now < self._foresee_at:", "if False:"),
-    Mutant("all are asked for a checkpoint", KEEP, "[:ASKED]", ""),
+    Mutant("a pause outlives the step", "Staff.progressed", "self.retry_at = -math.inf", "pass"),
+    Mutant("one for each notice of many", "Keeping.foresee", "now < self._foresee_at", "False"),
+    Mutant(
+        "all are asked for a checkpoint",
+        "Keeping.foresee",
+        "sorted(members, key=lambda worker: worker.draining)[:ASKED]",
+        "sorted(members, key=lambda worker: worker.draining)",
+    ),
     Mutant(
         "a notice that changes is not seen",
-        STAFF,
-        "self.notices += known != (worker.draining, worker.leave_at)",
-        "self.notices += not known[0]",
+        "Staff.drain",
+        "known != (worker.draining, worker.leave_at)",
+        "not known[0]",
     ),
-    Mutant("who is due is looked up once", KEEP, " or now >= self._due_until:", ":"),
-    Mutant("a seal is not seen", KEEP, ", self.sealed, len(going))", ", len(going))"),
-    Mutant("who gives is past forming", G, '"form", "give", "receive"', '"form", "receive"'),
-    Mutant("what was sealed before going back counts", KEEP, "if restores:", "if False:"),
-    Mutant("one half-way through a body keeps its state", KEEP, "and w.at_head", ""),
-    Mutant("one behind keeps its state", KEEP, "w.whole and w.place == top", "w.whole"),
-    Mutant("the end of the run is held up", KEEP, "if top.ended or", "if"),
-    Mutant("the first step is waited for in vain", KEEP, "not top.step or", ""),
-    Mutant("nobody keeps anything", KEEP, " or not writers or", " or"),
-    Mutant("a seal is waited for for ever", KEEP, " or not self.in_time(going, now):", ":"),
     Mutant(
-        "a notice that was wrong ends each generation", GATHER, " and keeping.in_time(due, now)", ""
+        "who is due is looked up once",
+        "Keeping.due",
+        "state != self._due_of or now >= self._due_until",
+        "state != self._due_of",
+    ),
+    Mutant(
+        "a seal is not seen",
+        "Keeping.hold",
+        "(*self._state_of_things(), self.sealed, len(going))",
+        "(*self._state_of_things(), len(going))",
+    ),
+    Mutant(
+        "who gives is past forming",
+        "BEFORE_TRAINING",
+        'BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})',
+        'BEFORE_TRAINING = frozenset({"start", "wait", "form", "receive", "restore"})',
+    ),
+    Mutant("what was sealed before going back counts", "Keeping.announced", "restores", "False"),
+    Mutant(
+        "one half-way through a body keeps its state",
+        "Keeping.hold",
+        "w.whole and w.place == top and w.at_head",
+        "w.whole and w.place == top",
+    ),
+    Mutant(
+        "one behind keeps its state",
+        "Keeping.hold",
+        "w.whole and w.place == top and w.at_head",
+        "w.whole and w.at_head",
+    ),
+    Mutant(
+        "the end of the run is held up",
+        "Keeping.hold",
+        "top.ended or not top.step or (not writers) or (not self.in_time(going, now))",
+        "not top.step or not writers or (not self.in_time(going, now))",
+    ),
+    Mutant(
+        "the first step is waited for in vain",
+        "Keeping.hold",
+        "top.ended or not top.step or (not writers) or (not self.in_time(going, now))",
+        "top.ended or not writers or (not self.in_time(going, now))",
+    ),
+    Mutant(
+        "nobody keeps anything",
+        "Keeping.hold",
+        "top.ended or not top.step or (not writers) or (not self.in_time(going, now))",
+        "top.ended or not top.step or (not self.in_time(going, now))",
+    ),
+    Mutant(
+        "a seal is waited for for ever",
+        "Keeping.hold",
+        "top.ended or not top.step or (not writers) or (not self.in_time(going, now))",
+        "top.ended or not top.step or (not writers)",
+    ),
+    Mutant(
+        "a notice that was wrong ends each generation",
+        "Gathering._part",
+        "due and run.rules.keeps and self._generation.step and keeping.in_time(due, now)",
+        "due and run.rules.keeps and self._generation.step",
     ),
     Mutant(
         "a word that was lost is not said again",
-        KEEP,
-        " or now >= self._again_at:",
-        ":",
+        "Keeping.hold",
+        "(top.step, writers) != self._asked or now >= self._again_at",
+        "(top.step, writers) != self._asked",
     ),
     Mutant(
         "those who write are not told anew",
-        KEEP,
-        "if (top.step, writers) != self._asked or now",
-        "if now",
+        "Keeping.hold",
+        "(top.step, writers) != self._asked or now >= self._again_at",
+        "now >= self._again_at",
     ),
     Mutant(
-        "no checkpoint when the notice comes",
-        GATHER,
-        "            keeping.foresee(now)\n",
-        "            pass\n",
+        "no checkpoint when the notice comes", "Gathering._part", "keeping.foresee(now)", "pass"
     ),
     Mutant(
         "one for each look at a notice",
-        KEEP,
-        "            self._foreseen.update(self._generation.draining)\n",
-        "",
+        "Keeping.foresee",
+        "self._foreseen.update(self._generation.draining)",
+        "pass",
     ),
-    Mutant(
-        "who has time left is not counted",
-        GATHER,
-        "present - len(due or draining) + waiting",
-        "present - len(draining) + waiting",
-    ),
+    Mutant("who has time left is not counted", "Gathering._part", "due or draining", "draining"),
     Mutant(
         "those who must go stay to the end",
-        GATHER,
-        "elif due and run.rules.keeps and self._generation.step and keeping.in_time(due, now):",
-        "elif False:",
+        "Gathering._part",
+        "due and run.rules.keeps and self._generation.step and keeping.in_time(due, now)",
+        "False",
     ),
     Mutant(
         "a checkpoint where there is no storage",
-        GATHER,
-        "going = self._keeping.due(now) if run.rules.keeps else []",
-        "going = self._keeping.due(now)",
+        "Gathering.seat",
+        "self._keeping.due(now) if run.rules.keeps else []",
+        "self._keeping.due(now)",
         climate={"seal_steps": 0, "drain": 3.0, "steps": 60, "kill_all": 0.0},
     ),
     Mutant(
         "those who must go are kept though others came",
-        GATHER,
-        "if going and at_hand - len(going) < run.least:",
-        "if going:",
+        "Gathering.seat",
+        "going and at_hand - len(going) < run.least",
+        "going",
     ),
     Mutant(
         "what is asked for while nobody trains is forgotten",
-        KEEP,
-        "self._wanted = not self.run.in_flight",
-        "self._wanted = False",
+        "Keeping.ask",
+        "not self.run.in_flight",
+        "False",
     ),
     Mutant(
         "an answer to an earlier question counts",
-        SURVEY,
-        "if worker.stage is not Stage.SURVEYED or event.asked != staff.asked:",
-        "if worker.stage is not Stage.SURVEYED:",
+        "Survey.reported",
+        "worker.stage is not Stage.SURVEYED or event.asked != staff.asked",
+        "worker.stage is not Stage.SURVEYED",
     ),
     Mutant(
         "leavers wait for joiners",
-        GATHER,
-        "waiting = not survivors and",
-        "waiting = not self._generation.members and",
+        "Gathering._earliest_seating",
+        "survivors",
+        "self._generation.members",
     ),
     Mutant(
         "places of those who did not fit a lost founder stay empty",
-        ADMIT,
-        "        beginning.founder, beginning.signature = None, None\n        self._forget_misfits()\n",
-        "        beginning.founder, beginning.signature = None, None\n",
+        "Admission.find_founder",
+        "self._forget_misfits()",
+        "pass",
     ),
     Mutant(
         "steps that were made before count as progress",
-        BUDGET,
-        "if step <= self._furthest:",
-        "if not step:",
+        "Budgets.progressed",
+        "step <= self._furthest",
+        "not step",
     ),
     Mutant(
         "who dies in a micro-batch that was passed once blames it",
-        BUDGET,
-        "        if step > self._furthest:\n            at =",
-        "        if step:\n            at =",
+        "Budgets.died_in",
+        "step > self._furthest",
+        "step",
     ),
     Mutant(
         "each of those who raise together is an error more",
-        BUDGET,
-        "return self._is_known(generation, number) or self.incidents < self.limit",
-        "return self.incidents < self.limit",
+        "Budget.allows",
+        "self._is_known(generation, number) or self.incidents < self.limit",
+        "self.incidents < self.limit",
     ),
-    Mutant(
-        "other software fits",
-        PROTOCOL + "beginning",
-        "for name in {**mine, **other}]",
-        "for name in ()]",
-    ),
-    Mutant(
-        "a preemption counts",
-        STAFF,
-        "if event.cause is m.Cause.PREEMPTED:",
-        "if False:",
-    ),
+    Mutant("other software fits", "Beginning.differing", "{**mine, **other}", "()"),
+    Mutant("a preemption counts", "Staff._count_loss", "event.cause is m.Cause.PREEMPTED", "False"),
     Mutant(
         "want of memory is a loss as any other",
-        STAFF,
+        "Staff._count_loss",
         "self.budgets.memory if short else None",
         "None",
     ),
     Mutant(
         "an error of ours is tried again",
-        C,
-        "if event.facts is None and errors.allows(",
-        "if errors.allows(",
+        "Coordinator._failed",
+        "event.facts is None and errors.allows(self.generation, worker.number)",
+        "errors.allows(self.generation, worker.number)",
     ),
     Mutant(
         "the error that took everyone is not told",
-        PROTOCOL + "closing",
-        "if staff.budgets.errors.incidents and staff.user_error is not None:",
-        "if False:",
+        "lost_everyone",
+        "staff.budgets.errors.incidents and staff.user_error is not None",
+        "False",
     ),
     Mutant(
         "a later loss without a pause ends the pause",
-        STAFF,
+        "Staff.count",
         "max(self.retry_at, now + budget.pause_s)",
         "now + budget.pause_s",
     ),
     Mutant(
         "the kind of those who are lost still counts",
-        ADMIT,
-        "        if reader is None:\n            self._beginning.signature = None\n        elif",
-        "        if reader is not None and",
+        "Admission._find_reader",
+        """if reader is None:
+    self._beginning.signature = None
+elif self._beginning.signature is None:
+    self._set_signature(reader, now)""",
+        """if reader is not None and self._beginning.signature is None:
+    self._set_signature(reader, now)""",
     ),
     Mutant(
         "places of those who did not fit stay empty after going back",
-        ADMIT,
-        "        self._beginning.again()\n        self._forget_misfits()\n",
-        "        self._beginning.again()\n",
+        "Admission.begin_again",
+        "self._forget_misfits()",
+        "pass",
     ),
-    Mutant(
-        "a joiner waits for nobody who builds",
-        RESIZE,
-        "    if outlook.building:\n",
-        "    if False:\n",
-    ),
+    Mutant("a joiner waits for nobody who builds", "_burst_over", "outlook.building", "False"),
     Mutant(
         "a joiner waits for a builder however long it takes",
-        RESIZE,
-        "since + max(rules.join_window_s, rules.stabilization_s), ",
-        "math.inf, ",
+        "_burst_over",
+        "since + max(rules.join_window_s, rules.stabilization_s)",
+        "math.inf",
     ),
     Mutant(
         "a joiner waits though it takes the last seat",
-        RESIZE,
-        "    if outlook.ready >= outlook.free:\n",
-        "    if False:\n",
+        "_burst_over",
+        "outlook.ready >= outlook.free",
+        "False",
     ),
     Mutant(
         "joins follow each other at once",
-        RESIZE,
+        "_burst_over",
         "outlook.joined_at + rules.stabilization_s",
         "-math.inf",
     ),
-    Mutant(
-        "any resize is worth its pause",
-        RESIZE,
-        "    if outlook.between_s > pays_s:\n",
-        "    if True:\n",
-    ),
+    Mutant("any resize is worth its pause", "_patience", "outlook.between_s > pays_s", "True"),
     Mutant(
         "who is ready waits though nothing else changes",
-        RESIZE,
-        "    if outlook.between_s > pays_s:\n",
-        "    if False:\n",
+        "_patience",
+        "outlook.between_s > pays_s",
+        "False",
     ),
-    Mutant(
-        "who gains little waits for ever",
-        RESIZE,
-        "    most_s = MOST * outlook.pause_s\n",
-        "    most_s = math.inf\n",
-    ),
+    Mutant("who gains little waits for ever", "_patience", "MOST * outlook.pause_s", "math.inf"),
     Mutant(
         "a pause is counted from the first heartbeat, not in steps",
-        RESIZE,
+        "Experience.steps",
         "at - left_at - (step - left) / pace",
         "at - left_at",
     ),
     Mutant(
         "a generation without joiners tells what a join costs",
-        RESIZE,
-        "        if joins and began",
-        "        if began",
+        "Experience.changes",
+        "joins and began is not None and (stopped_at > began[0]) and (step > began[1])",
+        "began is not None and stopped_at > began[0] and (step > began[1])",
     ),
     Mutant(
         "a step that was made before ends a pause",
-        RESIZE,
-        "if self._began is not None or step <= self._from:",
-        "if self._began is not None:",
+        "Experience.steps",
+        "self._began is not None or step <= self._from",
+        "self._began is not None",
     ),
     Mutant(
         "an operator may need more workers than there are to be",
-        C,
-        "if event.min_workers is not None and not 1 <= least <= event.size:",
-        "if False:",
+        "Coordinator._resized",
+        "event.min_workers is not None and (not 1 <= least <= event.size)",
+        "False",
     ),
     Mutant(
         "a size that is asked for alone sets the least number back",
-        C,
-        "least = self._run.min_workers if event.min_workers",
-        "least = self.rules.min_workers if event.min_workers",
+        "Coordinator._resized",
+        "self._run.min_workers",
+        "self.rules.min_workers",
     ),
     Mutant(
-        "a builder that is gone counts",
-        STAFF,
-        "        self.building.discard(worker.id)\n        self.unreported",
-        "        self.unreported",
+        "a builder that is gone counts", "Staff._remove", "self.building.discard(worker.id)", "pass"
     ),
     Mutant(
         "where a worker runs is not kept",
-        C,
-        "                    workers[worker_id].home = home\n",
-        "                    pass\n",
+        "Coordinator._take",
+        "workers[worker_id].home = home",
+        "pass",
     ),
     Mutant(
         "the floor of on-demand workers is not kept",
-        LEAVE,
-        "    missing = floor - sum(",
-        "    missing = 0 * sum(",
+        "leavers",
+        "floor - sum((worker.home.firm for worker in others))",
+        "0 * sum((worker.home.firm for worker in others))",
     ),
     Mutant(
         "the floor is kept before all others go",
-        LEAVE,
+        "leavers",
         "min(missing, len(workers) - count)",
         "missing",
     ),
     Mutant(
         "for the floor any node is kept",
-        LEAVE,
-        "-on[w.home.node], w.home.node",
-        "0",
+        "_held",
+        "(w.home.node in emptying, -on[w.home.node], w.home.node)",
+        "(w.home.node in emptying, 0)",
     ),
     Mutant(
         "nodes are not emptied",
-        LEAVE,
-        "        if node not in occupied and len(group) <= count - len(chosen):",
-        "        if False:",
+        "leavers",
+        "node not in occupied and len(group) <= count - len(chosen)",
+        "False",
     ),
-    Mutant("a node is emptied that others stay on", LEAVE, "node not in occupied and ", ""),
+    Mutant(
+        "a node is emptied that others stay on",
+        "leavers",
+        "node not in occupied and len(group) <= count - len(chosen)",
+        "len(group) <= count - len(chosen)",
+    ),
     Mutant(
         "spot nodes are kept",
-        LEAVE,
-        "home.node not in emptying, not home.spot, -len(group)",
-        "home.node not in emptying, -len(group)",
+        "_to_empty",
+        "(home.node not in emptying, not home.spot, -len(group))",
+        "(home.node not in emptying, -len(group))",
     ),
-    Mutant(
-        "who has no node stays",
-        LEAVE,
-        "reversed(workers) if not worker.home.node]",
-        "reversed(workers) if worker.home.node is None]",
-    ),
+    Mutant("who has no node stays", "leavers", "not worker.home.node", "worker.home.node is None"),
     Mutant(
         "a node that somebody leaves is emptied like others",
-        LEAVE,
-        "home.node not in emptying, not home.spot, -len(group)",
-        "not home.spot, -len(group)",
+        "_to_empty",
+        "(home.node not in emptying, not home.spot, -len(group))",
+        "(not home.spot, -len(group))",
     ),
     Mutant(
         "a node that somebody leaves is thinned like others",
-        LEAVE,
-        "home.node not in emptying, not home.spot, len(group)",
-        "not home.spot, len(group)",
+        "_to_thin",
+        "(home.node not in emptying, not home.spot, len(group))",
+        "(not home.spot, len(group))",
     ),
     Mutant(
         "for the floor workers of a node that somebody leaves are kept",
-        LEAVE,
-        "(w.home.node in emptying, -on",
-        "(-on",
+        "_held",
+        "(w.home.node in emptying, -on[w.home.node], w.home.node)",
+        "(-on[w.home.node], w.home.node)",
     ),
     Mutant(
         "who drains is overlooked when seats are given",
-        S,
-        "size, new, floor, going)",
-        "size, new, floor)",
+        "choose",
+        "leavers(staying, len(staying) - size, new, floor, going)",
+        "leavers(staying, len(staying) - size, new, floor)",
     ),
     Mutant(
         "who drains is overlooked when standbys leave",
-        STAFF,
-        "self.run.rules.min_on_demand, going)",
-        "self.run.rules.min_on_demand)",
+        "Staff.resized",
+        "leavers(loose, surplus, held, self.run.rules.min_on_demand, going)",
+        "leavers(loose, surplus, held, self.run.rules.min_on_demand)",
     ),
-    Mutant(
-        "standbys on a node are overlooked",
-        STAFF,
-        "leavers(loose, surplus, held, self",
-        "leavers(loose, surplus, (), self",
-    ),
+    Mutant("standbys on a node are overlooked", "Staff.resized", "held", "()"),
     Mutant(
         "members whose weights differ go on",
-        GATHER,
-        "        if self._generation.disagreement is not None:\n",
-        "        if False:\n",
+        "Gathering.take_back",
+        "self._generation.disagreement is not None",
+        "False",
         FLIPS,
     ),
     Mutant(
         "the newest checkpoint counts, whoever made it",
-        GATHER,
-        "self.run.emit(m.FindCheckpoint(self._beginning.at_most))",
-        "self.run.emit(m.FindCheckpoint())",
+        "Gathering._search",
+        "m.FindCheckpoint(self._beginning.at_most)",
+        "m.FindCheckpoint()",
         FLIPS,
     ),
     Mutant(
         "checkpoints made after going back do not count",
-        PROTOCOL + "beginning",
-        "        self.at_most = None\n",
-        "",
+        "Beginning.forms",
+        "self.at_most = None",
+        "pass",
         FLIPS | {"kill_all": 3.0},
     ),
     Mutant(
         "a disagreement of an earlier generation counts",
-        G,
-        "        self.ghosts, self.pairs, self.disagreement = set(), set(), None\n",
-        "        self.ghosts, self.pairs = set(), set()\n",
+        "Generation.seat",
+        "self.ghosts, self.pairs, self.disagreement = (set(), set(), None)",
+        "self.ghosts, self.pairs = (set(), set())",
         FLIPS,
     ),
     Mutant(
         "only who is odd is replaced",
-        DIFFER,
-        "        elif worker.whole:\n",
-        "        elif False:\n",
+        "reject",
+        """if worker.whole:
+    staff.release(worker, f'trained with {names}, whose weights differed', now)""",
+        """if False:
+    staff.release(worker, f'trained with {names}, whose weights differed', now)""",
         FLIPS,
     ),
     Mutant(
         "leavers keep wrong weights",
-        DIFFER,
+        "reject",
         "[*generation.members.values(), *staff.leavers.values()]",
         "[*generation.members.values()]",
         FLIPS | {"scale": 3.0, "drain": 3.0},
     ),
     Mutant(
         "void workers are replaced, too",
-        DIFFER,
-        "        if worker.whole and worker.id in said.odd:\n",
-        "        if worker.id in said.odd or not worker.whole:\n",
+        "reject",
+        "worker.whole and worker.id in said.odd",
+        "worker.id in said.odd or not worker.whole",
     ),
     Mutant(
         "weights that differ for ever are never the job's fault",
-        DIFFER,
-        "    if times > MAX_IN_A_ROW:\n",
-        "    if False:\n",
+        "reject",
+        "times > MAX_IN_A_ROW",
+        "False",
     ),
     Mutant(
-        "nobody is ever stuck",
-        PROGRESS,
-        "        worker.standing.heard(event)\n",
-        "        return\n",
-        HANGS,
+        "nobody is ever stuck", "Progress.heard", "worker.standing.heard(event)", "return", HANGS
     ),
     Mutant(
         "those who wait in a collective are suspects",
-        PROGRESS,
-        "last = [worker for worker in inside if _order(worker) == least]",
-        "last = inside",
+        "Progress._look",
+        "[worker for worker in inside if _order(worker) == least]",
+        "inside",
         HANGS,
     ),
     Mutant(
         "who is a step behind in a collective is no suspect",
-        PROGRESS,
-        "alike = len(last) == len(inside) and least[2]",
-        "alike = least[2]",
+        "Progress._look",
+        "len(last) == len(inside) and least[2] == ORDER['collective']",
+        "least[2] == ORDER['collective']",
     ),
     Mutant(
         "the loop's body is a hang",
-        PROGRESS,
-        "        if untimed:\n",
-        "        if False:\n",
+        "Progress._look",
+        "[worker for worker in last if worker.standing.phase in UNTIMED]",
+        "[]",
     ),
     Mutant(
         "what is told to stop may not finish its body",
-        PROGRESS,
-        "        if worker.standing.phase in UNTIMED or not self._is_stuck(worker):",
-        "        if not self._is_stuck(worker):",
+        "Progress._judge",
+        "worker.standing.phase in UNTIMED or not self._is_stuck(worker)",
+        "not self._is_stuck(worker)",
     ),
     Mutant(
-        "who computes has no longer limit",
-        PROGRESS,
-        "LONGER if busy or is_first else 1",
-        "LONGER if is_first else 1",
+        "who computes has no longer limit", "Progress._is_stuck", "busy or is_first", "is_first"
     ),
-    Mutant(
-        "who may compile has no longer limit",
-        PROGRESS,
-        "LONGER if busy or is_first else 1",
-        "LONGER if busy else 1",
-    ),
+    Mutant("who may compile has no longer limit", "Progress._is_stuck", "busy or is_first", "busy"),
     Mutant(
         "who does not stop when it is told is waited for",
-        PROGRESS,
-        "or (inside and self._generation.must_stop):",
-        "or False:",
+        "Progress.heard",
+        "inside and self._generation.must_stop",
+        "False",
         HANGS,
     ),
     Mutant(
         "who hangs as a new controller asks is waited for",
-        PROGRESS,
-        "if worker.stage is Stage.SURVEYED or (",
-        "if (",
+        "Progress.heard",
+        "worker.stage is Stage.SURVEYED or (inside and self._generation.must_stop)",
+        "inside and self._generation.must_stop",
         HANGS | {"crash_controller": 3.0},
     ),
     Mutant(
         "who has stopped waits too long",
-        PROGRESS,
-        "        inside = worker.id in self._generation.open\n",
-        "        inside = True\n",
+        "Progress.heard",
+        "worker.id in self._generation.open",
+        "True",
         HANGS,
     ),
     Mutant(
         "the time before the end was told counts",
-        G,
-        "                worker.standing.restart()  # what it was waiting for does not count\n",
-        "",
+        "Generation._end",
+        "worker.standing.restart()",
+        "pass",
         HANGS,
     ),
     Mutant(
         "late and doubled heartbeats count",
-        PROTOCOL + "roster",
-        "        if event.beat <= self._beat:\n            return  # late, or twice\n",
-        "",
+        "Standing.heard",
+        """if event.beat <= self._beat:
+    return""",
+        "pass",
         HANGS | {"slow_messages": 0.3, "doubled": 0.3},
     ),
     Mutant(
         "who waited for one that came late is judged as it goes on",
-        PROGRESS,
-        "elif (all_stand_s := min(map(self._stands_s, inside))) < self.limit_s:",
-        "elif all_stand_s := 0.0:",
+        "Progress._look",
+        "(all_stand_s := min(map(self._stands_s, inside))) < self.limit_s",
+        "(all_stand_s := 0.0)",
     ),
     Mutant(
         "a hand-over in which nothing moves is waited for",
-        PROGRESS,
-        "(alike or stuck[0].standing.phase in HANDING_OVER)",
+        "Progress._look",
+        "alike or stuck[0].standing.phase in HANDING_OVER",
         "alike",
     ),
     Mutant(
         "what was measured in an older generation counts",
-        BALANCE,
-        "        if any(worker.measured_in != generation.number for worker in members):\n",
-        "        if False:\n",
+        "Balance.why_change",
+        "any((worker.measured_in != generation.number for worker in members))",
+        "False",
         SPEEDS,
     ),
     Mutant(
         "virtual workers are dealt anew again and again",
-        BALANCE,
-        "        self._look_at = now + REST_S\n",
-        "",
+        "Balance.why_change",
+        "self._look_at = now + REST_S",
+        "pass",
         SPEEDS,
     ),
-    Mutant(
-        "any gain is worth a pause",
-        BALANCE,
-        "return then_s < (1.0 - MARGIN) * now_s",
-        "return then_s < now_s",
-    ),
-    Mutant(
-        "who is not measured takes no time",
-        BALANCE,
-        "filled = [s or usual for s in seconds]",
-        "filled = [s or 1e-9 for s in seconds]",
-    ),
+    Mutant("any gain is worth a pause", "_pays", "(1.0 - MARGIN) * now_s", "now_s"),
+    Mutant("who is not measured takes no time", "deal", "usual", "1e-09"),
     Mutant(
         "who has finished and is gone is dealt to",
-        BALANCE,
-        "        if len(members) < len(membership.seats):\n",
-        "        if False:\n",
+        "Balance.why_change",
+        "len(members) < len(membership.seats)",
+        "False",
     ),
     Mutant(
         "dealt anew, though somebody joins soon",
-        GATHER,
-        "elif joins_at == math.inf:",
-        "else:",
+        "Gathering.consider_change",
+        """if joins_at == math.inf:
+    self._balance_speeds(present, waiting, now)""",
+        "self._balance_speeds(present, waiting, now)",
     ),
     Mutant(
         "a speed is forgotten when the generation ends",
-        G,
-        "                if event.virtual_s:\n",
-        "                if True:\n",
+        "Generation.heard",
+        """if event.virtual_s:
+    worker.virtual_s, worker.measured_in = (event.virtual_s, self.number)""",
+        """if True:
+    worker.virtual_s, worker.measured_in = (event.virtual_s, self.number)""",
     ),
     Mutant(
         "a slow worker is replaced at once",
-        BALANCE,
-        "max(slow.since + self._slow_s, self._replaced_at",
-        "max(slow.since, self._replaced_at",
+        "Balance.too_slow",
+        "slow.since + self._slow_s",
+        "slow.since",
         SPEEDS,
     ),
     Mutant(
         "slow workers are replaced one after the other",
-        BALANCE,
+        "Balance.too_slow",
         "max(slow.since + self._slow_s, self._replaced_at + 2 * self._slow_s)",
         "slow.since + self._slow_s",
         SPEEDS,
     ),
     Mutant(
-        "who recovers stays too slow",
-        BALANCE,
-        "            self._slow = None\n        else:",
-        "            pass\n        else:",
-        SPEEDS,
+        "who recovers stays too slow", "Balance._note_slow", "self._slow = None", "pass", SPEEDS
     ),
     Mutant(
         "who is a little slower is too slow",
-        BALANCE,
-        "next_s > (1.0 - SLOW_MARGIN) * most_s",
-        "next_s > most_s",
+        "Balance._note_slow",
+        "(1.0 - SLOW_MARGIN) * most_s",
+        "most_s",
         SPEEDS,
     ),
     Mutant(
         "who can be given less is replaced",
-        BALANCE,
-        "if last - first > 1 or next_s",
-        "if next_s",
+        "Balance._note_slow",
+        "last - first > 1 or next_s > (1.0 - SLOW_MARGIN) * most_s",
+        "next_s > (1.0 - SLOW_MARGIN) * most_s",
         SPEEDS,
     ),
     Mutant(
         "who was slow in an older generation is replaced",
-        BALANCE,
-        "if slow is None or slow.seen_in != self._generation.number:",
-        "if slow is None:",
+        "Balance.too_slow",
+        "slow is None or slow.seen_in != self._generation.number",
+        "slow is None",
         SPEEDS,
     ),
     Mutant(
         "another that is slow inherits the time of the one before",
-        BALANCE,
-        "if self._slow and self._slow.worker == slowest else now",
-        "if self._slow else now",
+        "Balance._note_slow",
+        "self._slow and self._slow.worker == slowest",
+        "self._slow",
         SPEEDS,
     ),
     Mutant(
         "a slow worker is replaced though nobody is ready",
-        GATHER,
-        "elif waiting and (slow :=",
-        "elif (slow :=",
+        "Gathering._balance_speeds",
+        "waiting and (slow := self._balance.too_slow(now)) is not None",
+        "(slow := self._balance.too_slow(now)) is not None",
         SPEEDS,
     ),
     Mutant(
         "who is slower gets more",
-        BALANCE,
-        "((sizes[rank] + 1) * seconds[rank], rank)",
-        "((sizes[rank] + 1) / seconds[rank], rank)",
+        "_fastest",
+        "(sizes[rank] + 1) * seconds[rank]",
+        "(sizes[rank] + 1) / seconds[rank]",
         SPEEDS,
     ),
 ]
@@ -1337,18 +1299,11 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
     }  # one set of message classes, or nothing matches anything
     kept = {name: forget(name) for name in ours if name not in shared}
     try:
-        original = importlib.util.find_spec(mutant.module)
-        assert original is not None and original.origin is not None
-        source = Path(original.origin).read_text()
-        found = source.count(mutant.text)
-        assert found == 1, f"{mutant.name}: {found} times in {mutant.module}: {mutant.text}"
-        module = types.ModuleType(mutant.module)
-        module.__file__ = original.origin
-        sys.modules[mutant.module] = module
-        exec(
-            compile(source.replace(mutant.text, mutant.instead), original.origin, "exec"),
-            vars(module),
-        )
+        name, path = home(mutant)
+        module = types.ModuleType(name)
+        module.__file__ = str(path)
+        sys.modules[name] = module
+        exec(compile(mutated(mutant), path, "exec"), vars(module))
         yield importlib.import_module("tests.simulation.world")
     finally:
         for name in [n for n in sys.modules if n.startswith(RELOADED)]:
@@ -1358,6 +1313,62 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
             sys.modules[name] = module
             package, _, stem = name.rpartition(".")
             setattr(sys.modules[package], stem, module)
+
+
+@cache
+def places() -> dict[str, list[tuple[str, Path]]]:
+    """Of each function and constant: the modules that have one of this name."""
+    (package,) = elastic_dp.protocol.__path__
+    names = [f"{elastic_dp.protocol.__name__}.{path.stem}" for path in Path(package).glob("*.py")]
+    found: dict[str, list[tuple[str, Path]]] = {}
+    for name in [*names, WORKERS]:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None
+        path = Path(spec.origin)
+        for where in defined(ast.parse(path.read_text())):
+            found.setdefault(where, []).append((name, path))
+    return found
+
+
+def home(mutant: Mutant) -> tuple[str, Path]:
+    modules = places().get(mutant.where, [])
+    assert len(modules) == 1, f"{mutant.name}: {mutant.where} is in {len(modules)} modules"
+    return modules[0]
+
+
+def defined(tree: ast.AST, prefix: str = "") -> dict[str, ast.AST]:
+    """Functions, methods, and constants of the module, by name; of a constant, what it stands in."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            found[prefix + node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            found |= defined(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[prefix + node.targets[0].id] = tree
+    return found
+
+
+def mutated(mutant: Mutant) -> ast.Module:
+    tree = ast.parse(home(mutant)[1].read_text())
+    old: list[Any] = ast.parse(mutant.code).body
+    new: list[Any] = ast.parse(mutant.instead).body
+    if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (old, new)):
+        old, new = [old[0].value], [new[0].value]  # anywhere, not only as a statement
+    before, found = list(map(ast.dump, old)), 0
+    for node in list(ast.walk(defined(tree)[mutant.where])):
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, ast.AST) and [ast.dump(value)] == before:
+                setattr(node, name, new[0])
+                found += 1
+            elif isinstance(value, list) and value and isinstance(value[0], ast.AST):
+                dumps = list(map(ast.dump, value))
+                for i in reversed(range(len(dumps) - len(before) + 1)):
+                    if dumps[i : i + len(before)] == before:
+                        value[i : i + len(before)] = new
+                        found += 1
+    assert found == 1, f"{mutant.name}: {found} times in {mutant.where}: {mutant.code}"
+    return ast.fix_missing_locations(tree)
 
 
 def forget(name: str) -> types.ModuleType:
@@ -1371,7 +1382,7 @@ def caught(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     """The first seed in which some checker objects, and only to the mutant; and its words."""
     first = seeds.start
     while (found := objection(mutant, range(first, seeds.stop))) is not None:
-        unbroken = replace(mutant, instead=mutant.text)
+        unbroken = replace(mutant, instead=mutant.code)
         if objection(unbroken, range(found[0], found[0] + 1)) is None:
             return found
         first = found[0] + 1

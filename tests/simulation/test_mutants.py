@@ -2,19 +2,19 @@
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS, C, G, Mutant, S, W, caught, caught_in_a_scene
+from tests.simulation.mutants import MUTANTS, WORKERS, Mutant, caught, caught_in_a_scene, home
 
 SEEDS = 800
 CONTROLS = [
-    Mutant("unbroken coordinator", C, "UNTIMED = frozenset", "UNTIMED = frozenset"),
-    Mutant("unbroken generation", G, "ODD_BEATS = 3", "ODD_BEATS = 3"),
-    Mutant("unbroken seating", S, "import Counter", "import Counter"),
-    Mutant("unbroken workers", W, "COLLECTIVES = 2", "COLLECTIVES = 2"),
+    Mutant("unbroken coordinator", "Coordinator.handle", "self.deadline", "self.deadline"),
+    Mutant("unbroken generation", "Generation.is_over", "self.run.in_flight", "self.run.in_flight"),
+    Mutant("unbroken seating", "choose", "chosen = set(seated)", "chosen = set(seated)"),
+    Mutant("unbroken workers", "COLLECTIVES", "COLLECTIVES = 2", "COLLECTIVES = 2"),
 ]
 
 
 def words(mutant: Mutant) -> object:
-    in_a_scene = None if mutant.module == W else caught_in_a_scene(mutant)
+    in_a_scene = None if home(mutant)[0] == WORKERS else caught_in_a_scene(mutant)
     return in_a_scene or caught(mutant, range(mutant.first, mutant.first + SEEDS))
 
 
