@@ -27,7 +27,7 @@ from benchmarks.report import write
 from elastic_dp.cluster.heartbeats import Page
 from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.data import open_data
-from elastic_dp.protocol import seating
+from elastic_dp.protocol import assignment
 from elastic_dp.spec import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.train.run import LocalRun
 from elastic_dp.train.speed import Speed
@@ -124,7 +124,7 @@ def main() -> int:
     took: dict[str, list[float]] = {"equal": [], "measured": [], "ideal": []}
     digests = {alone(job("equal", "", sleeps=False))}
     for _ in range(repeats):
-        with patch.object(seating, "deal", lambda seconds, virtual_workers: IDEAL):
+        with patch.object(assignment, "deal", lambda seconds, virtual_workers: IDEAL):
             (ideal,), digest = steps_ms("equal")
         (equal, *_, measured), other = steps_ms("measured")
         digests |= {digest, other}

@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.report import exit_code
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator import Coordinator
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 from elastic_dp.protocol.messages import Place, Signature
-from elastic_dp.protocol.rules import Rules
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "protocol_scale.json"
 SIGNATURE = Signature("layout", "data", "kind")
@@ -56,7 +56,7 @@ class Life:
 
     def __init__(self, workers: int) -> None:
         self.coordinator = Coordinator(
-            Rules(min_workers=1, size=workers, virtual_workers=2 * workers, standby=0)
+            CoordinatorConfig(min_workers=1, size=workers, virtual_workers=2 * workers, standby=0)
         )
         self.now, self.step = 0.0, 0
         self.times: list[float] = []

@@ -27,7 +27,7 @@ from elastic_dp.cluster.worker import WriteParts
 from elastic_dp.distributed.process_group import Rendezvous, open_store
 from elastic_dp.distributed.store import StoreServer
 from elastic_dp.errors import ElasticError
-from elastic_dp.protocol.coordinator import Coordinator, Rules
+from elastic_dp.protocol.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.protocol.messages import (
     BeginTraining,
     Cause,
@@ -291,7 +291,7 @@ class Controller:
         )
         return commands
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> CoordinatorConfig:
         rules, facts = rules_of(self.spec, keeps=self.url is not None), self.ledger.facts
         size, least = facts.size or rules.size, facts.min_workers or rules.min_workers
         if not least <= size <= rules.virtual_workers:
@@ -464,10 +464,10 @@ def _metrics_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in ("time", "step")}
 
 
-def rules_of(spec: JobSpec, keeps: bool = False) -> Rules:
+def rules_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
     """The coordinator's rules for a job; `keeps`: it has a storage for checkpoints."""
     scaling, failure = spec.scaling, spec.failure
-    return Rules(
+    return CoordinatorConfig(
         min_workers=scaling.min_workers,
         size=scaling.max_workers,
         standby=scaling.standby,

@@ -17,8 +17,8 @@ from statistics import median
 
 from elastic_dp.protocol.generation import Generation
 from elastic_dp.protocol.messages import WorkerId
-from elastic_dp.protocol.roster import Worker
 from elastic_dp.protocol.shares import shares
+from elastic_dp.protocol.worker_state import WorkerState
 
 MARGIN = 0.1  # by so much of itself a step must get shorter
 REST_S = 60.0  # from one generation that was ended for this to the next
@@ -107,7 +107,7 @@ class Balance:
             f"dealt by speed, a step computes for {_ms(then_s)} instead of {_ms(now_s)}"
         )
 
-    def _note_slow(self, members: Sequence[Worker], ranges: Ranges, now: float) -> None:
+    def _note_slow(self, members: Sequence[WorkerState], ranges: Ranges, now: float) -> None:
         spans = zip(ranges, members, strict=True)
         took = [((last - first) * worker.virtual_s, worker.id) for (first, last), worker in spans]
         most_s, slowest = max(took)

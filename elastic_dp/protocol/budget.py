@@ -11,7 +11,7 @@ worker that runs it, wherever that is, would otherwise use up the fleet.
 
 from dataclasses import dataclass, field
 
-from elastic_dp.protocol.rules import Rules
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 from elastic_dp.wording import counted
 
 FREE = 3  # losses that cost no pause
@@ -67,7 +67,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Budgets:
-    rules: Rules
+    config: CoordinatorConfig
     losses: Budget = field(init=False)
     memory: Budget = field(init=False)
     errors: Budget = field(init=False)
@@ -76,9 +76,9 @@ class Budgets:
     _furthest: int = 0
 
     def __post_init__(self) -> None:
-        self.losses = Budget(self.rules.max_losses_without_progress, FREE)
-        self.memory = Budget(self.rules.max_out_of_memory)
-        self.errors = Budget(self.rules.max_user_errors)
+        self.losses = Budget(self.config.max_losses_without_progress, FREE)
+        self.memory = Budget(self.config.max_out_of_memory)
+        self.errors = Budget(self.config.max_user_errors)
 
     def progressed(self, step: int) -> bool:
         """Whether all is forgiven: a run that went back to a checkpoint has to come further than before."""
@@ -95,7 +95,7 @@ class Budgets:
         if step > self._furthest:
             at = step, virtual_worker
             self._micro_batches[at] = deaths = self._micro_batches.get(at, 0) + 1
-            if deaths > self.rules.max_losses_of_micro_batch:
+            if deaths > self.config.max_losses_of_micro_batch:
                 self._deadly = self._deadly or at
 
     def did_not_die_in(self, step: int, virtual_worker: int) -> None:

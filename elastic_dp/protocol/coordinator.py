@@ -24,27 +24,27 @@ Three things always hold:
 * The source of state is a most advanced worker among those that hold all of it. One that does not is void: it is
   given everything, and never counts as a survivor. If nobody is whole, the newest sealed checkpoint is the truth,
   and without one the run is lost. Before anybody was past forming, and without a checkpoint, it is the initial
-  weights of one worker, the founder; another may take its place if it dies.
+  weights of one worker, the initial_source; another may take its place if it dies.
 * A message about an older generation changes nothing, and an identity is used once.
 
 A coordinator that slept, or heard nobody for a while, confirms by a claim that it still leads before it acts.
-Nobody who is heard is evicted for being slow, but only for standing still (`progress`), and nobody at all for
+Nobody who is heard is evicted for being slow, but only for progress still (`progress`), and nobody at all for
 silence while the group makes steps. Members
 of one generation differ by at most a step; one that is found further behind cannot be brought up and is replaced.
 While the run is being stopped, `min_workers` does not hold it up: one worker is enough to end it.
 
 Each part owns its own state, and knows only those before it:
 
-    run          rules, phase, reason, alarms, what is to be said
+    run          config, phase, reason, timers, what is to be said
     leadership   claims; what is held while it is in doubt who leads
-    beginning    whose state is the run's, and who fits it
+    lineage    whose state is the run's, and who fits it
     generation   the present one: who is in it, how far, and its end
-    staff        every worker, from its start to its certain end; losses counted
+    registry        every worker, from its start to its certain end; losses counted
     progress     who lives and does not go on
     closing      how a run ends
     disagreement what follows when members' weights differ
     admission    who may be seated, and whose initial weights count
-    keeping      checkpoints: asked for, and the last one of those who must go
+    checkpointer      checkpoints: asked for, and the last one of those who must go
     gathering    whether to end the present generation, and who sits in the next
     survey       taking over
 """
@@ -55,19 +55,19 @@ from collections.abc import Iterable
 from elastic_dp.protocol import closing
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.admission import Admission
-from elastic_dp.protocol.beginning import Beginning
-from elastic_dp.protocol.gathering import Gathering
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig as CoordinatorConfig
+from elastic_dp.protocol.drain_checkpointer import DrainCheckpointer
 from elastic_dp.protocol.generation import Generation
-from elastic_dp.protocol.keeping import Keeping
+from elastic_dp.protocol.hang_detector import HangDetector
 from elastic_dp.protocol.leadership import Leadership
+from elastic_dp.protocol.membership_planner import MembershipPlanner
 from elastic_dp.protocol.messages import Command, Event, Membership, WorkerId
-from elastic_dp.protocol.progress import Progress
-from elastic_dp.protocol.roster import Stage, Worker
-from elastic_dp.protocol.rules import Rules as Rules
-from elastic_dp.protocol.run import Phase as Phase
-from elastic_dp.protocol.run import Run
-from elastic_dp.protocol.staff import GONE, Staff
-from elastic_dp.protocol.survey import Survey
+from elastic_dp.protocol.run_state import Phase as Phase
+from elastic_dp.protocol.run_state import RunState
+from elastic_dp.protocol.state_lineage import StateLineage
+from elastic_dp.protocol.takeover import Takeover
+from elastic_dp.protocol.worker_registry import DEPARTED_STAGES, WorkerRegistry
+from elastic_dp.protocol.worker_state import Stage, WorkerState
 from elastic_dp.wording import counted
 
 FROM_WORKERS = (
@@ -82,19 +82,19 @@ UNTIMED = frozenset({Stage.STARTING, Stage.LEAVING, Stage.EVICTED})  # not judge
 
 
 class Coordinator:
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self._run = run = Run(rules)
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self._run = run = RunState(config)
         self._leadership = leadership = Leadership(run)
-        self._beginning = beginning = Beginning()
-        self._generation = generation = Generation(run, beginning)
-        self._staff = staff = Staff(run, generation, beginning)
-        self._progress = Progress(run, staff, generation)
-        self._admission = admission = Admission(run, staff, generation, beginning)
-        self._keeping = keeping = Keeping(run, staff, generation)
-        parts = (run, leadership, staff, generation, beginning, admission)
-        self._gathering = Gathering(*parts, keeping)
-        self._survey = Survey(*parts)
+        self._lineage = lineage = StateLineage()
+        self._generation = generation = Generation(run, lineage)
+        self._registry = registry = WorkerRegistry(run, generation, lineage)
+        self._hang_detector = HangDetector(run, registry, generation)
+        self._admission = admission = Admission(run, registry, generation, lineage)
+        self._checkpointer = checkpointer = DrainCheckpointer(run, registry, generation)
+        parts = (run, leadership, registry, generation, lineage, admission)
+        self._planner = MembershipPlanner(*parts, checkpointer)
+        self._takeover = Takeover(*parts)
 
     # -------------------------------------------------------------------------------- status
 
@@ -122,7 +122,7 @@ class Coordinator:
     @property
     def workers(self) -> dict[WorkerId, str]:
         """Of a copy, which is made in one go: any thread may ask while workers come and go."""
-        return {worker.id: worker.stage.value for worker in list(self._staff.workers.values())}
+        return {worker.id: worker.stage.value for worker in list(self._registry.workers.values())}
 
     @property
     def kinds(self) -> list[str]:
@@ -135,23 +135,23 @@ class Coordinator:
         """When to come back with DeadlineReached; None: not before the next fact."""
         if self._leadership.held is not None:
             return self._leadership.releasing_at
-        due = self._run.alarms.due
+        due = self._run.timers.due
         if self._run.phase is not Phase.OVER:
-            due = min(due, self._staff.liveness.due)
+            due = min(due, self._registry.failure_detector.due)
         return due if due < math.inf else None
 
-    # ----------------------------------------------------------------------------- beginning
+    # ----------------------------------------------------------------------------- lineage
 
     def start(self, now: float) -> list[Command]:
         """The first requests of a run that nobody has begun."""
-        self._run.say(f"starting {counted(self._staff.wanted, 'worker')}")
+        self._run.say(f"starting {counted(self._registry.wanted, 'worker')}")
         self._proceed(now)
         return self._run.flush()
 
     @classmethod
     def recover(
         cls,
-        rules: Rules,
+        config: CoordinatorConfig,
         workers: Iterable[WorkerId],
         highest_claimed: int,
         now: float,
@@ -163,8 +163,8 @@ class Coordinator:
         leave it, and the next is formed when all have said so or fallen silent. `founded`: a step is known to
         have been made; then a run of which nobody holds the state is lost, unless there is a checkpoint.
         """
-        self = cls(rules)
-        self._survey.begin(workers, highest_claimed, founded, now)
+        self = cls(config)
+        self._takeover.begin(workers, highest_claimed, founded, now)
         return self, self._run.flush()
 
     # -------------------------------------------------------------------------------- driving
@@ -177,7 +177,7 @@ class Coordinator:
             self._take_when_over(event, now)
         elif leadership.held is not None and leadership.releasing_at is None:
             self._hold(event, now)
-        elif leadership.in_doubt(event, now, self._staff.liveness.waiting):
+        elif leadership.in_doubt(event, now, self._registry.failure_detector.waiting):
             self._confirm(event, now, deadline)
         elif leadership.held is not None:
             leadership.held.append(event)
@@ -188,7 +188,7 @@ class Coordinator:
         return self._run.flush()
 
     def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
-        on_time = deadline is None or now <= deadline + self.rules.heartbeat_interval_s
+        on_time = deadline is None or now <= deadline + self.config.heartbeat_interval_s
         slept = not (isinstance(event, m.DeadlineReached) and on_time)
         self._leadership.confirm(self.generation, now, slept)
         self._hold(event, now)
@@ -199,13 +199,13 @@ class Coordinator:
             self._stand_down(event)
         elif self._leadership.hold(event, now):
             if self._leadership.was_away(now):
-                self._staff.liveness.was_away(now)
+                self._registry.failure_detector.was_away(now)
             self._release(now)
 
     def _release(self, now: float) -> None:
         """Take what was held, or a part of it, and come back for the rest."""
         leadership = self._leadership
-        self._progress.catch_up(now)
+        self._hang_detector.catch_up(now)
         while leadership.held is not None:
             for each in leadership.release(now):
                 over = self._run.phase is Phase.OVER
@@ -216,12 +216,12 @@ class Coordinator:
             self._settle(m.GenerationClaimed(leadership.claimed), now)
 
     def _take(self, event: Event, now: float) -> None:
-        workers = self._staff.workers
+        workers = self._registry.workers
         if isinstance(event, FROM_WORKERS):
             self._leadership.heard_at = now
             worker = workers.get(event.worker)
             if worker is not None and worker.stage not in UNTIMED:
-                self._staff.liveness.heard(worker.id, now)
+                self._registry.failure_detector.heard(worker.id, now)
         match event:
             case m.WorkerHeard():
                 self._heard(event, now)
@@ -238,31 +238,31 @@ class Coordinator:
             case m.WorkerStopped():
                 worker = workers.get(event.worker)
                 if self._generation.stopped(worker, event, now) and worker is not None:
-                    self._staff.count(worker, now, blamed="")
+                    self._registry.count(worker, now, blamed="")
             case m.WorkerFinished():
                 self._generation.worker_finished(event)
             case m.WorkerFailed():
                 worker = workers.get(event.worker)
-                if worker is not None and worker.stage not in GONE:
+                if worker is not None and worker.stage not in DEPARTED_STAGES:
                     self._failed(worker, event, now)
             case m.WorkerLost():
-                self._staff.lost(event, now)
+                self._registry.lost(event, now)
             case m.WorkerReported():
-                self._survey.reported(event, now)
+                self._takeover.reported(event, now)
             case m.DrainNoticed():
                 worker = workers.get(event.worker)
                 if worker is not None:
-                    self._staff.drain(worker, event.deadline, now)
+                    self._registry.drain(worker, event.deadline, now)
             case m.SizeRequested():
                 self._resized(event, now)
             case m.StopRequested():
                 self._asked_to_stop(event)
             case m.CheckpointRequested():
-                self._keeping.ask()
+                self._checkpointer.ask()
             case m.CheckpointSealed(step=step):
-                self._keeping.sealed = step
+                self._checkpointer.committed_step = step
             case m.CheckpointFound(step=step):
-                self._beginning.found(step)
+                self._lineage.found(step)
             case m.GenerationClaimed():
                 self._was_claimed(event)
             case m.GenerationClaimLost():
@@ -281,33 +281,33 @@ class Coordinator:
         run = self._run
         if run.phase is Phase.OVER:
             return
-        if error := self._staff.budgets.exhausted(run.reason):
-            closing.fail(self._staff, error, "", now)
+        if error := self._registry.budgets.exhausted(run.reason):
+            closing.fail(self._registry, error, "", now)
             return
-        if run.phase is Phase.SURVEYING:
-            self._survey.end(now)
-        if run.phase is Phase.FORMING and not self._generation.unformed:
-            self._gathering.all_formed()
+        if run.phase is Phase.TAKING_OVER:
+            self._takeover.end(now)
+        if run.phase is Phase.FORMING and not self._generation.not_formed:
+            self._planner.all_formed()
         if self._generation.is_over:
-            self._gathering.take_back(now)
+            self._planner.take_back(now)
         if run.phase is Phase.RUNNING:
-            self._gathering.consider_change(now)
+            self._planner.consider_change(now)
         if run.phase is Phase.GATHERING:
-            self._gathering.seat(now)
+            self._planner.seat(now)
         self._replenish(now)
 
     def _replenish(self, now: float) -> None:
         if self._run.stop is not None or self._run.phase is Phase.OVER:
             return
-        surveying = self._run.phase is Phase.SURVEYING
+        surveying = self._run.phase is Phase.TAKING_OVER
         if surveying and self._leadership.claimed <= self.generation:
             return  # identities are counted under the claim
-        self._staff.replenish(now)
+        self._registry.replenish(now)
 
     # ---------------------------------------------------------------------------- facts
 
     def _heard(self, event: m.WorkerHeard, now: float) -> None:
-        run, worker = self._run, self._staff.workers.get(event.worker)
+        run, worker = self._run, self._registry.workers.get(event.worker)
         if worker is None or worker.stage is Stage.EVICTED:
             stuck = worker is not None and worker.stuck  # its stacks may be on their way
             run.emit(m.EvictWorker(event.worker, "not a worker of this run any more", stuck))
@@ -317,43 +317,43 @@ class Coordinator:
         if not self._generation.is_past(event):
             worker.renewed_at = now
             run.emit(m.RenewLease(worker.id, event.beat))
-            if worker.stage is Stage.SURVEYED:
+            if worker.stage is Stage.UNREPORTED:
                 self._generation.renewed(now)
         if worker.stage is Stage.MEMBER:
             if event.generation == self._generation.number:
                 self._note_step(event.step, now)
             self._generation.heard(worker, event, now)
-        elif worker.stage is Stage.SURVEYED or (
+        elif worker.stage is Stage.UNREPORTED or (
             worker.stage is Stage.BUILDING and event.phase == "wait"
         ):
             self._note_step(event.step, now)
-            run.emit(m.ReportYourself(worker.id, self._staff.asked))  # its word was lost
+            run.emit(m.ReportYourself(worker.id, self._registry.asked))  # its word was lost
         elif worker.stage is Stage.BUILDING and event.phase == "start":
             self._begin_again(worker, now)
-        if worker.stage in (Stage.MEMBER, Stage.SURVEYED):
-            self._progress.heard(worker, event, now)
+        if worker.stage in (Stage.MEMBER, Stage.UNREPORTED):
+            self._hang_detector.heard(worker, event, now)
 
-    def _failed(self, worker: Worker, event: m.WorkerFailed, now: float) -> None:
-        errors = self._staff.budgets.errors
+    def _failed(self, worker: WorkerState, event: m.WorkerFailed, now: float) -> None:
+        errors = self._registry.budgets.errors
         if event.facts is None and errors.allows(self.generation, worker.number):
-            self._staff.failed(worker, event, now)
+            self._registry.failed(worker, event, now)
         else:
-            closing.fail_by(self._staff, event, now)
+            closing.fail_by(self._registry, event, now)
 
     def _note_step(self, step: int, now: float) -> None:
         before, since = self._generation.step, self._generation.progress_at
         if self._generation.note_step(step, now):
-            self._progress.stepped(step - before, now - since)
-            self._staff.progressed(step, now)
+            self._hang_detector.stepped(step - before, now - since)
+            self._registry.progressed(step, now)
 
-    def _begin_again(self, worker: Worker, now: float) -> None:
+    def _begin_again(self, worker: WorkerState, now: float) -> None:
         """It should have begun by now; perhaps it was not told."""
-        if now > worker.since + self.rules.heartbeat_timeout_s:
+        if now > worker.since + self.config.heartbeat_timeout_s:
             worker.since = now
             self._admission.tell_to_begin(worker)
 
     def _resized(self, event: m.SizeRequested, now: float) -> None:
-        most = self.rules.virtual_workers
+        most = self.config.virtual_workers
         if not 1 <= event.size <= most:
             self._run.explain(f"size {event.size} refused: not within 1..{most}")
             return
@@ -362,7 +362,7 @@ class Coordinator:
             self._run.explain(f"min_workers {least} refused: not within 1..{event.size}")
             return
         self._run.size, self._run.min_workers, self._admission.rejections = event.size, least, 0
-        self._staff.resized(now)
+        self._registry.resized(now)
 
     def _asked_to_stop(self, event: m.StopRequested) -> None:
         if self._run.stop is not None:
@@ -377,41 +377,41 @@ class Coordinator:
             return
         if self._run.phase is Phase.CLAIMING:
             self._run.phase = Phase.GATHERING
-        elif self._run.phase is Phase.SURVEYING:
-            self._staff.identities.adopt(event.generation)
+        elif self._run.phase is Phase.TAKING_OVER:
+            self._registry.identities.adopt(event.generation)
 
     def _stand_down(self, event: m.GenerationClaimLost) -> None:
         self._run.emit(m.StandDown(f"generation {event.generation} belongs to another controller"))
         self._run.phase = Phase.OVER
         self._run.reason = "another controller leads"
-        self._staff.workers.clear()
-        self._run.alarms.clear()
+        self._registry.workers.clear()
+        self._run.timers.clear()
 
     def _take_when_over(self, event: Event, now: float) -> None:
         """Only who does not go is still of interest."""
         if isinstance(event, m.WorkerLost):
-            self._staff.workers.pop(event.worker, None)
-        closing.turn_out(self._staff, now)
+            self._registry.workers.pop(event.worker, None)
+        closing.evict_remaining(self._registry, now)
 
     # ------------------------------------------------------------------------------- time
 
     def _ring(self, now: float) -> None:
         """Act on what is due, each alarm only if it still means something."""
-        alarms = self._run.alarms
-        while now >= alarms.due and self._run.phase is not Phase.OVER:
-            for kind, worker_id in alarms.pop():
-                worker = self._staff.workers.get(worker_id)
+        timers = self._run.timers
+        while now >= timers.due and self._run.phase is not Phase.OVER:
+            for kind, worker_id in timers.pop():
+                worker = self._registry.workers.get(worker_id)
                 if worker is not None:
-                    self._staff.alarm(kind, worker, now)
+                    self._registry.alarm(kind, worker, now)
         if self._generation.check_time(now):
-            self._staff.count(next(iter(self._generation.members.values())), now)
+            self._registry.count(next(iter(self._generation.members.values())), now)
 
     def _judge_silence(self, event: Event, now: float) -> None:
         """Once nothing more waits to be read, as DeadlineReached says; or some time after, if it never comes."""
-        staff = self._staff
+        registry = self._registry
         patience_s = 0.0 if isinstance(event, m.DeadlineReached) else self._leadership.quiet_s
-        for worker_id in staff.liveness.silent(now, patience_s, staff.excused_until):
-            reason = f"silent for {self.rules.heartbeat_timeout_s:g} s"
-            staff.evict(staff.workers[worker_id], reason, now)
-        for until in staff.liveness.excused.values():
-            self._run.alarms.wake(max(now, until))
+        for worker_id in registry.failure_detector.silent(now, patience_s, registry.excused_until):
+            reason = f"silent for {self.config.heartbeat_timeout_s:g} s"
+            registry.evict(registry.workers[worker_id], reason, now)
+        for until in registry.failure_detector.excused.values():
+            self._run.timers.wake(max(now, until))

@@ -8,10 +8,10 @@ is told to every member that is not known to be out, and told again until it is,
 import math
 
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.beginning import Beginning
 from elastic_dp.protocol.messages import Membership, WorkerId
-from elastic_dp.protocol.roster import Worker
-from elastic_dp.protocol.run import Phase, Run
+from elastic_dp.protocol.run_state import Phase, RunState
+from elastic_dp.protocol.state_lineage import StateLineage
+from elastic_dp.protocol.worker_state import WorkerState
 from elastic_dp.wording import counted
 
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})
@@ -20,21 +20,21 @@ ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lo
 
 
 class Generation:
-    def __init__(self, run: Run, beginning: Beginning) -> None:
-        self.run, self._beginning = run, beginning
+    def __init__(self, run: RunState, lineage: StateLineage) -> None:
+        self.run, self._lineage = run, lineage
         self.number = 0
         self.membership: Membership | None = None
-        self.members: dict[WorkerId, Worker] = {}  # by rank, without the lost and the evicted
-        self.open: set[WorkerId] = set()  # not known to be out of it
-        self.unentered: set[WorkerId] = set()  # not known to have entered it
-        self.unformed: set[WorkerId] = set()  # not known to be past forming
-        self.unfinished: set[WorkerId] = set()
-        self.ghosts: set[WorkerId] = set()  # evicted, not confirmed dead
-        self.draining: dict[WorkerId, Worker] = {}  # members whose node goes away
-        self.pairs: set[tuple[WorkerId, WorkerId]] = set()  # out of reach of each other
-        self.disagreement: m.Disagreement | None = None  # of what its members hold
+        self.members: dict[WorkerId, WorkerState] = {}  # by rank, without the lost and the evicted
+        self.inside: set[WorkerId] = set()  # not known to be out of it
+        self.not_entered: set[WorkerId] = set()  # not known to have entered it
+        self.not_formed: set[WorkerId] = set()  # not known to be past forming
+        self.not_finished: set[WorkerId] = set()
+        self.unconfirmed_dead: set[WorkerId] = set()  # evicted, not confirmed dead
+        self.draining: dict[WorkerId, WorkerState] = {}  # members whose node goes away
+        self.unreachable_pairs: set[tuple[WorkerId, WorkerId]] = set()  # out of reach of each other
+        self.mismatch: m.Disagreement | None = None  # of what its members hold
 
-        self.acknowledged = False  # one of its members said that it is out
+        self.exit_confirmed = False  # one of its members said that it is out
         self.lease_until = -math.inf
         self.formed = True
         self.lost_while_forming = False
@@ -50,7 +50,7 @@ class Generation:
     @property
     def is_over(self) -> bool:
         """Every member has stopped, finished, or is gone."""
-        return self.run.in_flight and not (self.open and self.unfinished)
+        return self.run.in_flight and not (self.inside and self.not_finished)
 
     @property
     def must_stop(self) -> bool:
@@ -59,38 +59,42 @@ class Generation:
         return told and (self._after_step is None or self.first_stop_at < math.inf)
 
     @property
-    def finished(self) -> list[Worker]:
+    def finished(self) -> list[WorkerState]:
         return [worker for worker in self.members.values() if worker.finished is not None]
 
     def may_be_followed(self, now: float) -> bool:
         """It can make no further step."""
-        return self.acknowledged or not self.ghosts or now >= self.lease_until
+        return self.exit_confirmed or not self.unconfirmed_dead or now >= self.lease_until
 
-    # -------------------------------------------------------------------------- beginning
+    # -------------------------------------------------------------------------- lineage
 
-    def seat(self, membership: Membership, seated: list[Worker], now: float) -> None:
+    def seat(self, membership: Membership, seated: list[WorkerState], now: float) -> None:
         """Take the place of the one before."""
-        rules = self.run.rules
+        config = self.run.config
         self.number, self.membership = membership.generation, membership
         self.members = {worker.id: worker for worker in seated}
-        self.open, self.unformed = set(self.members), set(self.members)
-        self.unentered = set(self.members)
-        self.unfinished = {worker.id for worker in seated if worker.finished is None}
+        self.inside, self.not_formed = set(self.members), set(self.members)
+        self.not_entered = set(self.members)
+        self.not_finished = {worker.id for worker in seated if worker.finished is None}
         self.draining = {worker.id: worker for worker in seated if worker.draining}
-        self.ghosts, self.pairs, self.disagreement = set(), set(), None
-        self.acknowledged = self.formed = self.lost_while_forming = False
+        self.unconfirmed_dead, self.unreachable_pairs, self.mismatch = set(), set(), None
+        self.exit_confirmed = self.formed = self.lost_while_forming = False
         self._waiting_said = False
         self._after_step, self.first_stop_at = None, math.inf
-        self.lease_until = max([worker.renewed_at for worker in seated]) + rules.lease_s
+        self.lease_until = max([worker.renewed_at for worker in seated]) + config.lease_s
         source = self.members[membership.source]
-        self.step = source.place.step if self._beginning.founded else self._beginning.sealed or 0
+        self.step = (
+            source.position.step
+            if self._lineage.established
+            else self._lineage.checkpoint_step or 0
+        )
         for worker in seated:
-            if not worker.whole:
-                worker.standing.first_step = self.step
+            if not worker.has_state:
+                worker.progress.first_step = self.step
         self.progress_at = now
         self._paced_at, self._paced_step, self._pace = now, self.step, 0
-        self._form_by = now + rules.forming_timeout_s + rules.gather_timeout_s
-        self.run.alarms.wake(self._form_by)
+        self._form_by = now + config.forming_timeout_s + config.gather_timeout_s
+        self.run.timers.wake(self._form_by)
 
     def announce(self, reason: str) -> None:
         assert self.membership is not None
@@ -114,7 +118,7 @@ class Generation:
         progressed = step > self.step
         if progressed:
             self.step, self.progress_at = step, now
-        if now >= self._paced_at + self.run.rules.heartbeat_interval_s:
+        if now >= self._paced_at + self.run.config.heartbeat_interval_s:
             self._pace = self.step - self._paced_step
             self._paced_at, self._paced_step = now, self.step
         return progressed
@@ -125,28 +129,28 @@ class Generation:
 
     def renewed(self, now: float) -> None:
         """One that may make its steps was answered."""
-        self.lease_until = max(self.lease_until, now + self.run.rules.lease_s)
+        self.lease_until = max(self.lease_until, now + self.run.config.lease_s)
 
-    def heard(self, worker: Worker, event: m.WorkerHeard, now: float) -> None:
-        inside = worker.id in self.open
+    def heard(self, worker: WorkerState, event: m.WorkerHeard, now: float) -> None:
+        inside = worker.id in self.inside
         if inside:  # who has stopped makes no steps, whatever its lease
             self.renewed(now)
         in_flight = self.run.in_flight
         if event.generation == self.number and in_flight:
-            self.unentered.discard(worker.id)
+            self.not_entered.discard(worker.id)
             if event.phase not in BEFORE_TRAINING:
-                self.unformed.discard(worker.id)
-                self._beginning.founded = True
+                self.not_formed.discard(worker.id)
+                self._lineage.established = True
                 if event.virtual_s:
                     worker.virtual_s, worker.measured_in = event.virtual_s, self.number
             elif event.phase in ("give", "receive", "restore"):
-                self._form_by = max(self._form_by, now + self.run.rules.forming_timeout_s)
+                self._form_by = max(self._form_by, now + self.run.config.forming_timeout_s)
             if inside and self.run.phase is not Phase.ENDING:
                 self._note_lost_report(worker, event.phase)
         if inside and in_flight:
             self._remind(worker)
 
-    def _note_lost_report(self, worker: Worker, phase: str) -> None:
+    def _note_lost_report(self, worker: WorkerState, phase: str) -> None:
         """It is out of the generation, and its own word of that did not arrive."""
         if phase == "wait":
             self.abort(f"{worker.id} waits, its report was lost")
@@ -156,7 +160,7 @@ class Generation:
                 worker.odd_beats = 0
                 self.abort(f"{worker.id} is done, its report was lost")
 
-    def _remind(self, worker: Worker) -> None:
+    def _remind(self, worker: WorkerState) -> None:
         """Of what it was told and did not act on yet; seldomer each time, since a long body is no deafness."""
         worker.reminded_beats += 1
         beats = worker.reminded_beats
@@ -174,14 +178,14 @@ class Generation:
                 worker.reminded_beats = 0
                 self._tell_stop(worker, self.run.stop)
 
-    def _tell_stop(self, worker: Worker, stop: m.StopRequested) -> None:
+    def _tell_stop(self, worker: WorkerState, stop: m.StopRequested) -> None:
         self.run.emit(m.StopTraining(worker.id, stop.reason))
 
     # ---------------------------------------------------------------------------- the end
 
     def plan_end(self, reason: str, at_once: bool = False) -> None:
         """`at_once`: time presses, so a step that some are in is given up."""
-        ahead = 0 if at_once else self.run.rules.steps_ahead
+        ahead = 0 if at_once else self.run.config.steps_ahead
         self._after_step = self.step + self._pace + ahead
         self._end(reason)
 
@@ -193,32 +197,32 @@ class Generation:
         self.run.phase = Phase.ENDING
         self.run.say(f"generation {self.number} ends: {reason}")
         for worker in self.members.values():
-            if worker.id in self.open:
-                worker.standing.restart()  # what it was waiting for does not count
+            if worker.id in self.inside:
+                worker.progress.restart()  # what it was waiting for does not count
                 worker.reminded_beats = 0
                 self._tell_end(worker)
 
-    def _tell_end(self, worker: Worker) -> None:
+    def _tell_end(self, worker: WorkerState) -> None:
         if self._after_step is None:
             self.run.emit(m.AbortGeneration(worker.id, self.number))
         else:
             self.run.emit(m.EndGeneration(worker.id, self.number, self._after_step))
 
-    def stopped(self, worker: Worker | None, event: m.WorkerStopped, now: float) -> bool:
+    def stopped(self, worker: WorkerState | None, event: m.WorkerStopped, now: float) -> bool:
         """Whether it stopped on its own, and so ended the generation."""
-        if worker is None or event.generation < self.number or worker.id not in self.open:
+        if worker is None or event.generation < self.number or worker.id not in self.inside:
             return False
-        self.open.discard(worker.id)
-        worker.place, worker.whole, worker.at_head = event.place, event.whole, event.at_head
+        self.inside.discard(worker.id)
+        worker.position, worker.has_state, worker.at_head = event.place, event.whole, event.at_head
         if event.whole:
-            self._beginning.shown(event.founded)
-            worker.founded = event.founded
-        self.disagreement = self.disagreement or event.disagreement
+            self._lineage.shown(event.founded)
+            worker.lineage_id = event.founded
+        self.mismatch = self.mismatch or event.disagreement
         self.first_stop_at = min(self.first_stop_at, now)
-        self.run.alarms.wake(now + self.run.rules.gather_timeout_s)
+        self.run.timers.wake(now + self.run.config.gather_timeout_s)
         # After a take-over only those who entered the newest generation can speak for it.
-        self.acknowledged = self.acknowledged or worker.entered == self.number
-        self.pairs.update((worker.id, other) for other in event.unreachable)
+        self.exit_confirmed = self.exit_confirmed or worker.entered == self.number
+        self.unreachable_pairs.update((worker.id, other) for other in event.unreachable)
         if self.run.phase in (Phase.FORMING, Phase.RUNNING):
             self.abort(f"{worker.id} stopped: {event.reason}")
             return True
@@ -232,20 +236,20 @@ class Generation:
         worker = self.members.get(event.worker)
         if worker is None or event.generation != self.number or not self.run.in_flight:
             return
-        worker.finished, worker.place, worker.whole = event.digest, event.place, True
-        worker.finished_because, worker.founded = event.reason, event.founded
-        worker.at_head = self.acknowledged = True
-        self._beginning.shown(event.founded)  # after a take-over it may be the first word of it
-        self.open.discard(worker.id)
-        self.unformed.discard(worker.id)
-        self.unfinished.discard(worker.id)
+        worker.finished, worker.position, worker.has_state = event.digest, event.place, True
+        worker.finished_because, worker.lineage_id = event.reason, event.founded
+        worker.at_head = self.exit_confirmed = True
+        self._lineage.shown(event.founded)  # after a take-over it may be the first word of it
+        self.inside.discard(worker.id)
+        self.not_formed.discard(worker.id)
+        self.not_finished.discard(worker.id)
 
-    def drop(self, worker: Worker, reason: str) -> None:
+    def drop(self, worker: WorkerState, reason: str) -> None:
         """It is gone, or was told to go; what cannot go on without it ends."""
         if self.members.pop(worker.id, None) is None:
             return
         self.draining.pop(worker.id, None)
-        for group in (self.open, self.unformed, self.unfinished):
+        for group in (self.inside, self.not_formed, self.not_finished):
             group.discard(worker.id)
         phase, finished = self.run.phase, worker.finished is not None
         if phase is Phase.FORMING or (phase is Phase.RUNNING and not finished):
@@ -256,10 +260,10 @@ class Generation:
             if self._after_step is not None:
                 self.abort(reason)
 
-    def unseat(self, worker: Worker) -> None:
+    def unseat(self, worker: WorkerState) -> None:
         """Leave it out of the next one, though it is well."""
         del self.members[worker.id]
-        self.unfinished.discard(worker.id)
+        self.not_finished.discard(worker.id)
         self.draining.pop(worker.id, None)
 
     def check_time(self, now: float) -> bool:
@@ -269,20 +273,20 @@ class Generation:
             return False
         if phase is Phase.FORMING:
             if now < self._form_by:
-                self.run.alarms.wake(self._form_by)
+                self.run.timers.wake(self._form_by)
                 return False
-            never = self.unentered & self.open
-            if never != self.open:
-                self.pairs.update((worker, worker) for worker in never)
-            self.abort(f"{counted(len(self.unformed), 'member')} did not form in time")
+            never = self.not_entered & self.inside
+            if never != self.inside:
+                self.unreachable_pairs.update((worker, worker) for worker in never)
+            self.abort(f"{counted(len(self.not_formed), 'member')} did not form in time")
             return True
-        waited = now >= self.first_stop_at + self.run.rules.gather_timeout_s
+        waited = now >= self.first_stop_at + self.run.config.gather_timeout_s
         if phase is Phase.ENDING and waited:
             if self._after_step is not None:
                 self.abort("the planned end takes too long")
-            elif self.open and not self._waiting_said:
+            elif self.inside and not self._waiting_said:
                 self._waiting_said = True
-                waiting = sorted(self.open)
+                waiting = sorted(self.inside)
                 names = f"{', '.join(waiting[:5])}{' …' if waiting[5:] else ''}"
                 self.run.say(f"waiting for {names} to stop")
         return False

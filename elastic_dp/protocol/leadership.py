@@ -11,16 +11,16 @@ from collections import deque
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Event
-from elastic_dp.protocol.run import Run
+from elastic_dp.protocol.run_state import RunState
 
 AT_ONCE = 2000  # facts that were held
 QUIET_BEATS = 2  # no heartbeat of anybody for so many intervals is odd
 
 
 class Leadership:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self.run = run
-        self.quiet_s = QUIET_BEATS * run.rules.heartbeat_interval_s
+        self.quiet_s = QUIET_BEATS * run.config.heartbeat_interval_s
         self.heard_at = -math.inf  # anybody
         self.held: deque[Event] | None = None  # not acted on until leadership is confirmed
         self.releasing_at: float | None = (
@@ -56,7 +56,7 @@ class Leadership:
     def _answered_late(self, event: Event, now: float) -> bool:
         """The answer to a claim lay there: it proves who led then, not who leads now."""
         ours = event == m.GenerationClaimed(self.claiming)
-        return ours and now > self._asked_at + self.run.rules.heartbeat_timeout_s
+        return ours and now > self._asked_at + self.run.config.heartbeat_timeout_s
 
     def confirm(self, generation: int, now: float, slept: bool) -> None:
         """From now on hold what comes, until a claim is granted."""
@@ -83,7 +83,7 @@ class Leadership:
 
     def was_away(self, now: float) -> bool:
         """As it is confirmed: whether facts may have been missed meanwhile."""
-        return self._slept or now > self._asked_at + self.run.rules.heartbeat_interval_s
+        return self._slept or now > self._asked_at + self.run.config.heartbeat_interval_s
 
     def release(self, now: float) -> list[Event]:
         """The next of what was held; with the last, `held` is None again."""

@@ -13,14 +13,14 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from elastic_dp.protocol.rules import Rules
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 
 MOST = 10.0  # pauses: so a resize takes a tenth of the time at most, however little it gains
 REMEMBERED = 8  # changes of the group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
+class ResizeOutlook:
     """Of those who are ready, now that a generation runs."""
 
     present: int  # members
@@ -33,29 +33,31 @@ class Outlook:
     between_s: float  # mean time from one change of the group to the next; inf: not known
 
 
-def join_at(outlook: Outlook, rules: Rules) -> tuple[float, str]:
+def join_at(outlook: ResizeOutlook, config: CoordinatorConfig) -> tuple[float, str]:
     """From when on they should join (inf: not at all), and why not before."""
     if outlook.free <= 0 or not outlook.ready:
         return math.inf, "nobody waits for a free seat"
-    patience_s, why = _patience(outlook, rules.virtual_workers)
+    patience_s, why = _patience(outlook, config.virtual_workers)
     worth_at = outlook.ready_since + patience_s
-    burst_at, others = _burst_over(outlook, rules)
+    burst_at, others = _burst_over(outlook, config)
     return (worth_at, why) if worth_at > burst_at else (burst_at, others)
 
 
-def _burst_over(outlook: Outlook, rules: Rules) -> tuple[float, str]:
+def _burst_over(outlook: ResizeOutlook, config: CoordinatorConfig) -> tuple[float, str]:
     """A burst is to make one change, or two: at once where they fill all seats; else they wait for others who build, and
     the next ones for some time after a join. For who is not even started nobody waits, since it may never be."""
     since = outlook.ready_since
     if outlook.ready >= outlook.free:
         return since, "all seats are taken"
     if outlook.building:
-        return since + max(rules.join_window_s, rules.stabilization_s), "others will be ready soon"
-    after = outlook.joined_at + rules.stabilization_s
-    return max(since + rules.join_window_s, after), "others may come soon"
+        return since + max(
+            config.join_window_s, config.stabilization_s
+        ), "others will be ready soon"
+    after = outlook.joined_at + config.stabilization_s
+    return max(since + config.join_window_s, after), "others may come soon"
 
 
-def _patience(outlook: Outlook, virtual_workers: int) -> tuple[float, str]:
+def _patience(outlook: ResizeOutlook, virtual_workers: int) -> tuple[float, str]:
     """For how long they should wait for a change that is made anyhow."""
     joining = min(outlook.ready, outlook.free)
     gain = speed(outlook.present + joining, virtual_workers) / speed(
@@ -76,7 +78,7 @@ def speed(workers: int, virtual_workers: int) -> float:
     return 1.0 / -(-virtual_workers // workers)
 
 
-class Experience:
+class ResizeHistory:
     """Of a run: what joins cost, in steps that were not made meanwhile, and how often the group changes."""
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ def test_it_asks_the_workers_there_are():
     assert made._fleet.killed == ["w4"], "it was told to leave, and takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
     assert (made.coordinator.size, made.coordinator._run.least) == (3, 2)
-    assert made.coordinator._beginning.founded
+    assert made.coordinator._lineage.established
 
 
 class Heard(Link):

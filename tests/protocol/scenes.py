@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator import Coordinator
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 from elastic_dp.protocol.messages import Place, Signature
-from elastic_dp.protocol.rules import Rules
 
 SIGNATURE = Signature("layout", "data", "kind")
 C = TypeVar("C")
-SIGNS_OF_LIFE = ("liveness", "heard_at")
+SIGNS_OF_LIFE = ("failure_detector", "heard_at")
 
 
 def facts(coordinator: Coordinator) -> dict[str, Any]:
     """All that its parts know but who was heard when: any word from a worker shows that it lives."""
-    parts = {name: part for name, part in vars(coordinator).items() if name != "rules"}
+    parts = {name: part for name, part in vars(coordinator).items() if name != "config"}
     return {
         f"{name}.{key}": value
         for name, part in parts.items()
@@ -32,7 +32,7 @@ class Scene:
 
     def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
         rules = {"size": 2, "virtual_workers": 8} | rules
-        self.rules = Rules(**rules)
+        self.rules = CoordinatorConfig(**rules)
         self.now, self.claims = 0.0, claims
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []

@@ -1,9 +1,9 @@
 """Many who come, and who goes: a burst makes one change or two, and a smaller run gives whole nodes back."""
 
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.leavers import leavers
 from elastic_dp.protocol.messages import Home
-from elastic_dp.protocol.roster import Stage, Worker
+from elastic_dp.protocol.scale_down import choose_departing
+from elastic_dp.protocol.worker_state import Stage, WorkerState
 from tests.protocol.scenes import Scene
 
 
@@ -165,13 +165,13 @@ def test_who_stands_by_on_a_node_that_somebody_leaves_goes_first() -> None:
 
 def test_who_leaves_a_node_that_stays_leaves_where_the_fewest_are() -> None:
     workers = [worker(n, node) for n, node in enumerate("aaabb", 1)]
-    (first,) = leavers(workers, 1)
+    (first,) = choose_departing(workers, 1)
     assert (first[0].id, first[1]) == ("w5", "others stay on its node")
 
 
 def test_a_node_that_others_stay_on_is_not_emptied() -> None:
     standby = worker(9, "b")
-    chosen = leavers([worker(1, "a"), worker(2, "b")], 1, [standby])
+    chosen = choose_departing([worker(1, "a"), worker(2, "b")], 1, [standby])
     assert [(w.id, why) for w, why in chosen] == [("w1", "its node a becomes free")]
 
 
@@ -186,16 +186,16 @@ def test_the_floor_of_on_demand_workers_stays_as_long_as_others_can_go() -> None
 
 def test_standbys_count_for_the_floor_and_do_not_leave_below_it() -> None:
     workers = [worker(1, "s"), worker(2, "a")]
-    assert [w.id for w, _ in leavers(workers, 1, [worker(3, "s")], 1)] == ["w1"]
-    assert [w.id for w, _ in leavers([worker(4, "a")], 1, [worker(3, "b")], 1)] == ["w4"]
-    assert [w.id for w, _ in leavers(workers[1:], 1, [worker(3, "s")], 1)] == ["w2"]
+    assert [w.id for w, _ in choose_departing(workers, 1, [worker(3, "s")], 1)] == ["w1"]
+    assert [w.id for w, _ in choose_departing([worker(4, "a")], 1, [worker(3, "b")], 1)] == ["w4"]
+    assert [w.id for w, _ in choose_departing(workers[1:], 1, [worker(3, "s")], 1)] == ["w2"]
 
 
 def test_who_has_no_node_yet_goes_first() -> None:
-    chosen = leavers([worker(1, "s"), worker(2, ""), worker(3, ""), worker(4, "a")], 3)
+    chosen = choose_departing([worker(1, "s"), worker(2, ""), worker(3, ""), worker(4, "a")], 3)
     assert [w.id for w, _ in chosen] == ["w3", "w2", "w1"]
-    assert leavers([worker(1, "a")], 3)[0][0].id == "w1"
-    assert leavers([worker(1, "a")], -1) == []
+    assert choose_departing([worker(1, "a")], 3)[0][0].id == "w1"
+    assert choose_departing([worker(1, "a")], -1) == []
 
 
 def test_standbys_leave_by_node_too() -> None:
@@ -208,7 +208,7 @@ def test_standbys_leave_by_node_too() -> None:
     assert released == m.ReleaseWorker("w3", "the size is 1 now; its node b becomes free")
 
 
-def worker(number: int, node: str) -> Worker:
-    made = Worker(f"w{number}", number, Stage.MEMBER, 0.0)
+def worker(number: int, node: str) -> WorkerState:
+    made = WorkerState(f"w{number}", number, Stage.MEMBER, 0.0)
     made.home = Home(node, spot=node.startswith("s"))
     return made

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Place
-from elastic_dp.protocol.roster import Stage
+from elastic_dp.protocol.worker_state import Stage
 from tests.protocol.scenes import SIGNATURE, Scene, facts
 
 
@@ -731,7 +731,7 @@ def test_fifty_lost_at_once_are_one_incident() -> None:
 
 def test_workers_may_be_listed_while_one_comes() -> None:
     scene = trio()
-    workers = scene.coordinator._staff.workers
+    workers = scene.coordinator._registry.workers
 
     class First:
         stage = Stage.MEMBER
@@ -1115,10 +1115,10 @@ def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
         state = facts(scene.coordinator)
         state.pop("_generation.lease_until")
         workers = {
-            w.id: (w.stage, w.place, w.whole, w.finished)
-            for w in state.pop("_staff.workers").values()
+            w.id: (w.stage, w.position, w.has_state, w.finished)
+            for w in state.pop("_registry.workers").values()
         }
-        alarms = vars(state.pop("_run.alarms"))
+        alarms = vars(state.pop("_run.timers"))
         words = {k: str(v) for k, v in (state | alarms).items()}
         return copy.deepcopy(words | {"workers": workers})
 

@@ -8,16 +8,16 @@ import pytest
 
 from benchmarks.weather import published
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.resizing import MOST, Experience, Outlook, join_at, speed
-from elastic_dp.protocol.rules import Rules
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
+from elastic_dp.protocol.resizing import MOST, ResizeHistory, ResizeOutlook, join_at, speed
 from tests.protocol.scenes import Scene
 
-RULES = Rules(size=8, virtual_workers=32, stabilization_s=5.0)
+RULES = CoordinatorConfig(size=8, virtual_workers=32, stabilization_s=5.0)
 
 
-def outlook(**more: float) -> Outlook:
+def outlook(**more: float) -> ResizeOutlook:
     known = {"present": 4, "free": 4, "ready": 4, "ready_since": 100.0, "joined_at": 0.0}
-    return Outlook(**({"building": False, "pause_s": 0.0, "between_s": 10.0} | known | more))  # type: ignore[arg-type]
+    return ResizeOutlook(**({"building": False, "pause_s": 0.0, "between_s": 10.0} | known | more))  # type: ignore[arg-type]
 
 
 def test_at_once_where_nothing_was_measured_or_little_is_lost() -> None:
@@ -39,7 +39,7 @@ def test_where_the_group_changes_anyhow_before_it_pays_they_wait_until_waiting_c
 
 def test_who_makes_no_step_shorter_waits_longer_but_not_for_ever() -> None:
     assert speed(7, 8) == speed(4, 8) < speed(8, 8)
-    rules = Rules(size=8, virtual_workers=8)
+    rules = CoordinatorConfig(size=8, virtual_workers=8)
     assert join_at(outlook(present=5, free=3, ready=2, pause_s=2.0), rules)[0] == 100.0 + 2.0 * MOST
 
 
@@ -50,7 +50,7 @@ def test_a_burst_is_waited_for_whatever_a_resize_costs() -> None:
 
 
 def test_what_a_join_costs_is_measured_in_steps_that_were_not_made() -> None:
-    known = Experience()
+    known = ResizeHistory()
     known.changes(0.0, math.inf, 0, joins=False)
     known.steps(0, 3.0)
     known.steps(1, 10.0)
@@ -165,8 +165,8 @@ class Replay:
 
     def __init__(self, trace: Trace, policy: str, pause_s: float, virtual: int) -> None:
         self.trace, self.policy, self.pause_s, self.virtual = trace, policy, pause_s, virtual
-        self.rules = Rules(size=PLACES, virtual_workers=virtual, stabilization_s=5.0)
-        self.rng, self.known = random.Random(1), Experience()
+        self.rules = CoordinatorConfig(size=PLACES, virtual_workers=virtual, stabilization_s=5.0)
+        self.rng, self.known = random.Random(1), ResizeHistory()
         self.seated, self.ready, self.joined_at = PLACES, list[float](), -math.inf
         self.now = self.paused_until = self.steps = 0.0
 
@@ -194,7 +194,7 @@ class Replay:
             return self.now
         if self.policy == "never":
             return math.inf
-        seen = Outlook(
+        seen = ResizeOutlook(
             present=self.seated,
             free=PLACES - self.seated,
             ready=len(self.ready),

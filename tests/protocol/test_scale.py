@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.protocol_scale import Life
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.staff import RELEASED_A_STEP
+from elastic_dp.protocol.worker_registry import RELEASED_A_STEP
 from tests.protocol.scenes import Scene
 
 CHANGES = {  # as shares of the size: members of generations that end, of those that are formed, and who comes or goes

@@ -335,16 +335,16 @@ class Checkers:
 
     def floor_is_kept(self, ranks: list[str], by: SimController) -> None:
         """Of the on-demand workers none loses its seat below the floor while one of the others keeps its own."""
-        workers = by.coordinator._staff.workers
+        workers = by.coordinator._registry.workers
         before = [workers.get(seat.worker) for seat in self.seats(by.generations[-1])]
-        kept = [w for w in before if w is not None and w.id in ranks and w.whole]
+        kept = [w for w in before if w is not None and w.id in ranks and w.has_state]
         left = [w for w in before if w is not None and w.id not in ranks]
         beyond = len(ranks) > by.size
         if beyond or any(w.draining for w in kept) or any(not w.at_head for w in kept):
             return  # one that holds the newest state has a seat that is not its own
         firm = [w for w in (workers[name] for name in ranks) if w.home.firm]
-        loser = any(w.home.firm and w.stage == "leaver" and not w.draining for w in left)
-        if loser and len(firm) < by.coordinator.rules.min_on_demand:
+        loser = any(w.home.firm and w.stage == "retained" and not w.draining for w in left)
+        if loser and len(firm) < by.coordinator.config.min_on_demand:
             self.marks["below the floor"] += 1
             must(all(w.home.firm for w in kept), f"{left} lose their seats, {kept} keep theirs")
 
@@ -352,7 +352,7 @@ class Checkers:
         """Who is known to be slower runs at most one more, and all as many where nobody is known to be."""
         sizes = [seat.last - seat.first for seat in seats]
         must(min(sizes) >= 1, f"nothing to do: {sizes}")
-        known = [by.coordinator._staff.workers[seat.worker].virtual_s for seat in seats]
+        known = [by.coordinator._registry.workers[seat.worker].virtual_s for seat in seats]
         if not any(known):
             must(max(sizes) - min(sizes) <= 1, f"unbalanced: {sizes}")
             return
@@ -510,7 +510,7 @@ class Watched:
         out: list[Command] = []
         if coordinator.phase == "over" and isinstance(event, m.DeadlineReached | m.WorkerHeard):
             return coordinator.handle(event, now)  # type: ignore[no-any-return]
-        waiting = coordinator._staff.liveness.waiting
+        waiting = coordinator._registry.failure_detector.waiting
         doubt = coordinator._leadership
         sure = doubt.held is None and not doubt.fell_quiet(now, waiting)
         waits = coordinator.deadline is None or now < coordinator.deadline
@@ -526,7 +526,7 @@ class Watched:
             self.changes_nothing(m.DeadlineReached(), now, "early")
         over = coordinator.phase == "over"
         bystander = sure and self.bystander(event)  # else what was held is taken with it
-        size = len(coordinator._staff.workers)
+        size = len(coordinator._registry.workers)
         phase, seats = coordinator.phase, coordinator.membership and coordinator.membership.seats
         answers: list[Command] = coordinator.handle(event, now)
         if phase == "running" and coordinator.phase == "ending" and sure:
@@ -542,7 +542,7 @@ class Watched:
         if over:
             must(all(isinstance(c, m.EvictWorker) for c in answers), f"after the end: {answers}")
         told = [c for c in answers if not isinstance(c, m.Explain | m.StartWorker)]
-        size = max(size, len(coordinator._staff.workers))
+        size = max(size, len(coordinator._registry.workers))
         if len(told) > 3 * size + 6 and sure:
             raise Violation(f"{len(told)} commands for {event}")
         return out + answers
@@ -554,24 +554,24 @@ class Watched:
     def join_is_due(self, present: int, now: float) -> None:
         """A burst makes one change, or two: who comes soon after a join waits for others, but not for long."""
         joining = re.search(r"(\d+) workers? joins?$", self.coordinator.reason)
-        patience_s = self.coordinator.rules.stabilization_s
+        patience_s = self.coordinator.config.stabilization_s
         if joining is None or not patience_s or present + int(joining[1]) >= self.coordinator.size:
             return
-        waited = now >= self.coordinator._staff.ready_since + patience_s - 1e-6
+        waited = now >= self.coordinator._registry.ready_since + patience_s - 1e-6
         must(waited or now >= self.joined_at + patience_s - 1e-6, "joins follow each other at once")
         building = "building" in self.coordinator.workers.values()
         must(waited or not building, "a worker joins while another is about to be ready")
 
     def no_wait_is_endless(self, now: float) -> None:
         """Who is ready joins, however dear that is, unless the run is about to end."""
-        coordinator, rules = self.coordinator, self.coordinator.rules
-        generation, staff = coordinator._generation, coordinator._staff
-        ends = coordinator._run.stop is not None or len(generation.unfinished) < len(
+        coordinator, rules = self.coordinator, self.coordinator.config
+        generation, staff = coordinator._generation, coordinator._registry
+        ends = coordinator._run.stop is not None or len(generation.not_finished) < len(
             generation.members
         )
         if ends or not staff.ready or len(generation.members) >= coordinator.size:
             return
-        dear_s = MOST * coordinator._gathering._experience.pause_s
+        dear_s = MOST * coordinator._planner._history.pause_s
         until = staff.ready_since + rules.join_window_s + max(rules.stabilization_s, dear_s)
         must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free seats")
 

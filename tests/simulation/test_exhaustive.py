@@ -16,11 +16,11 @@ import pytest
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator import Coordinator
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 from elastic_dp.protocol.messages import Place, Signature
-from elastic_dp.protocol.rules import Rules
 
 SIGNATURE = Signature("layout", "data", "kind")
-RULES = Rules(
+RULES = CoordinatorConfig(
     min_workers=1,
     size=2,
     standby=1,
@@ -116,7 +116,7 @@ class Scene:
         self.announced = membership.generation
         assert worker not in self.buried and worker not in self.dismissed
         seats = membership.seats
-        every = range(self.coordinator.rules.virtual_workers)
+        every = range(self.coordinator.config.virtual_workers)
         assert [v for s in seats for v in range(s.first, s.last)] == [*every]
         whole = [seat for seat in seats if seat.whole]
         for seat in seats:
@@ -222,7 +222,7 @@ class Scene:
 
     def key(self) -> bytes:
         """Everything but the absolute time."""
-        staff, generation = self.coordinator._staff, self.coordinator._generation
+        staff, generation = self.coordinator._registry, self.coordinator._generation
         told = {
             n: (p.stage, p.told, p.generation, p.step, p.whole) for n, p in self.puppets.items()
         }
@@ -235,7 +235,7 @@ class Scene:
             sorted(staff.ready),
             sorted(generation.ghosts),
             generation.acknowledged,
-            self.coordinator._beginning.founder,
+            self.coordinator._lineage.initial_source,
         )
         facts += self.coordinator.size, sorted(w.id for w in staff.workers.values() if w.draining)
         facts += self.disturbances, [p.word for p in self.puppets.values() if self.disturbances]
@@ -257,7 +257,7 @@ def begun(scene: Scene, trains: bool) -> Scene:
 def explore(
     depth: int,
     *,
-    rules: Rules = RULES,
+    rules: CoordinatorConfig = RULES,
     trains: bool = False,
     checkpoints: bool = False,
     disturbances: int = 0,

@@ -16,8 +16,8 @@ from typing import Any
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator import FROM_WORKERS, Coordinator
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 from elastic_dp.protocol.messages import Membership, Signature
-from elastic_dp.protocol.rules import Rules
 from tests.simulation.checkers import Checkers, Violation, Watched
 from tests.simulation.workers import Group, SimWorker
 
@@ -231,7 +231,7 @@ class SimController:
             case m.WorkerStopped(worker=worker, generation=generation, disagreement=said):
                 if generation >= self.coordinator.generation:
                     self.spoken.add(worker)
-                    known = worker in self.coordinator._generation.open
+                    known = worker in self.coordinator._generation.inside
                     if said is not None and known and self.at_most is None:
                         self.at_most = said.agreed
         if isinstance(event, FROM_WORKERS):
@@ -280,7 +280,7 @@ class World:
         self.weather = replace(Weather.drawn(self.rng).with_more(seed), **(climate or {}))
         virtual = self.rng.choice((1, 2, 4, 5, 8))
         size = self.rng.randint(1, min(virtual, 5))
-        self.rules = Rules(
+        self.rules = CoordinatorConfig(
             min_workers=1
             if self.weather.misfit  # who does not fit may leave too few
             else self.rng.randint(1, min(size, self.weather.slots)),
@@ -510,10 +510,12 @@ class World:
         members = set(members)
         return any(pair <= members for pair in self.bad_pairs)
 
-    def rules_of(self, **changes: Any) -> Rules:
-        values = {field.name: getattr(self.rules, field.name) for field in fields(Rules)} | changes
+    def rules_of(self, **changes: Any) -> CoordinatorConfig:
+        values = {
+            field.name: getattr(self.rules, field.name) for field in fields(CoordinatorConfig)
+        } | changes
         values["min_workers"] = min(values["min_workers"], values["size"])
-        return Rules(**values)
+        return CoordinatorConfig(**values)
 
     def signature(self, worker: str) -> Signature:
         number = sum(worker.encode())

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import elastic_dp as edp
-from elastic_dp.protocol import keeping
+from elastic_dp.protocol import drain_checkpointer
 from elastic_dp.protocol.messages import DrainNoticed, StopRequested
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.run import TIME_IS_UP
@@ -59,7 +59,9 @@ def told(run, kind, **fields):
 
 
 def test_when_all_must_go_no_step_is_made_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeping, "NOTICES_S", PATIENCE_S)  # both notices are of one moment
+    monkeypatch.setattr(
+        drain_checkpointer, "NOTICES_S", PATIENCE_S
+    )  # both notices are of one moment
     script = [(5, take_away("w1", "w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))

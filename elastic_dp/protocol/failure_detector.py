@@ -12,7 +12,7 @@ from collections.abc import Callable
 from elastic_dp.protocol.messages import WorkerId
 
 
-class Liveness:
+class FailureDetector:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._heard: OrderedDict[WorkerId, float] = OrderedDict()

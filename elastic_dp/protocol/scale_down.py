@@ -10,16 +10,16 @@ others can go instead.
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from elastic_dp.protocol.roster import Worker
+from elastic_dp.protocol.worker_state import WorkerState
 
 
-def leavers(
-    workers: Sequence[Worker],
+def choose_departing(
+    workers: Sequence[WorkerState],
     count: int,
-    others: Iterable[Worker] = (),
+    others: Iterable[WorkerState] = (),
     floor: int = 0,
-    going: Iterable[Worker] = (),
-) -> list[tuple[Worker, str]]:
+    going: Iterable[WorkerState] = (),
+) -> list[tuple[WorkerState, str]]:
     """At most `count` of `workers`, each with the reason; `others` stay, and so do their nodes. `floor`: of all of them, so
     many on nodes that may not be taken away are to be left. `going`: leave in any case, so their nodes are emptied first."""
     if count <= 0:
@@ -31,7 +31,7 @@ def leavers(
     others, emptying = list(others), {worker.home.node for worker in going} - {""}
     missing = floor - sum(worker.home.firm for worker in others)
     held = _held(workers, max(0, min(missing, len(workers) - count)), emptying)
-    nodes: dict[str, list[Worker]] = {}
+    nodes: dict[str, list[WorkerState]] = {}
     for worker in reversed(workers):
         if worker.home.node and worker not in held:
             nodes.setdefault(worker.home.node, []).append(worker)
@@ -46,7 +46,9 @@ def leavers(
     return chosen
 
 
-def _held(workers: Sequence[Worker], count: int, emptying: Collection[str]) -> set[Worker]:
+def _held(
+    workers: Sequence[WorkerState], count: int, emptying: Collection[str]
+) -> set[WorkerState]:
     """For the floor: from nodes that nobody leaves, and from those with most of them, so that the others can be emptied."""
     firm = [worker for worker in workers if worker.home.firm] if count else []
     on = Counter(worker.home.node for worker in firm)
@@ -54,16 +56,16 @@ def _held(workers: Sequence[Worker], count: int, emptying: Collection[str]) -> s
     return set(firm[:count])
 
 
-def _to_empty(group: list[Worker], emptying: Collection[str]) -> tuple[bool, bool, int]:
+def _to_empty(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:
     home = group[0].home
     return home.node not in emptying, not home.spot, -len(group)
 
 
-def _to_thin(group: list[Worker], emptying: Collection[str]) -> tuple[bool, bool, int]:
+def _to_thin(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:
     home = group[0].home
     return home.node not in emptying, not home.spot, len(group)
 
 
-def _emptied(worker: Worker) -> str:
+def _emptied(worker: WorkerState) -> str:
     kind = "spot node" if worker.home.spot else "node"
     return f"its {kind} {worker.home.node[:8]} becomes free"

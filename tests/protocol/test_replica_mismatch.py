@@ -1,8 +1,8 @@
 """Members whose weights differ: all who hold a state are replaced, and the run goes back to when they agreed."""
 
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.disagreement import MAX_IN_A_ROW
 from elastic_dp.protocol.messages import Disagreement, Place
+from elastic_dp.protocol.replica_mismatch import MAX_IN_A_ROW
 from tests.protocol.scenes import Scene
 
 
@@ -71,7 +71,7 @@ def test_who_lost_its_seat_and_holds_state_is_replaced_too() -> None:
     scene.tell(m.SizeRequested(1))
     scene.stopped("w1", step=6)
     scene.stopped("w2", step=6)
-    assert scene.coordinator.workers["w2"] == "leaver"
+    assert scene.coordinator.workers["w2"] == "retained"
     scene.stopped("w1", step=6, disagreement=Disagreement(3, ("w1",)))
     assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
     assert [c.worker for c in scene.ever(m.ReleaseWorker)] == ["w2"]

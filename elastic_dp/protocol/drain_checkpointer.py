@@ -18,29 +18,29 @@ from itertools import islice
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.generation import Generation
 from elastic_dp.protocol.messages import START, WorkerId
-from elastic_dp.protocol.roster import Worker
-from elastic_dp.protocol.run import Run
-from elastic_dp.protocol.staff import Staff
+from elastic_dp.protocol.run_state import RunState
+from elastic_dp.protocol.worker_registry import WorkerRegistry
+from elastic_dp.protocol.worker_state import WorkerState
 
 NOTICES_S = 1.0  # those of one second are answered by one checkpoint
 ASKED = 2  # members; one would do, and may be about to go
 NAMED = 5
 
 
-def names(workers: Iterable[Worker]) -> str:
+def names(workers: Iterable[WorkerState]) -> str:
     """Of the first, since there may be thousands."""
     first = [worker.id for worker in islice(workers, NAMED + 1)]
     return ", ".join(first[:NAMED]) + (" …" if first[NAMED:] else "")
 
 
-class Keeping:
-    def __init__(self, run: Run, staff: Staff, generation: Generation) -> None:
-        self.run, self._staff, self._generation = run, staff, generation
-        self.sealed = 0  # the newest step that is, and that the present members made
+class DrainCheckpointer:
+    def __init__(self, run: RunState, registry: WorkerRegistry, generation: Generation) -> None:
+        self.run, self._registry, self._generation = run, registry, generation
+        self.committed_step = 0  # the newest step that is, and that the present members made
         self._wanted = False  # as soon as somebody trains
         self._foreseen: set[WorkerId] = set()
         self._foresee_at = -math.inf
-        self._due: list[Worker] = []  # of this state of things, and until then
+        self._due: list[WorkerState] = []  # of this state of things, and until then
         self._due_of: tuple[object, ...] = ()
         self._due_until = -math.inf
         self._held_of: tuple[object, ...] = ()  # likewise those who wait for the seal
@@ -58,7 +58,7 @@ class Keeping:
     def announced(self, restores: bool) -> None:
         """A generation is; `restores`: from the newest checkpoint that is whole, whichever that is."""
         if restores:
-            self.sealed = 0
+            self.committed_step = 0
         if self._wanted:
             self.ask()
 
@@ -73,13 +73,13 @@ class Keeping:
             for worker in sorted(members, key=lambda worker: worker.draining)[:ASKED]:
                 self.run.emit(m.TakeCheckpoint(worker.id))
 
-    def due(self, now: float) -> list[Worker]:
+    def due(self, now: float) -> list[WorkerState]:
         """Whose time to leave has come: members, and while nobody trains those who alone may hold the state."""
         state = self._state_of_things()
         if state != self._due_of or now >= self._due_until:
             draining = [*self._generation.draining.values()]
             if not self.run.in_flight:
-                draining += self._staff.leavers.values()
+                draining += self._registry.retained.values()
             self._due = [worker for worker in draining if now >= worker.leave_at]
             self._due_until = min(
                 [w.leave_at for w in draining if now < w.leave_at], default=math.inf
@@ -89,38 +89,38 @@ class Keeping:
 
     def _state_of_things(self) -> tuple[object, ...]:
         """Equal as long as nobody came, went, or had another notice, which is cheaper to see than to look at all."""
-        generation, staff = self._generation, self._staff
-        counts = len(generation.members), len(generation.draining), len(staff.leavers)
-        return generation.number, self.run.in_flight, staff.notices, counts
+        generation, registry = self._generation, self._registry
+        counts = len(generation.members), len(generation.draining), len(registry.retained)
+        return generation.number, self.run.in_flight, registry.notices, counts
 
-    def in_time(self, going: list[Worker], now: float) -> bool:
+    def in_time(self, going: list[WorkerState], now: float) -> bool:
         """Whether one of them has time for a last checkpoint; if it is still there later, it was not taken away."""
         return now < self._gone_at(going)
 
-    def _gone_at(self, going: list[Worker]) -> float:
-        return max([worker.leave_at for worker in going]) + self.run.rules.drain_margin_s
+    def _gone_at(self, going: list[WorkerState]) -> float:
+        return max([worker.leave_at for worker in going]) + self.run.config.drain_margin_s
 
-    def hold(self, going: list[Worker], now: float) -> bool:
+    def hold(self, going: list[WorkerState], now: float) -> bool:
         """All have stopped, and too few will be left. Whether to wait for the seal of what they hold."""
-        state = (*self._state_of_things(), self.sealed, len(going))
+        state = (*self._state_of_things(), self.committed_step, len(going))
         if state == self._held_of and now < self._held_until:
             return True
-        holders = (*self._generation.members.values(), *self._staff.leavers.values())
-        top = max([worker.place for worker in holders if worker.whole], default=START)
-        writers = tuple([w.id for w in holders if w.whole and w.place == top and w.at_head])
+        holders = (*self._generation.members.values(), *self._registry.retained.values())
+        top = max([worker.position for worker in holders if worker.has_state], default=START)
+        writers = tuple([w.id for w in holders if w.has_state and w.position == top and w.at_head])
         if top.ended or not top.step or not writers or not self.in_time(going, now):
             return False  # there is nothing yet, or it can only be kept some way on
-        if self.sealed >= top.step:
+        if self.committed_step >= top.step:
             for worker in going:
-                reason = f"its node goes away, and step {self.sealed} is sealed"
-                self._staff.release(worker, reason, now)
+                reason = f"its node goes away, and step {self.committed_step} is sealed"
+                self._registry.release(worker, reason, now)
             return False
         if (top.step, writers) != self._asked or now >= self._again_at:
             self._asked = top.step, writers
-            self._again_at = now + self.run.rules.drain_margin_s / 3
+            self._again_at = now + self.run.config.drain_margin_s / 3
             for worker_id in writers:
                 self.run.emit(m.KeepState(worker_id, self._generation.number, writers))
         self._held_of, self._held_until = state, min(self._again_at, self._gone_at(going))
-        self.run.alarms.wake(self._held_until)
+        self.run.timers.wake(self._held_until)
         self.run.say(f"{names(going)} must leave; the state after step {top.step} is sealed before")
         return True

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class CoordinatorConfig:
     """`size` is the number of members aimed at (max_workers); `standby` more are kept warm without a seat.
 
     A member may only be waited for as long as it is heard, so the one timeout that decides about life is
@@ -31,7 +31,7 @@ class Rules:
     source_timeout_s: float = 60.0  # nobody's weights count yet and nobody fresh starts: make room
     steps_ahead: int = 2  # a planned end lies this far beyond what the heartbeats foretell
     slow_s: float = 300.0  # one that all wait for, and that runs the least, is replaced after this
-    hang_timeout_s: float | None = None  # None: see `progress.Progress`
+    hang_timeout_s: float | None = None  # None: see `progress.HangDetector`
     max_losses_without_progress: int = 20
     max_losses_of_micro_batch: int = 5  # that died while they ran it
     max_out_of_memory: int = 5  # likewise without progress

@@ -24,10 +24,10 @@ class Stage(StrEnum):
     BUILDING = "building"  # runs the user's code up to the loop
     READY = "ready"  # void, waits for a seat
     MEMBER = "member"  # has a seat in the present generation
-    LEAVER = "leaver"  # lost its seat, kept until the others have made a step without it
+    RETAINED = "retained"  # lost its seat, kept until the others have made a step without it
     LEAVING = "leaving"  # asked to leave
     EVICTED = "evicted"  # to be killed; not confirmed dead, so possibly alive
-    SURVEYED = "surveyed"  # known to exist, has not said yet where it stands
+    UNREPORTED = "unreported"  # known to exist, has not said yet where it stands
 
     __hash__ = (
         str.__hash__
@@ -35,11 +35,13 @@ class Stage(StrEnum):
 
 
 # Counted towards the number of workers wanted, unless their node is about to go.
-USEFUL = frozenset({Stage.STARTING, Stage.BUILDING, Stage.READY, Stage.MEMBER, Stage.SURVEYED})
+PROVISIONED_STAGES = frozenset(
+    {Stage.STARTING, Stage.BUILDING, Stage.READY, Stage.MEMBER, Stage.UNREPORTED}
+)
 
 
 @dataclass(slots=True, eq=False)
-class Standing:
+class HeartbeatProgress:
     """Where a worker's heartbeats say that it is, and how many have said the same since they first did."""
 
     where: tuple[int, int, str] = (0, 0, "start")  # generation, step, phase
@@ -71,7 +73,7 @@ class Standing:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class WorkerState:
     """One identity. `place` and `whole` are what it last reported, and stand only while it is stopped."""
 
     id: WorkerId
@@ -83,10 +85,10 @@ class Worker:
     signature: Signature | None = None
     can_source: bool = False
     entered: int = 0  # last generation it is known to have entered
-    place: Place = START
-    whole: bool = False
+    position: Place = START
+    has_state: bool = False
     at_head: bool = True
-    founded: int = 0  # the beginning its state descends from
+    lineage_id: int = 0  # the lineage its state descends from
     finished: str | None = None  # digest of its final weights
     finished_because: str = ""
     draining: bool = False
@@ -95,14 +97,14 @@ class Worker:
     failed_joins: int = 0
     reminded_beats: int = 0  # heartbeats since it was told what it has not acted on
     odd_beats: int = 0  # heartbeats that show it done, without its report
-    standing: Standing = field(default_factory=Standing)
+    progress: HeartbeatProgress = field(default_factory=HeartbeatProgress)
     stuck: bool = False  # evicted for that
     virtual_s: float = 0.0  # for one virtual worker, as last measured; 0: not known
     measured_in: int = 0  # in this generation
 
     def __repr__(self) -> str:
         return (
-            f"{self.id}:{self.stage}{'' if not self.whole else f'@{self.place.step}'}"
+            f"{self.id}:{self.stage}{'' if not self.has_state else f'@{self.position.step}'}"
             f"{' draining' if self.draining else ''}{' finished' if self.finished else ''}"
         )
 

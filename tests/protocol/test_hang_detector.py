@@ -3,9 +3,9 @@
 from typing import Any
 
 from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.hang_detector import LEAST_S, LONGER, STEPS
 from elastic_dp.protocol.messages import Place
-from elastic_dp.protocol.progress import LEAST_S, LONGER, STEPS
-from elastic_dp.protocol.roster import Standing
+from elastic_dp.protocol.worker_state import HeartbeatProgress
 from tests.protocol.scenes import Scene
 
 LIMIT_S = 30.0
@@ -159,7 +159,7 @@ def test_who_hangs_when_a_new_controller_asks_is_not_waited_for() -> None:
     scene = Scene.recovered(["w1", "w2"], 3, hang_timeout_s=LIMIT_S)
     scene.tell(m.WorkerReported("w1", 3, Place(4), True, False, None, True))
     assert stay(scene, LIMIT_S + 2, w2=("compute", 4), w1=("collective", 4)) == ["w2"]
-    assert scene.coordinator.phase != "surveying"
+    assert scene.coordinator.phase != "taking over"
 
 
 def test_heartbeats_that_are_late_or_doubled_make_nobody_older() -> None:
@@ -191,7 +191,7 @@ def test_a_controller_that_slept_judges_nobody_by_what_waits_to_be_read() -> Non
 def test_without_a_limit_of_the_jobs_it_grows_with_the_steps() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
-    progress = scene.coordinator._progress
+    progress = scene.coordinator._hang_detector
     assert progress.limit_s == LEAST_S
     for step in range(1, 20):
         scene.wait(40.0, "w1", "w2", step=step - 1)
@@ -200,7 +200,7 @@ def test_without_a_limit_of_the_jobs_it_grows_with_the_steps() -> None:
 
 
 def test_what_was_used_before_an_abort_does_not_count_after_it() -> None:
-    standing = Standing()
+    standing = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
         standing.heard(m.WorkerHeard("w1", 0, 0, "start", beat, cpu_s))
     standing.restart()

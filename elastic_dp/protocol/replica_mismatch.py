@@ -7,27 +7,29 @@ before they agree once more, since then the job does it.
 """
 
 from elastic_dp.protocol import closing
-from elastic_dp.protocol.beginning import Beginning
 from elastic_dp.protocol.generation import Generation
-from elastic_dp.protocol.staff import Staff
+from elastic_dp.protocol.state_lineage import StateLineage
+from elastic_dp.protocol.worker_registry import WorkerRegistry
 
 MAX_IN_A_ROW = 3  # without a step between them after which all agreed
 
 
-def reject(staff: Staff, generation: Generation, beginning: Beginning, now: float) -> None:
+def reject(
+    registry: WorkerRegistry, generation: Generation, lineage: StateLineage, now: float
+) -> None:
     """As every member has stopped."""
-    said = generation.disagreement
+    said = generation.mismatch
     assert said is not None
-    times = beginning.reject(said.agreed)
+    times = lineage.reject(said.agreed)
     names = ", ".join(said.odd)
     what = f"the weights of {names} differ; all workers agreed after step {said.agreed}"
-    staff.run.explain(what)
+    registry.run.explain(what)
     if times > MAX_IN_A_ROW:
         error = f"{what}; this is time {times}: does something in the job differ between workers?"
-        closing.fail(staff, error, "", now)
+        closing.fail(registry, error, "", now)
         return
-    for worker in [*generation.members.values(), *staff.leavers.values()]:
-        if worker.whole and worker.id in said.odd:
-            staff.evict(worker, "its weights differ from the others'", now)
-        elif worker.whole:
-            staff.release(worker, f"trained with {names}, whose weights differed", now)
+    for worker in [*generation.members.values(), *registry.retained.values()]:
+        if worker.has_state and worker.id in said.odd:
+            registry.evict(worker, "its weights differ from the others'", now)
+        elif worker.has_state:
+            registry.release(worker, f"trained with {names}, whose weights differed", now)

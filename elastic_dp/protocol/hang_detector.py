@@ -15,9 +15,9 @@ from statistics import median
 
 from elastic_dp.protocol.generation import Generation
 from elastic_dp.protocol.messages import WorkerHeard
-from elastic_dp.protocol.roster import Stage, Worker
-from elastic_dp.protocol.run import Run
-from elastic_dp.protocol.staff import Staff
+from elastic_dp.protocol.run_state import RunState
+from elastic_dp.protocol.worker_registry import WorkerRegistry
+from elastic_dp.protocol.worker_state import Stage, WorkerState
 
 LEAST_S = 300.0  # the limit, where the job names none; or so many steps, if that is longer:
 STEPS = 20
@@ -42,11 +42,11 @@ UNTIMED = {
 }
 
 
-class Progress:
-    def __init__(self, run: Run, staff: Staff, generation: Generation) -> None:
-        self.run, self._staff, self._generation = run, staff, generation
+class HangDetector:
+    def __init__(self, run: RunState, registry: WorkerRegistry, generation: Generation) -> None:
+        self.run, self._registry, self._generation = run, registry, generation
         self._paces: deque[float] = deque(maxlen=PACES)
-        self.limit_s = run.rules.hang_timeout_s or LEAST_S
+        self.limit_s = run.config.hang_timeout_s or LEAST_S
         self._look_at = self._caught_up_at = -math.inf
 
     def catch_up(self, now: float) -> None:
@@ -54,17 +54,17 @@ class Progress:
         self._caught_up_at = now
 
     def stepped(self, steps: int, took_s: float) -> None:
-        if self.run.rules.hang_timeout_s is None and took_s < math.inf:
+        if self.run.config.hang_timeout_s is None and took_s < math.inf:
             self._paces.append(took_s / steps)
             self.limit_s = max(LEAST_S, STEPS * median(self._paces))
 
-    def heard(self, worker: Worker, event: WorkerHeard, now: float) -> None:
+    def heard(self, worker: WorkerState, event: WorkerHeard, now: float) -> None:
         """O(1) while there is progress."""
-        worker.standing.heard(event)
-        if self._stands_s(worker) < self.limit_s or now <= self._caught_up_at:
+        worker.progress.heard(event)
+        if self._stalled_s(worker) < self.limit_s or now <= self._caught_up_at:
             return
-        inside = worker.id in self._generation.open
-        if worker.stage is Stage.SURVEYED or (inside and self._generation.must_stop):
+        inside = worker.id in self._generation.inside
+        if worker.stage is Stage.UNREPORTED or (inside and self._generation.must_stop):
             self._judge(worker, now, "does not answer")
         elif inside and self.run.in_flight and now >= self._look_at:
             self._look_at = now + self.limit_s / 8
@@ -72,53 +72,59 @@ class Progress:
 
     # ------------------------------------------------------------------------------ private
 
-    def _stands_s(self, worker: Worker) -> float:
-        return worker.standing.beats * self.run.rules.heartbeat_interval_s
+    def _stalled_s(self, worker: WorkerState) -> float:
+        return worker.progress.beats * self.run.config.heartbeat_interval_s
 
-    def _is_stuck(self, worker: Worker) -> bool:
-        stands_s, standing = self._stands_s(worker), worker.standing
-        busy = standing.cpu_s >= BUSY * stands_s
-        is_first = standing.where[1] == standing.first_step
+    def _is_stuck(self, worker: WorkerState) -> bool:
+        stands_s, progress = self._stalled_s(worker), worker.progress
+        busy = progress.cpu_s >= BUSY * stands_s
+        is_first = progress.where[1] == progress.first_step
         return stands_s >= self.limit_s * (LONGER if busy or is_first else 1)
 
     def _look(self, now: float) -> None:
         """All wait for the least advanced of those inside."""
         generation = self._generation
-        inside = [worker for worker in generation.members.values() if worker.id in generation.open]
-        if any(worker.standing.where[0] != generation.number for worker in inside):
+        inside = [
+            worker for worker in generation.members.values() if worker.id in generation.inside
+        ]
+        if any(worker.progress.where[0] != generation.number for worker in inside):
             return  # it forms, which has a deadline of its own
         least = min(map(_order, inside))
         last = [worker for worker in inside if _order(worker) == least]
-        untimed = [worker for worker in last if worker.standing.phase in UNTIMED]
+        untimed = [worker for worker in last if worker.progress.phase in UNTIMED]
         stuck = [worker for worker in last if self._is_stuck(worker)]
         alike = len(last) == len(inside) and least[2] == ORDER["collective"]
         if untimed:
             self._look_at = now + self.limit_s
-            self.run.explain(f"no step for {self._stands_s(untimed[0]):.0f} s: {_says(untimed[0])}")
-        elif (all_stand_s := min(map(self._stands_s, inside))) < self.limit_s:
-            self._look_at = now + self.limit_s - all_stand_s  # whoever waited may move only now
-        elif stuck and (alike or stuck[0].standing.phase in HANDING_OVER):
-            generation.abort(f"nothing moves in {stuck[0].standing.phase!r}")
-            self._staff.count(stuck[0], now)
+            self.run.explain(
+                f"no step for {self._stalled_s(untimed[0]):.0f} s: {_says(untimed[0])}"
+            )
+        elif (all_stalled_s := min(map(self._stalled_s, inside))) < self.limit_s:
+            self._look_at = now + self.limit_s - all_stalled_s  # whoever waited may move only now
+        elif stuck and (alike or stuck[0].progress.phase in HANDING_OVER):
+            generation.abort(f"nothing moves in {stuck[0].progress.phase!r}")
+            self._registry.count(stuck[0], now)
         else:
             for worker in stuck:
                 self._judge(worker, now, "does not go on")
 
-    def _judge(self, worker: Worker, now: float, what: str) -> None:
-        if worker.standing.phase in UNTIMED or not self._is_stuck(worker):
+    def _judge(self, worker: WorkerState, now: float, what: str) -> None:
+        if worker.progress.phase in UNTIMED or not self._is_stuck(worker):
             return
-        _, step, phase = worker.standing.where
-        reason = f"stuck: {what} for {self._stands_s(worker):.0f} s, in {phase!r} after step {step}"
-        self._staff.evict(worker, reason, now, stuck=True)
+        _, step, phase = worker.progress.where
+        reason = (
+            f"stuck: {what} for {self._stalled_s(worker):.0f} s, in {phase!r} after step {step}"
+        )
+        self._registry.evict(worker, reason, now, stuck=True)
 
 
-def _order(worker: Worker) -> tuple[bool, int, int]:
+def _order(worker: WorkerState) -> tuple[bool, int, int]:
     """In the hand-over the step does not count: who is void has none."""
-    _, step, phase = worker.standing.where
+    _, step, phase = worker.progress.where
     order = ORDER.get(phase, 0)
     trains = order > ORDER["receive"]
     return trains, step if trains else 0, order
 
 
-def _says(worker: Worker) -> str:
-    return f"{worker.id} {UNTIMED[worker.standing.phase]}"
+def _says(worker: WorkerState) -> str:
+    return f"{worker.id} {UNTIMED[worker.progress.phase]}"

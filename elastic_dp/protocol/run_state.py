@@ -1,4 +1,4 @@
-"""The run as every part of the coordinator sees it: its rules, where it stands and why, and what is to be said.
+"""The run as every part of the coordinator sees it: its config, where it stands and why, and what is to be said.
 
 `reason` is said once, when it changes; what is said is collected here and handed out after each fact.
 """
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from elastic_dp.protocol import messages as m
+from elastic_dp.protocol.coordinator_config import CoordinatorConfig
 from elastic_dp.protocol.messages import Command, WorkerId
-from elastic_dp.protocol.rules import Rules
 
 
 class Phase(StrEnum):
@@ -19,14 +19,14 @@ class Phase(StrEnum):
     FORMING = "forming"
     RUNNING = "running"
     ENDING = "ending"
-    SURVEYING = "surveying"
+    TAKING_OVER = "taking over"
     OVER = "over"
 
 
 IN_FLIGHT = frozenset({Phase.FORMING, Phase.RUNNING, Phase.ENDING})
 
 
-class Alarms:
+class Timers:
     """When to look again at what; each is set once, and rings even if it means nothing any more."""
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class Alarms:
         self.due = math.inf
 
 
-class Run:
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self.size, self.min_workers = rules.size, rules.min_workers
+class RunState:
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.size, self.min_workers = config.size, config.min_workers
         self.phase = Phase.GATHERING
         self.reason = ""
         self.stop: m.StopRequested | None = None  # it was asked to end
-        self.alarms = Alarms()
+        self.timers = Timers()
         self._out: list[Command] = []
 
     @property
