@@ -1,7 +1,7 @@
-"""From a process that started to a void worker that may be seated: who fits, and whose initial weights count.
+"""From a process that started to a worker that may become a member: who fits, and whose initial weights count.
 
-The first that starts is asked to be the initial_source. If it dies before the run is founded, another that may take its
-place does; if all at hand were told that their weights do not count, room is made for a fresh one.
+The first worker that starts is asked to be the initial source. If it dies before the lineage is established, another
+candidate takes its place; if all workers were told that their weights do not count, room is made for a fresh one.
 """
 
 import math
@@ -18,7 +18,11 @@ from elastic_dp.protocol.worker_state import Stage, WorkerState
 
 class Admission:
     def __init__(
-        self, run: RunState, registry: WorkerRegistry, generation: Generation, lineage: StateLineage
+        self,
+        run: RunState,
+        registry: WorkerRegistry,
+        generation: Generation,
+        lineage: StateLineage,
     ) -> None:
         self.run, self._registry = run, registry
         self._generation, self._lineage = generation, lineage
@@ -27,16 +31,8 @@ class Admission:
 
     def begin(self, worker: WorkerState, now: float) -> None:
         """Its process is up."""
-        lineage = self._lineage
-        self._registry.move(worker, Stage.BUILDING, now)
-        worker.renewed_at = now  # its first lease runs from its start
-        self._registry.failure_detector.heard(worker.id, now)
-        if (
-            not lineage.established
-            and lineage.initial_source is None
-            and not lineage.source_candidates
-        ):
-            lineage.initial_source = worker.id
+        self._registry.started(worker, now)
+        self._lineage.propose(worker.id)
         self.tell_to_begin(worker)
 
     def tell_to_begin(self, worker: WorkerState) -> None:
@@ -48,28 +44,25 @@ class Admission:
         if worker is None or worker.stage not in (Stage.STARTING, Stage.BUILDING):
             return
         lineage = self._lineage
-        if signature == lineage.signature:
-            signature = lineage.signature  # one in memory, however many workers
-        worker.signature, worker.can_source = signature, can_source
+        worker.became_ready(lineage.shared(signature), can_source)
         self._registry.move(worker, Stage.READY, now)
-        if can_source and not lineage.established:
-            lineage.source_candidates[worker.id] = worker
+        lineage.add_candidate(worker)
         if lineage.needed == worker.id:
             self._set_signature(worker, now)
         elif self.fits(worker, now):
             self._registry.queue(worker, now)
 
-    def _set_signature(self, initial_source: WorkerState, now: float) -> None:
-        """The initial_source decides what fits; those already waiting are measured against it."""
-        self._lineage.signature = initial_source.signature
-        if initial_source.stage is Stage.READY:
-            self._registry.queue(initial_source, now)
+    def _set_signature(self, source: WorkerState, now: float) -> None:
+        """The initial source decides what fits; those already waiting are measured against it."""
+        self._lineage.require(source.signature)
+        if source.stage is Stage.READY:
+            self._registry.queue(source, now)
         for worker in [*self._registry.ready.values()]:
-            if worker is not initial_source and not self.fits(worker, now):
-                self._registry.ready.pop(worker.id, None)
+            if worker is not source and not self.fits(worker, now):
+                self._registry.unqueue(worker)
 
     def fits(self, worker: WorkerState, now: float) -> bool:
-        """Whoever does not is released, and replaced a bounded number of times."""
+        """A worker that does not is released, and replaced a bounded number of times."""
         lineage = self._lineage
         if not lineage.same_model(worker):  # all run the same function: it is its doing
             error = (
@@ -84,32 +77,30 @@ class Admission:
             return True
         self.rejections += 1
         if self.rejections > self.run.config.max_rejections:
-            self._registry.unfilled += 1
+            self._registry.give_up_place()
         self.run.explain(f"{worker.id} does not fit this run: {what}")
         self._registry.release(worker, f"does not fit this run: {what}", now)
         return False
 
     def find_initial_source(self, now: float) -> WorkerState | None:
         """The worker whose initial weights count, if it is at hand."""
-        lineage = self._lineage
-        initial_source = (
-            self._registry.workers.get(lineage.initial_source) if lineage.initial_source else None
-        )
-        if initial_source is not None and initial_source.stage in (Stage.READY, Stage.MEMBER):
-            return initial_source
+        lineage, workers = self._lineage, self._registry.workers
+        source = workers.get(lineage.initial_source) if lineage.initial_source else None
+        if source is not None and source.stage in (Stage.READY, Stage.MEMBER):
+            return source
         if lineage.checkpoint_step is not None:
             return self._find_reader(now)
-        if initial_source is not None and initial_source.stage is Stage.BUILDING:
+        if source is not None and source.stage is Stage.BUILDING:
             return None
-        lineage.initial_source, lineage.signature = None, None
+        lineage.choose(None)
         self._forget_misfits()
-        initial_source = next(iter(lineage.source_candidates.values()), None)
-        if initial_source is not None:
-            lineage.initial_source = initial_source.id
-            self.run.explain(f"{initial_source.id} gives the initial weights")
-            self._set_signature(initial_source, now)
+        source = next(iter(lineage.source_candidates.values()), None)
+        if source is not None:
+            lineage.choose(source.id)
+            self.run.explain(f"{source.id} gives the initial weights")
+            self._set_signature(source, now)
             self._sourceless_since = math.inf
-            return initial_source
+            return source
         self._sourceless_since = min(self._sourceless_since, now)
         if now >= self._sourceless_since + self.run.config.source_timeout_s:
             self._make_room_for_initial_source(now)
@@ -117,28 +108,32 @@ class Admission:
         return None
 
     def start_from_checkpoint(self) -> None:
-        self._lineage.again()
+        """Every worker with state is lost."""
+        self._lineage.start_over()
         self._forget_misfits()
+
+    def resized(self) -> None:
+        """An operator asks for workers: rejections so far do not count."""
+        self.rejections = 0
 
     def _forget_misfits(self) -> None:
         """Those for whom there was no place may fit what comes now."""
-        self.rejections = self._registry.unfilled = 0
+        self.rejections = 0
+        self._registry.fill_all_places()
 
     def _find_reader(self, now: float) -> WorkerState | None:
-        """Of the newest checkpoint: anybody who is at hand; they may all be of another kind than before."""
+        """Of the newest checkpoint: any worker that is at hand; they may all be of another kind than before."""
         at_hand = [*self._generation.members.values(), *self._registry.ready.values()]
         reader = min(at_hand, key=lambda worker: worker.draining, default=None)
-        self._lineage.initial_source = None if reader is None else reader.id
-        if reader is None:
-            self._lineage.signature = None
-        elif self._lineage.signature is None:
+        self._lineage.choose(None if reader is None else reader.id)
+        if reader is not None and self._lineage.signature is None:
             self._set_signature(reader, now)
         return reader
 
     def _make_room_for_initial_source(self, now: float) -> None:
-        """All at hand were told that their weights do not count; a fresh one may need the place of one."""
+        """All workers were told that their weights do not count; a fresh one may need the place of one."""
         self._sourceless_since = now
-        void = [*self._generation.members.values(), *self._registry.ready.values()]
-        youngest = max(void, key=lambda worker: worker.number, default=None)
+        stateless = [*self._generation.members.values(), *self._registry.ready.values()]
+        youngest = max(stateless, key=lambda worker: worker.number, default=None)
         if youngest is not None:
             self._registry.release(youngest, "a fresh worker must give the initial weights", now)

@@ -1,7 +1,7 @@
-"""Who sits in the next generation: pure choices over the workers that are at hand.
+"""Who the members of the next generation are: pure choices over the workers that are at hand.
 
-Always: the source is a most advanced whole worker; nobody void is a source; those who stay keep their order, and
-joiners come after. A worker that must leave but alone holds the newest state keeps a seat for the copy.
+Two things always hold. The source is a most advanced worker with state, never one without. Members that stay keep their order,
+and joiners come after them. A worker that must leave but alone has the newest state stays a member for the copy.
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ from elastic_dp.wording import counted
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    seated: list[WorkerState]  # by rank
+    members: list[WorkerState]  # by rank
     source: WorkerState
-    left: list[WorkerState]  # had a seat, or state, and get none now
+    left: list[WorkerState]  # were members, or have state, and are left out now
     reason: str
 
 
@@ -34,39 +34,39 @@ def assign_members(
     initial_source: WorkerState | None,
     floor: int = 0,
 ) -> Assignment:
-    """Seat `stopped` (by old rank) and `joiners` (void), who are at least `least` together.
+    """Of `stopped` (by old rank) and `joiners` (without state), which are at least `least` together.
 
-    `initial_source`: before anybody holds the run's state, the worker whose initial weights count. `floor`: see `leavers`.
+    `initial_source`: before any worker has the run's state, the one whose initial weights count. `floor`: see `choose_departing`.
     """
-    whole = [worker for worker in stopped if worker.has_state]
-    top = max([worker.position for worker in whole], default=None)
-    source = next((worker for worker in whole if worker.position == top), initial_source)
+    holders = [worker for worker in stopped if worker.has_state]
+    top = max([worker.position for worker in holders], default=None)
+    source = next((worker for worker in holders if worker.position == top), initial_source)
     assert source is not None, "nobody at hand holds the state"
-    # Void workers need a source at the head of the loop; until then those who are whole go on alone.
+    # Workers without state need a source at the head of the loop; until then the others go on alone.
     copies = source.at_head or not source.has_state
-    eligible = stopped if copies else whole
+    eligible = stopped if copies else holders
     new = list(joiners) if copies else []
 
     staying = [worker for worker in eligible if not worker.draining]
-    going = [worker for worker in eligible if worker.draining]
+    draining = [worker for worker in eligible if worker.draining]
     gone = {
-        worker for worker, _ in choose_departing(staying, len(staying) - size, new, floor, going)
+        worker for worker, _ in choose_departing(staying, len(staying) - size, new, floor, draining)
     }
     staying = [worker for worker in staying if worker not in gone]
-    seated = staying[:size]
-    seated += new[: size - len(seated)]
-    seated += [worker for worker in going if now < worker.leave_at][: size - len(seated)]
-    if len(seated) < least:  # rather with one whose node is about to go than not at all
-        seated += [worker for worker in going if worker not in seated][: least - len(seated)]
+    taken = staying[:size]
+    taken += new[: size - len(taken)]
+    taken += [worker for worker in draining if now < worker.leave_at][: size - len(taken)]
+    if len(taken) < least:  # rather with one whose node is about to go than not at all
+        taken += [worker for worker in draining if worker not in taken][: least - len(taken)]
     if not any(
-        worker is source or (worker.has_state and worker.position == top) for worker in seated
+        worker is source or (worker.has_state and worker.position == top) for worker in taken
     ):
-        seated = [*seated[: min(size, virtual_workers - 1)], source]
-    assert len(seated) >= least or not copies, (seated, least)
+        taken = [*taken[: min(size, virtual_workers - 1)], source]
+    assert len(taken) >= least or not copies, (taken, least)
 
-    chosen = set(seated)
+    chosen = set(taken)
     source = next(
-        (worker for worker in seated if worker.has_state and worker.position == top), source
+        (worker for worker in taken if worker.has_state and worker.position == top), source
     )
     order = [worker for worker in stopped if worker in chosen]
     order += [worker for worker in new if worker in chosen]
@@ -78,21 +78,21 @@ def assign_members(
 
 def membership(
     generation: int,
-    seating: Assignment,
+    assignment: Assignment,
     virtual_workers: int,
     timeout_s: float,
     founded: int,
     restore: bool,
 ) -> Membership:
-    ranges = deal([worker.virtual_s for worker in seating.seated], virtual_workers)
+    ranges = deal([worker.virtual_s for worker in assignment.members], virtual_workers)
     new = tuple.__new__  # of thousands, `Seat(...)` takes twice as long
     seats = tuple(
         [
             new(Seat, (worker.id, first, last, worker.position, worker.has_state))
-            for worker, (first, last) in zip(seating.seated, ranges, strict=True)
+            for worker, (first, last) in zip(assignment.members, ranges, strict=True)
         ]
     )
-    return Membership(generation, seats, seating.source.id, timeout_s, founded, restore)
+    return Membership(generation, seats, assignment.source.id, timeout_s, founded, restore)
 
 
 def members_to_exclude(
@@ -102,8 +102,8 @@ def members_to_exclude(
 ) -> list[WorkerState]:
     """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each other.
 
-    Void workers go before whole ones, higher ranks before lower; a pair (w, w) says that w was out of reach of
-    all. One whole worker with the greatest place (or the initial_source, before anybody is whole) always stays.
+    Workers without state go before others, higher ranks before lower; a pair (w, w) says that w was out of reach of all.
+    One worker with the most advanced state (or the initial source, before any has state) always stays.
     """
     rank = {worker.id: index for index, worker in enumerate(members)}
     broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}

@@ -43,6 +43,9 @@ class Budget:
             self.incidents -= 1
             self._generation, self._identities = self._before
 
+    def forgive(self) -> None:
+        self.incidents = 0
+
     def allows(self, generation: int, number: int) -> bool:
         """Whether such a loss would leave something of it."""
         return self._is_known(generation, number) or self.incidents < self.limit
@@ -85,7 +88,8 @@ class Budgets:
         if step <= self._furthest:
             return False
         self._furthest = step
-        self.losses.incidents = self.memory.incidents = self.errors.incidents = 0
+        for budget in (self.losses, self.memory, self.errors):
+            budget.forgive()
         for at in [at for at in self._micro_batches if at[0] <= step]:
             del self._micro_batches[at]
         return True

@@ -1,11 +1,11 @@
-"""How a run ends: finished, failed, or stopped before it began; then everybody goes.
+"""How a run ends: finished, failed, or stopped before it began. Then every worker is released.
 
-What was decided first counts. Whoever is still there `release_timeout_s` after that is evicted.
+What was decided first counts. A worker that is still there `release_timeout_s` after that is evicted.
 """
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.messages import Place
-from elastic_dp.protocol.run_state import Phase
+from elastic_dp.protocol.phases import Phase
 from elastic_dp.protocol.worker_registry import DEPARTED_STAGES, WorkerRegistry
 from elastic_dp.protocol.worker_state import Stage, WorkerState
 
@@ -21,17 +21,18 @@ def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) ->
 
 
 def stop_before_first_step(
-    registry: WorkerRegistry, sealed: int | None, reason: str, now: float
+    registry: WorkerRegistry, checkpoint_step: int | None, reason: str, now: float
 ) -> None:
-    """Nobody holds a state; what the run has come to is its newest checkpoint."""
-    registry.run.emit(m.FinishRun(Place(sealed or 0), "", reason))
+    """No worker has state; what the run has come to is its newest checkpoint."""
+    registry.run.emit(m.FinishRun(Place(checkpoint_step or 0), "", reason))
     _close(registry, f"stopped before the first step: {reason}", now)
 
 
 def lost_everyone(registry: WorkerRegistry, at_most: int | None, now: float) -> None:
-    """Nobody holds the state any more (or nobody's counts), nor does the storage."""
-    if registry.budgets.errors.incidents and registry.user_error is not None:
-        fail_by(registry, registry.user_error, now)  # which is what took them
+    """No worker has state any more (or none that counts), and there is no checkpoint."""
+    user_error = registry.failures.user_error
+    if registry.failures.budgets.errors.incidents and user_error is not None:
+        fail_by(registry, user_error, now)  # which is what took them
     error = "every worker that held the state is lost, and there is no checkpoint"
     if at_most is not None:
         error = (
@@ -57,20 +58,20 @@ def _fail(registry: WorkerRegistry, command: m.FailRun, now: float) -> None:
 
 def _close(registry: WorkerRegistry, reason: str, now: float) -> None:
     run = registry.run
-    run.phase = Phase.OVER
     run.say(reason)
+    run.end(reason)
     for worker in registry.workers.values():
         if worker.stage not in DEPARTED_STAGES:
             run.emit(m.ReleaseWorker(worker.id, reason))
             registry.move(worker, Stage.LEAVING, now)
-    run.timers.clear()
     run.timers.wake(now + run.config.release_timeout_s, "close")
 
 
 def evict_remaining(registry: WorkerRegistry, now: float) -> None:
-    """Those who were released when the run ended, and did not go in time."""
-    if now >= registry.run.timers.due:
-        registry.run.timers.clear()
+    """Those that were released when the run ended, and did not leave in time."""
+    timers = registry.run.timers
+    if now >= timers.due:
+        timers.clear()
         for worker in registry.workers.values():
             if worker.stage is Stage.LEAVING:
                 registry.run.emit(m.EvictWorker(worker.id, "did not leave"))

@@ -1,18 +1,19 @@
-"""Checkpoints that are asked for, and the last one of a fleet that falls: nobody who must go takes the state along.
+"""Checkpoints that are asked for, and the last one of a run whose workers must all go: none takes the state along.
 
-Where those whose nodes go away would leave fewer than the least number behind, the run cannot go on without them:
+Where the workers whose nodes go away would leave fewer than the least number behind, the run cannot go on without them:
 
     at the notice          a checkpoint of one of the next steps is asked for, so there is one if the rest is too late
-    when their time comes  the generation ends, and those who stopped furthest keep that state
-    when it is sealed      they are released; who stays waits for others, who take the checkpoint if nobody stays
+    when their time comes  the generation ends, and those that stopped furthest write a checkpoint of that state
+    when it is committed   they are released; those that stay wait for others, or take the checkpoint if nobody stays
 
-Always: the run goes back only to what is sealed, so who alone holds a later state is not released before that; and
-nobody waits for the seal beyond the time of the notice. Those who share the writing are told anew when one of them is
-lost, and again after a while: a word or a write may be lost.
+Two things always hold. The run goes back only to what is committed, so a worker that alone has a later state is not
+released before that; and nobody waits for the commit beyond the time of the notice. Those that share the writing are told
+again when one of them is lost, and after a while: a message or a write may be lost.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 from elastic_dp.protocol import messages as m
@@ -33,19 +34,42 @@ def names(workers: Iterable[WorkerState]) -> str:
     return ", ".join(first[:NAMED]) + (" …" if first[NAMED:] else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Unneeded:
+    """There is no state yet, or none that can be written in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The state of this step is safe: those that must go may."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """These have the newest state, and must write it before anybody leaves."""
+
+    step: int
+    writers: tuple[WorkerId, ...]
+
+
+CheckpointDecision = Unneeded | Committed | Write
+
+
 class DrainCheckpointer:
     def __init__(self, run: RunState, registry: WorkerRegistry, generation: Generation) -> None:
         self.run, self._registry, self._generation = run, registry, generation
-        self.committed_step = 0  # the newest step that is, and that the present members made
+        self.committed_step = 0  # the newest, of those that the present members made
         self._wanted = False  # as soon as somebody trains
         self._foreseen: set[WorkerId] = set()
         self._foresee_at = -math.inf
-        self._due: list[WorkerState] = []  # of this state of things, and until then
+        self._due: list[WorkerState] = []  # of this situation, and until then
         self._due_of: tuple[object, ...] = ()
         self._due_until = -math.inf
-        self._held_of: tuple[object, ...] = ()  # likewise those who wait for the seal
+        self._held_of: tuple[object, ...] = ()  # likewise those that wait for the commit
         self._held_until = -math.inf
-        self._asked: tuple[int, tuple[WorkerId, ...]] = (0, ())  # to keep this step
+        self._asked = Write(0, ())
         self._again_at = math.inf
 
     def ask(self) -> None:
@@ -55,15 +79,18 @@ class DrainCheckpointer:
             for worker_id in self._generation.members:
                 self.run.emit(m.TakeCheckpoint(worker_id))
 
+    def committed(self, step: int) -> None:
+        self.committed_step = step
+
     def announced(self, restores: bool) -> None:
-        """A generation is; `restores`: from the newest checkpoint that is whole, whichever that is."""
+        """A generation is; `restores`: from the newest checkpoint that is complete, whichever that is."""
         if restores:
             self.committed_step = 0
         if self._wanted:
             self.ask()
 
     def foresee(self, now: float) -> None:
-        """Those who drain are needed, and will be missed; once for each notice, or for all of one second."""
+        """Draining members are needed, and will be missed; once for each notice, or for all of one second."""
         if now < self._foresee_at:
             return
         self._foresee_at = now + NOTICES_S
@@ -74,9 +101,9 @@ class DrainCheckpointer:
                 self.run.emit(m.TakeCheckpoint(worker.id))
 
     def due(self, now: float) -> list[WorkerState]:
-        """Whose time to leave has come: members, and while nobody trains those who alone may hold the state."""
-        state = self._state_of_things()
-        if state != self._due_of or now >= self._due_until:
+        """Whose time to leave has come: members, and while nobody trains retained workers, which alone may have the state."""
+        situation = self._situation()
+        if situation != self._due_of or now >= self._due_until:
             draining = [*self._generation.draining.values()]
             if not self.run.in_flight:
                 draining += self._registry.retained.values()
@@ -84,43 +111,55 @@ class DrainCheckpointer:
             self._due_until = min(
                 [w.leave_at for w in draining if now < w.leave_at], default=math.inf
             )
-            self._due_of = state
+            self._due_of = situation
         return self._due
 
-    def _state_of_things(self) -> tuple[object, ...]:
+    def _situation(self) -> tuple[object, ...]:
         """Equal as long as nobody came, went, or had another notice, which is cheaper to see than to look at all."""
         generation, registry = self._generation, self._registry
         counts = len(generation.members), len(generation.draining), len(registry.retained)
         return generation.number, self.run.in_flight, registry.notices, counts
 
-    def in_time(self, going: list[WorkerState], now: float) -> bool:
+    def in_time(self, due: list[WorkerState], now: float) -> bool:
         """Whether one of them has time for a last checkpoint; if it is still there later, it was not taken away."""
-        return now < self._gone_at(going)
+        return now < self._gone_at(due)
 
-    def _gone_at(self, going: list[WorkerState]) -> float:
-        return max([worker.leave_at for worker in going]) + self.run.config.drain_margin_s
+    def _gone_at(self, due: list[WorkerState]) -> float:
+        return max([worker.leave_at for worker in due]) + self.run.config.drain_margin_s
 
-    def hold(self, going: list[WorkerState], now: float) -> bool:
-        """All have stopped, and too few will be left. Whether to wait for the seal of what they hold."""
-        state = (*self._state_of_things(), self.committed_step, len(going))
-        if state == self._held_of and now < self._held_until:
+    def blocks(self, due: list[WorkerState], now: float) -> bool:
+        """All have stopped, and too few will be left. Whether the next generation has to wait for a commit."""
+        situation = (*self._situation(), self.committed_step, len(due))
+        if situation == self._held_of and now < self._held_until:
             return True
+        match self._decide(due, now):
+            case Unneeded():
+                return False
+            case Committed(step):
+                for worker in due:
+                    reason = f"its node goes away, and step {step} is sealed"
+                    self._registry.release(worker, reason, now)
+                return False
+            case Write() as write:
+                self._request(write, now)
+        self._held_of, self._held_until = situation, min(self._again_at, self._gone_at(due))
+        self.run.timers.wake(self._held_until)
+        self.run.say(f"{names(due)} must leave; the state after step {write.step} is sealed before")
+        return True
+
+    def _decide(self, due: list[WorkerState], now: float) -> CheckpointDecision:
         holders = (*self._generation.members.values(), *self._registry.retained.values())
         top = max([worker.position for worker in holders if worker.has_state], default=START)
         writers = tuple([w.id for w in holders if w.has_state and w.position == top and w.at_head])
-        if top.ended or not top.step or not writers or not self.in_time(going, now):
-            return False  # there is nothing yet, or it can only be kept some way on
+        if top.ended or not top.step or not writers or not self.in_time(due, now):
+            return Unneeded()
         if self.committed_step >= top.step:
-            for worker in going:
-                reason = f"its node goes away, and step {self.committed_step} is sealed"
-                self._registry.release(worker, reason, now)
-            return False
-        if (top.step, writers) != self._asked or now >= self._again_at:
-            self._asked = top.step, writers
+            return Committed(self.committed_step)
+        return Write(top.step, writers)
+
+    def _request(self, write: Write, now: float) -> None:
+        if write != self._asked or now >= self._again_at:
+            self._asked = write
             self._again_at = now + self.run.config.drain_margin_s / 3
-            for worker_id in writers:
-                self.run.emit(m.KeepState(worker_id, self._generation.number, writers))
-        self._held_of, self._held_until = state, min(self._again_at, self._gone_at(going))
-        self.run.timers.wake(self._held_until)
-        self.run.say(f"{names(going)} must leave; the state after step {top.step} is sealed before")
-        return True
+            for worker_id in write.writers:
+                self.run.emit(m.KeepState(worker_id, self._generation.number, write.writers))

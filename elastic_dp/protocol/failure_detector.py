@@ -1,8 +1,8 @@
-"""Who has been silent for too long.
+"""Which workers have been silent for too long.
 
-All wait equally long, so a queue in the order of last being heard answers in O(1): whoever is at its front is
-the first to become overdue. Two things excuse silence: the coordinator itself was away (nothing was heard of
-anybody), and a group that still makes steps, since it cannot without each of its members.
+All have the same time, so a queue in the order of last being heard answers in O(1): the worker at its front is the first
+to become overdue. Two things excuse silence: the coordinator itself was away (no worker was heard), and a group that still
+makes steps, since it cannot without each of its members.
 """
 
 import math
@@ -48,22 +48,22 @@ class FailureDetector:
     def silent(
         self, now: float, patience_s: float, excused_until: Callable[[WorkerId], float]
     ) -> list[WorkerId]:
-        """Whom to give up; who is excused until later is looked at again then."""
+        """The workers to evict; one that is excused until later is looked at again then."""
         overdue = self._named_once(now) if now >= self.due + patience_s else []
         if not overdue and not self.excused:
             return []
         for worker in [worker for worker in self.excused if worker in self._heard]:
             del self.excused[worker]
         again = [worker for worker, until in self.excused.items() if now >= until + patience_s]
-        given_up: list[WorkerId] = []
+        silent: list[WorkerId] = []
         for worker in overdue + again:
             self.excused.pop(worker, None)
             until = excused_until(worker)
             if now < until:
                 self.excused[worker] = until  # the group makes steps, so it lives
             else:
-                given_up.append(worker)
-        return given_up
+                silent.append(worker)
+        return silent
 
     def _named_once(self, now: float) -> list[WorkerId]:
         """All that are overdue at `now`; none is named again before it is heard again."""

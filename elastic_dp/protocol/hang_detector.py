@@ -1,12 +1,13 @@
-"""Who lives and does not go on: its heartbeats come, and say the same again and again.
+"""Which workers live and do not go on: their heartbeats come, and say the same again and again.
 
-Always: time is counted in a worker's own heartbeats, so nobody grows older by a message that is late, by being
-frozen, or by a controller that slept; nobody is judged by a heartbeat behind which others wait to be read; a group that makes steps is never looked at; what users and stores may take as
-long as they like for (the loop's body, an evaluation, a checkpoint, data) is said, and is no hang.
+Four things always hold. Time is counted in a worker's own heartbeats, so no worker grows older by a message that is late, by
+being frozen, or by a controller that slept. None is judged by a heartbeat behind which others wait to be read. A group that
+makes steps is never looked at. What users and stores may take as long as they like for (the loop's body, an evaluation, a
+checkpoint, data) is said, and is no hang.
 
-Of a step, all wait for the least advanced member; that one is the suspect, and those who wait for it in a collective are
-not. Where no phase tells one from the others, they are all told to leave, and who cannot is the suspect then. The time
-counts from when the last of them moved: those who have long waited for one that came at last did not stand still.
+In a step, all wait for the least advanced member. That one is the suspect; those that wait for it in a collective are not.
+Where no phase tells one from the others, all are told to leave, and one that cannot is the suspect then. The time
+counts from when the last of them moved: those that have long waited for one that came at last were not hung.
 """
 
 import math
@@ -32,7 +33,7 @@ ORDER = {
     "done": 9,
 }
 HANDING_OVER = frozenset({"give", "receive"})
-UNTIMED = {
+UNTIMED_PHASES = {
     "start": "runs the user's code before the loop",
     "body": "is in the loop's body",
     "evaluate": "evaluates",
@@ -50,7 +51,7 @@ class HangDetector:
         self._look_at = self._caught_up_at = -math.inf
 
     def catch_up(self, now: float) -> None:
-        """What is read now says what was: a word that they go on may be behind it."""
+        """What is read now says what was: a heartbeat that says more may be behind it."""
         self._caught_up_at = now
 
     def stepped(self, steps: int, took_s: float) -> None:
@@ -76,10 +77,10 @@ class HangDetector:
         return worker.progress.beats * self.run.config.heartbeat_interval_s
 
     def _is_stuck(self, worker: WorkerState) -> bool:
-        stands_s, progress = self._stalled_s(worker), worker.progress
-        busy = progress.cpu_s >= BUSY * stands_s
+        stalled_s, progress = self._stalled_s(worker), worker.progress
+        busy = progress.cpu_s >= BUSY * stalled_s
         is_first = progress.where[1] == progress.first_step
-        return stands_s >= self.limit_s * (LONGER if busy or is_first else 1)
+        return stalled_s >= self.limit_s * (LONGER if busy or is_first else 1)
 
     def _look(self, now: float) -> None:
         """All wait for the least advanced of those inside."""
@@ -91,7 +92,7 @@ class HangDetector:
             return  # it forms, which has a deadline of its own
         least = min(map(_order, inside))
         last = [worker for worker in inside if _order(worker) == least]
-        untimed = [worker for worker in last if worker.progress.phase in UNTIMED]
+        untimed = [worker for worker in last if worker.progress.phase in UNTIMED_PHASES]
         stuck = [worker for worker in last if self._is_stuck(worker)]
         alike = len(last) == len(inside) and least[2] == ORDER["collective"]
         if untimed:
@@ -103,13 +104,13 @@ class HangDetector:
             self._look_at = now + self.limit_s - all_stalled_s  # whoever waited may move only now
         elif stuck and (alike or stuck[0].progress.phase in HANDING_OVER):
             generation.abort(f"nothing moves in {stuck[0].progress.phase!r}")
-            self._registry.count(stuck[0], now)
+            self._registry.failures.count(stuck[0], now)
         else:
             for worker in stuck:
                 self._judge(worker, now, "does not go on")
 
     def _judge(self, worker: WorkerState, now: float, what: str) -> None:
-        if worker.progress.phase in UNTIMED or not self._is_stuck(worker):
+        if worker.progress.phase in UNTIMED_PHASES or not self._is_stuck(worker):
             return
         _, step, phase = worker.progress.where
         reason = (
@@ -127,4 +128,4 @@ def _order(worker: WorkerState) -> tuple[bool, int, int]:
 
 
 def _says(worker: WorkerState) -> str:
-    return f"{worker.id} {UNTIMED[worker.progress.phase]}"
+    return f"{worker.id} {UNTIMED_PHASES[worker.progress.phase]}"

@@ -1,12 +1,13 @@
-"""Who trains next: when the present generation should end for a better one, and who sits in the one that follows.
+"""Which workers make up the next generation, and when it is safe to form it.
 
-Always: nobody is seated before the generation before can make no further step, nor before the next one's number was
-claimed; fewer than the least number never train, except that void workers wait outside where nobody could give them
-the state. A membership that fails to form twice in a row is not tried again. Whoever loses its seat and holds state
-is kept until the others have made a step.
+Three things always hold. No generation is formed before the one before can make no further step, nor before its number was
+claimed. Fewer than the least number never train, except that workers without state wait outside where no member could give
+them any. A membership that fails to form twice in a row is not tried again. A worker with state that is no member
+any more is retained until the others have made a step.
 """
 
 import math
+from dataclasses import dataclass
 from itertools import chain
 
 from elastic_dp.protocol import closing
@@ -18,18 +19,26 @@ from elastic_dp.protocol.assignment import (
     members_to_exclude,
     membership,
 )
-from elastic_dp.protocol.balance import Balance
-from elastic_dp.protocol.drain_checkpointer import DrainCheckpointer, names
+from elastic_dp.protocol.change_policy import ChangePolicy
+from elastic_dp.protocol.drain_checkpointer import DrainCheckpointer
 from elastic_dp.protocol.generation import Generation
 from elastic_dp.protocol.leadership import Leadership
 from elastic_dp.protocol.messages import WorkerId
+from elastic_dp.protocol.phases import Phase, Transition
 from elastic_dp.protocol.replica_mismatch import reject
-from elastic_dp.protocol.resizing import ResizeHistory, ResizeOutlook, join_at
-from elastic_dp.protocol.run_state import Phase, RunState
+from elastic_dp.protocol.run_state import RunState
 from elastic_dp.protocol.state_lineage import StateLineage
 from elastic_dp.protocol.worker_registry import WorkerRegistry
 from elastic_dp.protocol.worker_state import Stage, WorkerState
 from elastic_dp.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """No generation can be formed yet. `reason` is said, if there is one; `until` is when to look again."""
+
+    reason: str = ""
+    until: float = math.inf
 
 
 class MembershipPlanner:
@@ -42,90 +51,18 @@ class MembershipPlanner:
         lineage: StateLineage,
         admission: Admission,
         checkpointer: DrainCheckpointer,
+        changes: ChangePolicy,
     ) -> None:
         self.run, self._leadership, self._registry = run, leadership, registry
         self._generation, self._lineage, self._admission = generation, lineage, admission
-        self._balance = Balance(generation, run.config.slow_s)
-        self._checkpointer = checkpointer
+        self._checkpointer, self._changes = checkpointer, changes
         self._failed: frozenset[WorkerId] = frozenset()  # the membership that failed to form last
-        self._joined_at = -math.inf  # when a generation was last formed for joiners, too
-        self._history = ResizeHistory()
-        self._told_until = -math.inf  # that joiners wait
 
-    # ------------------------------------------------------------- while a generation runs
+    # ------------------------------------------------------- as a generation forms and ends
 
     def all_formed(self) -> None:
         self._generation.all_formed()
         self._failed = frozenset()
-
-    def consider_change(self, now: float) -> None:
-        """Whether a running generation should end as planned."""
-        run, generation = self.run, self._generation
-        if run.stop is not None or len(generation.not_finished) < len(generation.members):
-            return
-        present, waiting = len(generation.members), len(self._registry.ready)
-        self._history.steps(generation.step, generation.progress_at)
-        joins_at = self._join_at(run.size - present, now)
-        if now < joins_at:
-            run.timers.wake(joins_at)
-        if present > run.size:
-            generation.plan_end(f"the size is {run.size} now")
-        elif now >= joins_at:
-            joiners = min(waiting, run.size - present)
-            generation.plan_end(counted(joiners, "worker joins", "workers join"))
-        elif generation.draining:
-            self._part(present, waiting, now)
-        elif joins_at == math.inf:
-            self._balance_speeds(present, waiting, now)
-
-    def _balance_speeds(self, present: int, waiting: int, now: float) -> None:
-        """A better split, or, where none helps, a standby for the slowest."""
-        reason = self._balance.why_change(now)
-        if reason is not None:
-            self._generation.plan_end(reason)
-        elif waiting and (slow := self._balance.too_slow(now)) is not None:
-            why = "the others wait for it, though it runs the least"
-            self.run.explain(f"a standby replaces {slow}: {why}")
-            self._registry.drain(self._registry.workers[slow], None, now, why)
-            self._part(present, waiting, now)
-
-    def _part(self, present: int, waiting: int, now: float) -> None:
-        """Some members' nodes will go: when they are replaced, or their time has come."""
-        run, checkpointer, draining = self.run, self._checkpointer, self._generation.draining
-        due, who = checkpointer.due(now), names(draining.values())
-        if present - len(draining) + waiting < run.least and run.config.keeps:
-            checkpointer.foresee(now)
-        if not (due or waiting or present - len(draining) >= run.size):
-            return
-        if present - len(due or draining) + waiting >= run.least:
-            self._generation.plan_end(f"{who} drained")
-        elif due and run.config.keeps and self._generation.step and checkpointer.in_time(due, now):
-            self._generation.plan_end(f"{who} must leave, and too few are left", at_once=True)
-        else:
-            needed = counted(run.least, "worker is needed", "workers are needed")
-            run.say(f"{who} should leave, but {needed}")
-
-    def _join_at(self, free: int, now: float) -> float:
-        """From when on those who are ready may join, for `free` seats."""
-        registry, generation = self._registry, self._generation
-        if free <= 0 or not registry.ready:
-            return math.inf
-        outlook = ResizeOutlook(
-            present=len(generation.members),
-            free=free,
-            ready=len(registry.ready),
-            ready_since=registry.ready_since,
-            building=bool(registry.building),
-            joined_at=self._joined_at,
-            pause_s=self._history.pause_s,
-            between_s=self._history.between_s(now),
-        )
-        at, why = join_at(outlook, self.run.config)
-        if at > max(now, self._told_until) + self.run.config.heartbeat_interval_s:
-            self._told_until = at
-            who = counted(len(registry.ready), "worker waits", "workers wait")
-            self.run.explain(f"{who} for up to {at - now:.2g} s: {why}")
-        return at
 
     def take_back(self, now: float) -> None:
         """Every member has stopped, finished, or is gone."""
@@ -135,16 +72,16 @@ class MembershipPlanner:
             return
         if not self._generation.formed:
             self._judge_forming(now)
-        self.run.phase = Phase.GATHERING
+        self._generation.take_back()
         if self._generation.mismatch is not None:
             reject(self._registry, self._generation, self._lineage, now)
         else:
             self._replace_stragglers(now)
 
     def _judge_forming(self, now: float) -> None:
-        """Nobody died, and yet it did not form: leave out who could not be reached.
+        """No member died, and yet it did not form: leave out those that could not be reached.
 
-        Void workers at once (they come back later), whole ones only when the same membership failed before.
+        Workers without state at once (they come back later), others only when the same membership failed before.
         """
         generation, needed = self._generation, self._lineage.needed
         if generation.lost_while_forming:
@@ -166,12 +103,12 @@ class MembershipPlanner:
                 self._put_back(worker, again, now)
 
     def _put_back(self, worker: WorkerState, again: bool, now: float) -> None:
-        """A void member that could not be reached; back off, or replace it."""
-        worker.failed_joins += 1
+        """A member without state that could not be reached: back off, or replace it."""
+        worker.could_not_join()
         if again or worker.failed_joins > self.run.config.max_failed_joins:
             self._registry.evict(worker, "could not join the others", now)
             return
-        self._generation.unseat(worker)
+        self._generation.exclude(worker)
         self._registry.move(worker, Stage.READY, now)
         pause_s = self.run.config.heartbeat_timeout_s * 2.0 ** (worker.failed_joins - 1)
         self.run.timers.wake(now + pause_s, "rejoin", worker.id)
@@ -180,12 +117,12 @@ class MembershipPlanner:
         """Steps are handed on one at a time, since each process runs the body of each; more is a bug of ours."""
         registry, lineage_id = self._registry, self._lineage.lineage_id
         at_hand = (*self._generation.members.values(), *registry.retained.values())
-        whole = [worker for worker in at_hand if worker.has_state]
-        ours = [worker.position.step for worker in whole if worker.lineage_id in (0, lineage_id)]
+        holders = [worker for worker in at_hand if worker.has_state]
+        ours = [worker.position.step for worker in holders if worker.lineage_id in (0, lineage_id)]
         top = max(ours, default=0)
-        for worker in whole:
-            if 0 < worker.lineage_id < lineage_id:  # given up once, and the run begun anew
-                registry.evict(worker, "its state is that of an earlier lineage", now)
+        for worker in holders:
+            if 0 < worker.lineage_id < lineage_id:  # evicted once, and the run begun anew
+                registry.evict(worker, "its state is that of an earlier beginning", now)
             elif worker.position.step < top - 1 and worker.stage is Stage.RETAINED:
                 registry.release(worker, worker.leave_reason, now)
             elif worker.position.step < top - 1:
@@ -193,84 +130,106 @@ class MembershipPlanner:
 
     # ------------------------------------------------------------------------ the next one
 
-    def seat(self, now: float) -> None:
-        run, registry, generation, lineage = (
-            self.run,
-            self._registry,
-            self._generation,
-            self._lineage,
-        )
-        holders = chain(generation.members.values(), registry.retained.values())
-        if not any(worker.has_state for worker in holders):  # looks at the first, as a rule
-            if not lineage.searched:
-                self._search()
+    def advance(self, now: float) -> None:
+        """Nobody trains: claim the next generation, form it, or end the run."""
+        if not self._has_or_finds_state(now):
+            return
+        established = self._lineage.established
+        source = None if established else self._admission.find_initial_source(now)
+        if self._ends_instead(now):
+            return
+        due = self._checkpointer.due(now) if self.run.config.keeps else []
+        if due and self._at_hand - len(due) < self.run.least:
+            if self._checkpointer.blocks(due, now):
                 return
-            if lineage.established and lineage.checkpoint_step is None:
-                closing.lost_everyone(registry, lineage.at_most, now)
+            if due[0].stage is Stage.LEAVING:
+                self.advance(now)
                 return
-            if lineage.established:
-                run.explain(
-                    f"all who held the state are lost; back to step {lineage.checkpoint_step}"
-                )
-                self._admission.start_from_checkpoint()
-        initial_source = None if lineage.established else self._admission.find_initial_source(now)
-        if run.stop is not None and not lineage.established:
-            closing.stop_before_first_step(registry, lineage.checkpoint_step, run.stop.reason, now)
-            return
-        if generation.members and not generation.not_finished:
-            closing.finish(registry, [*generation.members.values()], now)
-            return
-        going = self._checkpointer.due(now) if run.config.keeps else []
-        at_hand = len(generation.members) + len(registry.ready) + len(registry.retained)
-        if going and at_hand - len(going) < run.least:
-            if self._checkpointer.hold(going, now):
-                return
-            if going[0].stage is Stage.LEAVING:
-                self.seat(now)
-                return
-        if at_hand < run.least:
-            needed = counted(run.least, "worker is ready", "workers are ready")
-            run.say(f"{at_hand} of at least {needed}")
-            return
-        if not lineage.established and initial_source is None:
-            run.say("waiting for the worker that gives the state")
-            return
-        if now < self._earliest_seating():
-            run.timers.wake(self._earliest_seating())
-            return
-        if not generation.may_be_followed(now):
-            run.say(
-                f"a member of generation {generation.number} may be alive; "
-                "waiting for its lease to end"
-            )
-            run.timers.wake(generation.lease_until)
-            return
-        if self._leadership.claimed <= generation.number:
-            run.phase = Phase.CLAIMING
-            self._leadership.claim(generation.number, now)
+        blocked = self._blocked(source, now)
+        if blocked is not None:
+            if blocked.reason:
+                self.run.say(blocked.reason)
+            self.run.timers.wake(blocked.until)
+        elif self._leadership.claimed <= self._generation.number:
+            self.run.take(Transition.CLAIM_SENT)
+            self._leadership.claim(self._generation.number, now)
         else:
-            self._form(self._choose(initial_source, now), now)
+            self._form(self._assign(source, now), now)
 
-    def _search(self) -> None:
-        if not self._lineage.searching:
-            self._lineage.searching = True
-            self.run.emit(m.FindCheckpoint(self._lineage.at_most))
-        self.run.say("looking for a checkpoint")
+    def claimed(self) -> None:
+        """The number of the next generation is ours."""
+        if self.run.phase is Phase.CLAIMING:
+            self.run.take(Transition.CLAIM_GRANTED)
 
-    def _earliest_seating(self) -> float:
+    def _has_or_finds_state(self, now: float) -> bool:
+        """Some worker has state, or a checkpoint was looked for. False: wait for the answer, or the run has ended."""
+        lineage = self._lineage
+        holders = chain(self._generation.members.values(), self._registry.retained.values())
+        if any(worker.has_state for worker in holders):  # looks at the first, as a rule
+            return True
+        if not lineage.searched:
+            if lineage.search():
+                self.run.emit(m.FindCheckpoint(lineage.at_most))
+            self.run.say("looking for a checkpoint")
+            return False
+        if lineage.established and lineage.checkpoint_step is None:
+            closing.lost_everyone(self._registry, lineage.at_most, now)
+            return False
+        if lineage.established:
+            step = lineage.checkpoint_step
+            self.run.explain(f"all who held the state are lost; back to step {step}")
+            self._admission.start_from_checkpoint()
+        return True
+
+    def _ends_instead(self, now: float) -> bool:
+        """The run ends here: it was stopped before the first step, or all members have finished."""
+        lineage, generation = self._lineage, self._generation
+        if self.run.stop is not None and not lineage.established:
+            step, reason = lineage.checkpoint_step, self.run.stop.reason
+            closing.stop_before_first_step(self._registry, step, reason, now)
+            return True
+        if generation.members and not generation.not_finished:
+            closing.finish(self._registry, [*generation.members.values()], now)
+            return True
+        return False
+
+    @property
+    def _at_hand(self) -> int:
+        registry = self._registry
+        return len(self._generation.members) + len(registry.ready) + len(registry.retained)
+
+    def _blocked(self, source: WorkerState | None, now: float) -> Blocked | None:
+        """What the next generation has to wait for. Changes nothing."""
+        run, generation = self.run, self._generation
+        if self._at_hand < run.least:
+            needed = counted(run.least, "worker is ready", "workers are ready")
+            return Blocked(f"{self._at_hand} of at least {needed}")
+        if not self._lineage.established and source is None:
+            return Blocked("waiting for the worker that gives the state")
+        if now < self._earliest():
+            return Blocked(until=self._earliest())
+        if not generation.fence.is_closed(now):
+            return Blocked(
+                f"a member of generation {generation.number} may be alive; "
+                "waiting for its lease to end",
+                until=generation.fence.lease_until,
+            )
+        return None
+
+    def _earliest(self) -> float:
         """A burst of first workers makes one generation; survivors wait for nobody."""
         registry = self._registry
         survivors = self._generation.members or registry.retained
         waiting = not survivors and len(registry.ready) < self.run.size
         window = registry.ready_since + self.run.config.join_window_s if waiting else -math.inf
-        return max(registry.retry_at, window)
+        return max(registry.failures.retry_at, window)
 
-    def _choose(self, initial_source: WorkerState | None, now: float) -> Assignment:
+    def _assign(self, source: WorkerState | None, now: float) -> Assignment:
         registry, size = self._registry, self.run.size
         stopped = [*self._generation.members.values()]
         short = len(stopped) + len(registry.ready) < size
         recalled = [*registry.retained.values()]
-        if recalled and not short:  # only who is ahead of all the others
+        if recalled and not short:  # only those that are ahead of all the others
             top = max((w.position for w in stopped if w.has_state), default=None)
             recalled = [w for w in recalled if top is None or w.position > top]
         return assign_members(
@@ -280,51 +239,42 @@ class MembershipPlanner:
             least=self.run.least,
             virtual_workers=self.run.config.virtual_workers,
             now=now,
-            initial_source=initial_source,
+            initial_source=source,
             floor=self.run.config.min_on_demand,
         )
 
-    def _form(self, seating: Assignment, now: float) -> None:
+    def _form(self, assignment: Assignment, now: float) -> None:
         config, registry, lineage = self.run.config, self._registry, self._lineage
         number = self._leadership.claimed
-        if not lineage.established:
-            lineage.lineage_id = number
-        seats = membership(
+        lineage.forms(number)
+        made = membership(
             number,
-            seating,
+            assignment,
             config.virtual_workers,
             config.forming_timeout_s,
             lineage.lineage_id,
             restore=lineage.checkpoint_step is not None,
         )
-        joins = {worker.has_state for worker in seating.seated} == {True, False}
-        if joins:
-            self._joined_at = now
-        step, stopped_at = seating.source.position.step, self._generation.first_stop_at
-        self._history.changes(now, stopped_at, step, joins)
-        self._generation.seat(seats, seating.seated, now)
-        lineage.forms()
-        for worker in seating.left:
-            self._unseat(worker, now)
-        registry.seat(now)
-        for worker_id in lineage.source_candidates.keys() & self._generation.members.keys():
-            if worker_id != lineage.initial_source:
-                lineage.source_candidates.pop(worker_id)  # may be half written from now on
-        self._generation.announce(seating.reason)
-        self._checkpointer.announced(seats.restore)
+        joins = {worker.has_state for worker in assignment.members} == {True, False}
+        step, stopped_at = assignment.source.position.step, self._generation.first_stop_at
+        self._changes.formed(now, stopped_at, step, joins)
+        self._generation.assign(made, assignment.members, now)
+        lineage.formed()
+        for worker in assignment.left:
+            self._leave_out(worker, now)
+        registry.assign_members(now)
+        lineage.may_be_half_written(self._generation.members)
+        self._generation.announce(assignment.reason)
+        self._checkpointer.announced(made.restore)
 
-    def _unseat(self, worker: WorkerState, now: float) -> None:
-        """It has no seat now: kept until the others have made a step, if it holds state."""
+    def _leave_out(self, worker: WorkerState, now: float) -> None:
+        """It is no member now: retained until the others have made a step, if it has state."""
         registry = self._registry
         reason = worker.leave_reason if worker.draining else "its seat is gone"
-        if not worker.has_state:
-            if worker.draining or len(registry.provisioned) > registry.wanted:
-                registry.release(worker, reason, now)
-            else:  # nobody at the head of the loop could give it the state
-                registry.move(worker, Stage.READY, now)
-                registry.queue(worker, now)
-            return
-        worker.leave_reason = reason
-        registry.retained[worker.id] = worker
-        registry.move(worker, Stage.RETAINED, now)
-        self.run.timers.wake(worker.leave_at, "leave", worker.id)
+        if worker.has_state:
+            registry.retain(worker, reason, now)
+        elif worker.draining or len(registry.provisioned) > registry.wanted:
+            registry.release(worker, reason, now)
+        else:  # no member could give it the state yet
+            registry.move(worker, Stage.READY, now)
+            registry.queue(worker, now)

@@ -1,9 +1,9 @@
-"""Members hold different weights: whoever is odd goes, and so do all who trained with it.
+"""Members have different weights: those that differ are replaced, and so are all that trained with them.
 
-Its gradients have moved the others since they were last seen to agree, so nobody's state counts; and a process never goes
-back. So all who hold a state are replaced, and the run goes on from the newest checkpoint of then or before. Without one it
-fails, as if all were lost: to begin anew is the user's decision. So it does where it happens again and again
-before they agree once more, since then the job does it.
+Their gradients have moved the others since all were last seen to agree, so no member's state counts; and a process never goes
+back. So every worker with state is replaced, and the run goes on from the newest checkpoint of then or before. Without one it
+fails, as if all were lost: to begin anew is the user's decision. It also fails where the weights differ again and again
+before all agree once more, since then the job causes it.
 """
 
 from elastic_dp.protocol import closing
@@ -17,19 +17,19 @@ MAX_IN_A_ROW = 3  # without a step between them after which all agreed
 def reject(
     registry: WorkerRegistry, generation: Generation, lineage: StateLineage, now: float
 ) -> None:
-    """As every member has stopped."""
-    said = generation.mismatch
-    assert said is not None
-    times = lineage.reject(said.agreed)
-    names = ", ".join(said.odd)
-    what = f"the weights of {names} differ; all workers agreed after step {said.agreed}"
+    """Once every member has stopped."""
+    mismatch = generation.mismatch
+    assert mismatch is not None
+    times = lineage.reject(mismatch.agreed)
+    names = ", ".join(mismatch.odd)
+    what = f"the weights of {names} differ; all workers agreed after step {mismatch.agreed}"
     registry.run.explain(what)
     if times > MAX_IN_A_ROW:
         error = f"{what}; this is time {times}: does something in the job differ between workers?"
         closing.fail(registry, error, "", now)
         return
     for worker in [*generation.members.values(), *registry.retained.values()]:
-        if worker.has_state and worker.id in said.odd:
+        if worker.has_state and worker.id in mismatch.odd:
             registry.evict(worker, "its weights differ from the others'", now)
         elif worker.has_state:
             registry.release(worker, f"trained with {names}, whose weights differed", now)

@@ -1,78 +1,53 @@
-"""The run as every part of the coordinator sees it: its config, where it stands and why, and what is to be said.
+"""What every part of the coordinator shares: configuration, sizes, phase, timers, and the commands to be sent.
 
-`reason` is said once, when it changes; what is said is collected here and handed out after each fact.
+`reason` is explained once, when it changes. Commands are collected here and handed out after each event.
 """
-
-import heapq
-import math
-from collections.abc import Iterable
-from enum import StrEnum
 
 from elastic_dp.protocol import messages as m
 from elastic_dp.protocol.coordinator_config import CoordinatorConfig
-from elastic_dp.protocol.messages import Command, WorkerId
-
-
-class Phase(StrEnum):
-    GATHERING = "gathering"
-    CLAIMING = "claiming"
-    FORMING = "forming"
-    RUNNING = "running"
-    ENDING = "ending"
-    TAKING_OVER = "taking over"
-    OVER = "over"
-
-
-IN_FLIGHT = frozenset({Phase.FORMING, Phase.RUNNING, Phase.ENDING})
-
-
-class Timers:
-    """When to look again at what; each is set once, and rings even if it means nothing any more."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []  # a heap
-        self._at: dict[float, dict[tuple[str, WorkerId], None]] = {}  # each in the order of setting
-        self.due = math.inf  # when the next ones ring
-
-    def wake(self, at: float, kind: str = "", worker: WorkerId = "") -> None:
-        if at == math.inf:
-            return
-        if at not in self._at:
-            self._at[at] = {}
-            heapq.heappush(self._times, at)
-            self.due = self._times[0]
-        self._at[at][kind, worker] = None
-
-    def pop(self) -> Iterable[tuple[str, WorkerId]]:
-        """What the next ones were set for."""
-        at = heapq.heappop(self._times)
-        self.due = self._times[0] if self._times else math.inf
-        return self._at.pop(at)
-
-    def clear(self) -> None:
-        self._times.clear()
-        self._at.clear()
-        self.due = math.inf
+from elastic_dp.protocol.messages import Command
+from elastic_dp.protocol.phases import IN_FLIGHT, Phase, PhaseMachine, Transition
+from elastic_dp.protocol.timers import Timers
 
 
 class RunState:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.size, self.min_workers = config.size, config.min_workers
-        self.phase = Phase.GATHERING
         self.reason = ""
-        self.stop: m.StopRequested | None = None  # it was asked to end
+        self.stop: m.StopRequested | None = None  # the run was asked to end
         self.timers = Timers()
+        self._machine = PhaseMachine()
         self._out: list[Command] = []
+
+    @property
+    def phase(self) -> Phase:
+        return self._machine.phase
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there is a generation that was announced and has not ended."""
+        return self._machine.phase in IN_FLIGHT
 
     @property
     def least(self) -> int:
         """How many members a generation must have."""
         return 1 if self.stop is not None else min(self.min_workers, self.size)
 
-    @property
-    def in_flight(self) -> bool:
-        return self.phase in IN_FLIGHT
+    def take(self, transition: Transition) -> None:
+        self._machine.take(transition)
+
+    def resize(self, size: int, min_workers: int) -> None:
+        self.size, self.min_workers = size, min_workers
+
+    def request_stop(self, event: m.StopRequested) -> None:
+        self.stop = event
+
+    def end(self, reason: str) -> None:
+        """Nothing follows but the release of workers. The caller says `reason`, or not."""
+        self.take(Transition.RUN_ENDED)
+        self.reason = reason
+        self.timers.clear()
 
     def emit(self, command: Command) -> None:
         self._out.append(command)
@@ -81,7 +56,7 @@ class RunState:
         self._out.append(m.Explain(text))
 
     def say(self, reason: str) -> None:
-        """Why things are as they are; said once, when it changes."""
+        """Why things are as they are; explained once, when it changes."""
         if reason != self.reason:
             self.reason = reason
             self.explain(reason)

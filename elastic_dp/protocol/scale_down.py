@@ -1,8 +1,8 @@
-"""Who leaves when there are too many: pure, from where the workers run.
+"""Which workers leave when there are too many: pure, from where they run.
 
-Always: whoever has no node yet goes before all others. Then nodes are emptied, as far as that many are to leave, so
-that the cluster can give them back: those that some are leaving anyhow (they drain), then those that may be taken away at
-any time, then the others; of each kind those with most workers first. Whoever must leave beyond that leaves from where
+A worker that has no node yet goes before all others. Then nodes are emptied, as far as that many are to leave, so that the
+cluster can give them back: those that some workers leave anyhow (they drain), then those that may be taken away at any
+time, then the others; of each kind those with most workers first. Workers that must leave beyond that leave from where
 the fewest would remain. Among equals the last of the list go. A floor of workers on nodes that stay is left as long as
 others can go instead.
 """
@@ -18,17 +18,17 @@ def choose_departing(
     count: int,
     others: Iterable[WorkerState] = (),
     floor: int = 0,
-    going: Iterable[WorkerState] = (),
+    draining: Iterable[WorkerState] = (),
 ) -> list[tuple[WorkerState, str]]:
     """At most `count` of `workers`, each with the reason; `others` stay, and so do their nodes. `floor`: of all of them, so
-    many on nodes that may not be taken away are to be left. `going`: leave in any case, so their nodes are emptied first."""
+    many on nodes that may not be taken away are to be left. `draining` leave in any case, so their nodes are emptied first."""
     if count <= 0:
         return []
     homeless = [worker for worker in reversed(workers) if not worker.home.node]
     chosen = [(worker, "the last to come goes first") for worker in homeless[:count]]
     if len(chosen) == count:
         return chosen
-    others, emptying = list(others), {worker.home.node for worker in going} - {""}
+    others, emptying = list(others), {worker.home.node for worker in draining} - {""}
     missing = floor - sum(worker.home.firm for worker in others)
     held = _held(workers, max(0, min(missing, len(workers) - count)), emptying)
     nodes: dict[str, list[WorkerState]] = {}

@@ -1,13 +1,14 @@
-"""Whose state is the run's: the lineage that it descends from, and who fits it.
+"""Whose state is the run's: the initial state that it descends from, and which workers fit it.
 
-Before anybody was past forming, the truth is the initial weights of one worker, the initial_source; another that is `able`
-may take its place if it dies. From then on the run is founded, and only who is whole can be a source. Once there is
-a sealed checkpoint, that is the truth instead of anybody's initial weights, so whoever fits can be the initial_source; and
-a run that has lost everyone who held its state begins again from there.
+Before any member was past forming, the truth is the initial weights of one worker, the initial source; another
+candidate may take its place if it dies. From then on the lineage is established, and only a worker that has state can be
+a source. Once there is a committed checkpoint, that is the truth instead of anybody's initial weights, so any worker
+that fits can be the initial source; a run that has lost every worker with state starts again from there.
 """
 
 import itertools
 import zlib
+from collections.abc import Iterable
 
 from elastic_dp.protocol.messages import Signature, WorkerId
 from elastic_dp.protocol.worker_state import WorkerState
@@ -15,16 +16,15 @@ from elastic_dp.protocol.worker_state import WorkerState
 
 class StateLineage:
     def __init__(self) -> None:
-        self.established = False  # somebody holds the run's state
+        self.established = False  # some worker has the run's state
         self.lineage_id = 0  # the generation that its initial weights come from
         self.initial_source: WorkerId | None = None
-        self.source_candidates: dict[
-            WorkerId, WorkerState
-        ] = {}  # void, and its initial weights may count
+        # Workers without state whose initial weights may count.
+        self.source_candidates: dict[WorkerId, WorkerState] = {}
         self.signature: Signature | None = None  # what members must have in common
         self.searching = False  # for a checkpoint
         self.searched = False  # since the last generation was formed
-        self.checkpoint_step: int | None = None  # the step of the one that was found
+        self.checkpoint_step: int | None = None  # of the one that was found
         self.at_most: int | None = None  # what was made after this step is wrong
         self._agreed, self._rejections = -1, 0
 
@@ -33,16 +33,35 @@ class StateLineage:
         """Without whom nothing can begin."""
         return self.initial_source if not self.established else None
 
+    # ---------------------------------------------------------------------- the state
+
+    def establish(self) -> None:
+        self.established = True
+
     def shown(self, lineage_id: int) -> None:
-        """Somebody whole was seen, whose state descends from the lineage in this generation."""
+        """A worker with state was seen, whose state descends from this lineage."""
         self.established = True
         self.lineage_id = max(self.lineage_id, lineage_id)
+
+    def assume(self, established: bool) -> None:
+        """A takeover knows no more than this."""
+        self.established = established
+
+    def search(self) -> bool:
+        """For the newest checkpoint; whether that has to be requested."""
+        first, self.searching = not self.searching, True
+        return first
 
     def found(self, step: int | None) -> None:
         self.searching, self.searched, self.checkpoint_step = False, True, step
 
-    def forms(self) -> None:
-        """A generation begins; if it ends before anybody is whole, there may be a newer checkpoint."""
+    def forms(self, generation: int) -> None:
+        """The generation's members are chosen."""
+        if not self.established:
+            self.lineage_id = generation
+
+    def formed(self) -> None:
+        """A generation begins; if it ends before any member has state, there may be a newer checkpoint."""
         self.searched, self.checkpoint_step = False, None
         self.at_most = None
 
@@ -53,15 +72,51 @@ class StateLineage:
         self.at_most = agreed
         return self._rejections
 
-    def again(self) -> None:
-        """Everyone is lost, and there is a checkpoint."""
+    def start_over(self) -> None:
+        """Every worker with state is lost, and there is a checkpoint."""
         self.established, self.initial_source = False, None
         self.source_candidates.clear()
+
+    # --------------------------------------------------------------- the initial source
+
+    def propose(self, worker: WorkerId) -> None:
+        """The first that starts, while there is no other."""
+        if not self.established and self.initial_source is None and not self.source_candidates:
+            self.initial_source = worker
+
+    def choose(self, worker: WorkerId | None) -> None:
+        """The initial source, or none: then nobody's signature counts."""
+        self.initial_source = worker
+        if worker is None:
+            self.signature = None
+
+    def add_candidate(self, worker: WorkerState) -> None:
+        if worker.can_source and not self.established:
+            self.source_candidates[worker.id] = worker
+
+    def only_candidates(self, workers: Iterable[WorkerState]) -> None:
+        self.source_candidates = {worker.id: worker for worker in workers}
+
+    def may_be_half_written(self, workers: Iterable[WorkerId]) -> None:
+        """They receive state from now on, so their initial weights are no more."""
+        for worker in self.source_candidates.keys() & set(workers):
+            if worker != self.initial_source:
+                self.source_candidates.pop(worker)
 
     def forget(self, worker: WorkerId) -> None:
         self.source_candidates.pop(worker, None)
         if self.initial_source == worker:
             self.initial_source = None
+
+    # ------------------------------------------------------------------------ who fits
+
+    def require(self, signature: Signature | None) -> None:
+        """What members must have in common from now on."""
+        self.signature = signature
+
+    def shared(self, signature: Signature) -> Signature:
+        """One in memory, however many workers have it."""
+        return self.signature if signature == self.signature and self.signature else signature
 
     def same_model(self, worker: WorkerState) -> bool:
         ours, theirs = self.signature, worker.signature

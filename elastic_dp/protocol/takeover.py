@@ -1,8 +1,8 @@
-"""Taking over from a controller that is gone: what there is, as the workers tell it.
+"""Replacing a controller that is gone: what there is, as the workers report it.
 
 Every generation up to the highest that was claimed is treated as one that may still run: each worker is told to leave
-it, and the next is formed when all have said so, or fallen silent. There may be workers that nobody told us of, so a
-ghost without a name keeps the next generation waiting until somebody speaks for the newest one, or its lease ran out.
+it, and the next is formed when all have said so, or fallen silent. There may be workers that this coordinator was not told
+of, so the fence stays open until a worker speaks for the newest generation, or its lease ran out.
 """
 
 import math
@@ -13,7 +13,8 @@ from elastic_dp.protocol.admission import Admission
 from elastic_dp.protocol.generation import Generation
 from elastic_dp.protocol.leadership import Leadership
 from elastic_dp.protocol.messages import WorkerId
-from elastic_dp.protocol.run_state import Phase, RunState
+from elastic_dp.protocol.phases import Transition
+from elastic_dp.protocol.run_state import RunState
 from elastic_dp.protocol.state_lineage import StateLineage
 from elastic_dp.protocol.worker_registry import WorkerRegistry
 from elastic_dp.protocol.worker_state import Stage
@@ -34,17 +35,15 @@ class Takeover:
         self._generation, self._lineage, self._admission = generation, lineage, admission
 
     def begin(
-        self, workers: Iterable[WorkerId], highest_claimed: int, founded: bool, now: float
+        self, workers: Iterable[WorkerId], highest_claimed: int, established: bool, now: float
     ) -> None:
-        self._generation.number = highest_claimed
-        self._registry.asked = highest_claimed + 1
-        self._lineage.established = founded
-        self.run.phase = Phase.TAKING_OVER
-        # Whoever led before may have renewed until now.
-        self._generation.lease_until = now + self.run.config.lease_s
+        self._registry.inquire(highest_claimed + 1)
+        self._lineage.assume(established)
+        self.run.take(Transition.TAKEOVER_BEGAN)
+        self._generation.assume(highest_claimed, now)
         for worker_id in workers:
             self._registry.adopt(worker_id, now)
-            self._leadership.heard_at = now
+            self._leadership.heard(now)
         self._leadership.claim(highest_claimed, now)
         asked = len(self._registry.workers)
         self.run.say(
@@ -58,42 +57,33 @@ class Takeover:
             return
         if worker.stage is Stage.BUILDING and event.signature is not None and event.generation == 0:
             self._admission.became_ready(worker, event.signature, event.can_source, now)
-        if worker.stage is not Stage.UNREPORTED or event.asked != registry.asked:
+        if worker.stage is not Stage.UNREPORTED or event.asked != registry.inquiry:
             return
-        registry.unreported.discard(worker.id)
-        worker.signature, worker.can_source = event.signature, event.can_source
-        worker.entered, worker.lineage_id = event.generation, event.founded
-        worker.position, worker.has_state = event.place, event.whole
+        registry.reported(worker, event)
         if event.signature is None:
             registry.move(worker, Stage.BUILDING, -math.inf)
         elif generation.number == 0:  # none was ever announced
             registry.move(worker, Stage.BUILDING, now)
             self._admission.became_ready(worker, event.signature, event.can_source, now)
-        else:  # it may hold, or be about to enter, any generation up to the newest
+        else:
             registry.move(worker, Stage.MEMBER, now)
-            generation.members[worker.id] = worker
-            generation.inside.add(worker.id)
-            generation.not_finished.add(worker.id)
-            self.run.emit(m.AbortGeneration(worker.id, generation.number))
+            generation.found_member(worker)
         if worker.draining:
             registry.drain(worker, None, now)
 
     def end(self, now: float) -> None:
-        """Once all are heard or given up, and the claim shows that this one leads."""
+        """Once all have reported or are given up, and the claim shows that this coordinator leads."""
         generation, lineage = self._generation, self._lineage
         if self._registry.unreported or self._leadership.claimed <= generation.number:
             return
-        self.run.phase = Phase.ENDING
-        generation.formed = True
-        generation.unconfirmed_dead.add("")  # there may be workers that we were not told of
+        generation.all_found()
         members = [*generation.members.values()]
-        whole = [worker for worker in members if worker.has_state]
-        if whole:
-            lineage.shown(max(worker.lineage_id for worker in whole))
-            lineage.signature = max(whole, key=lambda w: (w.lineage_id, w.position)).signature
+        holders = [worker for worker in members if worker.has_state]
+        if holders:
+            lineage.shown(max(worker.lineage_id for worker in holders))
+            lineage.require(max(holders, key=lambda w: (w.lineage_id, w.position)).signature)
         else:
-            able = [worker for worker in members if worker.can_source and worker.entered == 0]
-            lineage.source_candidates = {worker.id: worker for worker in able}
+            lineage.only_candidates(w for w in members if w.can_source and w.entered == 0)
         for worker in members:
             if not worker.has_state:
                 self._admission.fits(worker, now)

@@ -1,16 +1,16 @@
-"""Who works for the run: asked for, at hand, leaving, gone.
+"""Every worker of the run, from its request to its certain end.
 
-Always: an identity is started once; whoever is released or evicted plays no part from that moment on, and one that
-does not leave when it is asked to is evicted; a member that was evicted may live until its death is confirmed, and is
-a ghost of its generation until then. Losses that nobody asked for are counted (`budget`), with a pause after each.
+Three things always hold. An identity is started once. A worker that is released or evicted plays no part from that moment
+on, and one that does not leave when it is asked to is evicted. A member that was evicted may live until its death is
+confirmed; its generation's fence counts it until then.
 """
 
 import math
-from dataclasses import replace
 
 from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.budget import Budget, Budgets
+from elastic_dp.protocol.budget import Budget
 from elastic_dp.protocol.failure_detector import FailureDetector
+from elastic_dp.protocol.failure_policy import FailurePolicy
 from elastic_dp.protocol.generation import Generation
 from elastic_dp.protocol.messages import WorkerId
 from elastic_dp.protocol.run_state import RunState
@@ -18,37 +18,34 @@ from elastic_dp.protocol.scale_down import choose_departing
 from elastic_dp.protocol.state_lineage import StateLineage
 from elastic_dp.protocol.worker_state import PROVISIONED_STAGES, Identities, Stage, WorkerState
 
-EXPENDABLE_STAGES = frozenset(
-    {Stage.STARTING, Stage.BUILDING, Stage.READY}
-)  # holds nothing that anybody needs
+# A worker in one of these has nothing that anybody needs.
+EXPENDABLE_STAGES = frozenset({Stage.STARTING, Stage.BUILDING, Stage.READY})
 DEPARTED_STAGES = frozenset({Stage.LEAVING, Stage.EVICTED})
-NOBODY: tuple[WorkerId, int] = ("", -1)  # who, in which generation; "": any, since a member stopped
-RELEASED_A_STEP = 2000  # of those who are not needed any more: no event says goodbye to all
+RELEASED_A_STEP = 2000  # retained workers: no event releases them all
 
 
 class WorkerRegistry:
-    def __init__(self, run: RunState, generation: Generation, lineage: StateLineage) -> None:
+    def __init__(
+        self,
+        run: RunState,
+        generation: Generation,
+        lineage: StateLineage,
+        failures: FailurePolicy,
+        identities: Identities,
+    ) -> None:
         self.run, self._generation, self._lineage = run, generation, lineage
+        self.failures, self.identities = failures, identities
         self.failure_detector = FailureDetector(run.config.heartbeat_timeout_s)
-        self.budgets = Budgets(run.config)
-        self.user_error: m.WorkerFailed | None = None  # the last that was retried
         self.workers: dict[WorkerId, WorkerState] = {}  # the oldest first
-        self.identities = Identities()
         self.provisioned: set[WorkerId] = set()  # count towards size + standby
-        self.ready: dict[WorkerId, WorkerState] = {}  # void, may be seated now
-        self.ready_since = math.inf
-        self.retained: dict[WorkerId, WorkerState] = {}  # without a seat, kept for their state
         self.building: set[WorkerId] = set()  # may be ready soon
-        self.unreported: set[WorkerId] = set()  # of a take-over
+        self.ready: dict[WorkerId, WorkerState] = {}  # may become members now
+        self.ready_since = math.inf
+        self.retained: dict[WorkerId, WorkerState] = {}  # no members, kept for their state
+        self.unreported: set[WorkerId] = set()  # of a takeover
+        self.inquiry = 0  # its number: an answer to an earlier one says what was
         self.notices = 0  # that said something new
-        self.asked = 0  # its number: an answer to an earlier one says what was
         self.unfilled = 0  # places given up, since whoever comes does not fit
-        self._unexplained: dict[
-            WorkerId, tuple[WorkerState, m.WorkerLost]
-        ] = {}  # lost since a step
-        self._blamed: tuple[WorkerId, int] = NOBODY  # for the last incident
-        self._retry_before = -math.inf  # that incident
-        self.retry_at = -math.inf  # neither start nor seat anybody before
 
     @property
     def wanted(self) -> int:
@@ -60,14 +57,19 @@ class WorkerRegistry:
         wanted = self.wanted - self.unfilled
         if len(self.provisioned) >= wanted:
             return
-        if now < self.retry_at:
-            self.run.timers.wake(self.retry_at)
+        retry_at = self.failures.retry_at
+        if now < retry_at:
+            self.run.timers.wake(retry_at)
             return
         while len(self.provisioned) < wanted:
             worker_id, number = self.identities.next()
             self.workers[worker_id] = WorkerState(worker_id, number, Stage.STARTING, now)
             self.provisioned.add(worker_id)
             self.run.emit(m.StartWorker(worker_id))
+
+    def inquire(self, number: int) -> None:
+        """From now on only answers to this inquiry count."""
+        self.inquiry = number
 
     def adopt(self, worker_id: WorkerId, now: float) -> None:
         """It is there already, and nothing else is known of it."""
@@ -76,14 +78,34 @@ class WorkerRegistry:
         self.provisioned.add(worker_id)
         self.unreported.add(worker_id)
         self.failure_detector.heard(worker_id, now)
-        self.run.emit(m.ReportYourself(worker_id, self.asked))
+        self.run.emit(m.ReportYourself(worker_id, self.inquiry))
+
+    def reported(self, worker: WorkerState, event: m.WorkerReported) -> None:
+        self.unreported.discard(worker.id)
+        worker.reported(event)
+
+    def started(self, worker: WorkerState, now: float) -> None:
+        """Its process is up."""
+        self.move(worker, Stage.BUILDING, now)
+        worker.renew(now)  # its first lease runs from its start
+        self.failure_detector.heard(worker.id, now)
 
     def queue(self, worker: WorkerState, now: float) -> None:
         if not self.ready:
             self.ready_since = now
         self.ready[worker.id] = worker
 
-    def seat(self, now: float) -> None:
+    def unqueue(self, worker: WorkerState) -> None:
+        self.ready.pop(worker.id, None)
+
+    def give_up_place(self) -> None:
+        """Whoever comes for it does not fit."""
+        self.unfilled += 1
+
+    def fill_all_places(self) -> None:
+        self.unfilled = 0
+
+    def assign_members(self, now: float) -> None:
         """All members of the present generation at once, since there may be thousands."""
         members = self._generation.members
         self.ready = {w.id: w for w in self.ready.values() if w.id not in members}
@@ -91,12 +113,12 @@ class WorkerRegistry:
         self.ready_since = now if self.ready else math.inf
         member = Stage.MEMBER  # to look it up takes longer than the rest
         for worker in members.values():
-            worker.stage, worker.since = member, now
+            worker.move(member, now)
         self.provisioned.update(members)
         self.provisioned.difference_update(self._generation.draining)
 
     def move(self, worker: WorkerState, stage: Stage, now: float) -> None:
-        worker.stage, worker.since = stage, now
+        worker.move(stage, now)
         if stage is Stage.BUILDING:
             self.building.add(worker.id)
         else:
@@ -111,48 +133,21 @@ class WorkerRegistry:
     def lost(self, event: m.WorkerLost, now: float) -> None:
         worker = self.workers.pop(event.worker, None)
         if worker is None:
-            self._learn_why(event, now)
+            self.failures.explained(event, now)
             return
-        self._generation.unconfirmed_dead.discard(worker.id)
+        self._generation.fence.confirm_death(worker.id)
         if worker.stage is Stage.EVICTED:
             return
         expected = worker.draining or worker.stage in (Stage.LEAVING, Stage.RETAINED)
         self._remove(worker, f"{worker.id} is lost: {event.reason}")
         if not expected:
-            self._count_loss(worker, event, now)
-
-    def _learn_why(self, event: m.WorkerLost, now: float) -> None:
-        """It is known to be lost, and was counted as if nobody knew why, or in which micro-batch."""
-        if event.worker not in self._unexplained:
-            return
-        worker, said = self._unexplained[event.worker]
-        if event.cause is not m.Cause.UNKNOWN:
-            del self._unexplained[event.worker]
-            if said.micro_batch is not None:
-                self.budgets.did_not_die_in(*said.micro_batch)
-            at = said.micro_batch or event.micro_batch
-            self._count_loss(worker, replace(event, micro_batch=at), now)
-        elif said.micro_batch is None and event.micro_batch is not None:
-            self._unexplained[event.worker] = worker, event
-            self.budgets.died_in(*event.micro_batch)
-
-    def _count_loss(self, worker: WorkerState, event: m.WorkerLost, now: float) -> None:
-        if event.cause is m.Cause.UNKNOWN:
-            self._unexplained[worker.id] = worker, event
-        elif self._blamed in ((worker.id, worker.entered), ("", worker.entered)):
-            self.budgets.losses.take_back()
-            self._blamed, self.retry_at = NOBODY, self._retry_before
-        if event.cause is m.Cause.PREEMPTED:
-            return
-        if event.micro_batch is not None:
-            self.budgets.died_in(*event.micro_batch)
-        short = event.cause is m.Cause.OUT_OF_MEMORY
-        self.count(worker, now, self.budgets.memory if short else None, worker.id)
+            self.failures.lost(worker, event, now)
 
     def failed(self, worker: WorkerState, event: m.WorkerFailed, now: float) -> None:
-        """Its user's code raised, and another may try again."""
-        self.user_error = event
-        self.evict(worker, f"user code raised {event.error}", now, self.budgets.errors)
+        """User code raised in it, and another worker may try again."""
+        self.failures.user_code_raised(event)
+        reason = f"user code raised {event.error}"
+        self.evict(worker, reason, now, self.failures.budgets.errors)
 
     def evict(
         self,
@@ -164,15 +159,15 @@ class WorkerRegistry:
     ) -> None:
         member = worker.stage in (Stage.MEMBER, Stage.UNREPORTED)
         unexpected = worker.id in self.provisioned
-        worker.stuck = stuck
+        worker.mark_stuck(stuck)
         self.run.emit(m.EvictWorker(worker.id, reason, stuck))
         self.run.explain(f"{worker.id} evicted: {reason}")
         self._remove(worker, f"{worker.id} evicted: {reason}")
         if member:
-            self._generation.unconfirmed_dead.add(worker.id)
+            self._generation.fence.evicted(worker.id)
         self.move(worker, Stage.EVICTED, now)
         if unexpected:
-            self.count(worker, now, budget)
+            self.failures.count(worker, now, budget)
 
     def release(self, worker: WorkerState, reason: str, now: float) -> None:
         self.run.emit(m.ReleaseWorker(worker.id, reason))
@@ -191,30 +186,19 @@ class WorkerRegistry:
         self._lineage.forget(worker.id)
         self._generation.drop(worker, reason)
 
-    def count(
-        self,
-        worker: WorkerState,
-        now: float,
-        budget: Budget | None = None,
-        blamed: WorkerId | None = None,
-    ) -> None:
-        """`blamed`: who may turn out to be innocent; "": any who was lost, as a stop does not say."""
-        budget = budget or self.budgets.losses
-        if budget.counts(self._generation.number, worker.number, self.identities.given):
-            if budget is self.budgets.losses:
-                self._retry_before = self.retry_at
-                self._blamed = NOBODY if blamed is None else (blamed, worker.entered)
-            self.retry_at = max(self.retry_at, now + budget.pause_s)
+    def retain(self, worker: WorkerState, reason: str, now: float) -> None:
+        """It is no member any more, and has state: kept until the others have made a step."""
+        worker.retain(reason)
+        self.retained[worker.id] = worker
+        self.move(worker, Stage.RETAINED, now)
+        self.run.timers.wake(worker.leave_at, "leave", worker.id)
 
     def progressed(self, step: int, now: float) -> None:
-        """A step was made: losses are forgiven, and the state of the leavers is covered by it."""
-        if self.budgets.progressed(step):
-            self.retry_at = -math.inf
-            self._unexplained.clear()
-            self._blamed = NOBODY
+        """A step was made: losses are forgiven, and the state of retained workers is covered by it."""
+        self.failures.progressed(step)
         covered = [*self.retained.values()] if self.run.in_flight else []
-        for leaver in covered[:RELEASED_A_STEP]:
-            self.release(leaver, leaver.leave_reason, now)
+        for worker in covered[:RELEASED_A_STEP]:
+            self.release(worker, worker.leave_reason, now)
 
     def drain(
         self,
@@ -223,45 +207,47 @@ class WorkerRegistry:
         now: float,
         why: str = "its node goes away",
     ) -> None:
-        """It will go; whoever holds state stays until it is covered, or the time has come."""
+        """The worker will go. One that has state stays until it is covered, or the time has come."""
         if worker.stage in DEPARTED_STAGES:
             return
-        known = worker.draining, worker.leave_at
-        worker.draining, worker.leave_reason = True, why
-        if deadline is not None:
-            worker.leave_at = deadline - self.run.config.drain_margin_s
-        self.notices += known != (worker.draining, worker.leave_at)
+        margin_s = self.run.config.drain_margin_s
+        self.notices += worker.notice(None if deadline is None else deadline - margin_s, why)
         if worker.stage in EXPENDABLE_STAGES:
             self.release(worker, why, now)
             return
-        self.provisioned.discard(worker.id)  # so a replacement is asked for at once
+        self.provisioned.discard(worker.id)  # so a replacement is requested at once
         if worker.stage is Stage.MEMBER:
-            self._generation.draining[worker.id] = worker
+            self._generation.drain(worker)
         self.run.timers.wake(worker.leave_at, "leave", worker.id)
 
     def resized(self, now: float) -> None:
-        """Who is not needed any more goes, unless it holds something."""
+        """Workers that are not needed any more go, unless they have something."""
         self.unfilled = 0
         surplus = len(self.provisioned) - self.wanted
         if surplus <= 0:
             return
-        provisioned = [worker for worker in self.workers.values() if worker.id in self.provisioned]
-        initial_source = self._lineage.initial_source
-        loose = [w for w in provisioned if w.stage in EXPENDABLE_STAGES and w.id != initial_source]
+        provisioned = [w for w in self.workers.values() if w.id in self.provisioned]
+        source = self._lineage.initial_source
+        loose = [w for w in provisioned if w.stage in EXPENDABLE_STAGES and w.id != source]
         if not loose:
             return
-        held = [
-            w for w in provisioned if w.stage not in EXPENDABLE_STAGES or w.id == initial_source
-        ]
-        going = [worker for worker in self.workers.values() if worker.draining]
-        for worker, why in choose_departing(
-            loose, surplus, held, self.run.config.min_on_demand, going
-        ):
+        held = [w for w in provisioned if w.stage not in EXPENDABLE_STAGES or w.id == source]
+        draining = [worker for worker in self.workers.values() if worker.draining]
+        floor = self.run.config.min_on_demand
+        for worker, why in choose_departing(loose, surplus, held, floor, draining):
             self.release(worker, f"the size is {self.run.size} now; {why}", now)
+
+    def clear(self) -> None:
+        """Another controller leads: they are its workers."""
+        self.workers.clear()
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """It is gone, after the end of the run."""
+        self.workers.pop(worker_id, None)
 
     # -------------------------------------------------------------------------------- timers
 
-    def alarm(self, kind: str, worker: WorkerState, now: float) -> None:
+    def timer_fired(self, kind: str, worker: WorkerState, now: float) -> None:
         """What was set for this worker, if it still means something."""
         match kind, worker.stage:
             case "leave", Stage.LEAVING:
@@ -272,14 +258,16 @@ class WorkerRegistry:
             case "rejoin", Stage.READY if worker.id not in self.ready:
                 self.queue(worker, now)
 
-    def _is_held_by_others(self, leaver: WorkerState) -> bool:
+    def _is_held_by_others(self, retained: WorkerState) -> bool:
         """Its state, or a later one."""
         others = (*self._generation.members.values(), *self.retained.values())
-        return any(w.has_state and w.position >= leaver.position for w in others if w is not leaver)
+        return any(
+            w.has_state and w.position >= retained.position for w in others if w is not retained
+        )
 
     def excused_until(self, worker_id: WorkerId) -> float:
-        """Nobody is evicted for silence while the group makes steps, since it could not without each of them."""
+        """No member is evicted for silence while the group makes steps, since it could not without each of them."""
         if self.workers[worker_id].stage in (Stage.MEMBER, Stage.UNREPORTED):
-            lived_at = max(self._generation.progress_at, self.failure_detector.awake_since)
+            lived_at = max(self._generation.steps.at, self.failure_detector.awake_since)
             return self.run.config.heartbeat_timeout_s + lived_at
         return -math.inf

@@ -16,7 +16,7 @@ def running(**rules: object) -> Scene:
 
 
 def counted(scene: Scene) -> tuple[int, int]:
-    budgets = scene.coordinator._registry.budgets
+    budgets = scene.coordinator._failures.budgets
     return budgets.losses.incidents, budgets.memory.incidents
 
 
@@ -80,7 +80,7 @@ def test_one_that_was_taken_away_late_did_not_die_of_what_it_ran() -> None:
 
 def test_a_step_ends_the_pause_after_losses() -> None:
     scene = running()
-    scene.coordinator._registry.retry_at = scene.now + 20.0
+    scene.coordinator._failures.retry_at = scene.now + 20.0
     scene.hear("w1", step=1)
     scene.lost("w1")
     assert scene.of(m.StartWorker)

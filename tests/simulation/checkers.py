@@ -512,10 +512,10 @@ class Watched:
             return coordinator.handle(event, now)  # type: ignore[no-any-return]
         waiting = coordinator._registry.failure_detector.waiting
         doubt = coordinator._leadership
-        sure = doubt.held is None and not doubt.fell_quiet(now, waiting)
+        sure = doubt.deferred is None and not doubt.fell_quiet(now, waiting)
         waits = coordinator.deadline is None or now < coordinator.deadline
         if sure and waits and self.stale(event) and self.rng.random() < 0.3:
-            coordinator._ring(now)  # whatever is due for any event
+            coordinator._fire_timers(now)  # whatever is due for any event
             coordinator._proceed(now)
             out += coordinator._run.flush()
             if self.stale(event) and coordinator.phase != "over":
@@ -571,7 +571,7 @@ class Watched:
         )
         if ends or not staff.ready or len(generation.members) >= coordinator.size:
             return
-        dear_s = MOST * coordinator._planner._history.pause_s
+        dear_s = MOST * coordinator._changes._history.pause_s
         until = staff.ready_since + rules.join_window_s + max(rules.stabilization_s, dear_s)
         must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free seats")
 
