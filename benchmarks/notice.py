@@ -23,7 +23,7 @@ from benchmarks.recovery import Points, Record, summary, train
 from benchmarks.report import write
 from benchmarks.silence import wait_full
 from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.spec import JobSpec, MapStyleData, ScalingConfig
 
 NOTICE_S = 30.0

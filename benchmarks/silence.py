@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.recovery import Points, train
 from benchmarks.report import write
 from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.protocol.messages import StopRequested, WorkerHeard
+from elastic_dp.coordinator.messages import StopRequested, WorkerHeard
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 
 LOAD = 8  # processes a core

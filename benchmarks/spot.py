@@ -37,7 +37,7 @@ import torch
 from benchmarks.report import RESULTS, write
 from benchmarks.weather import PLACES, Trace, generated, published
 from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.telemetry.journal import Journal
 

@@ -5,16 +5,24 @@ import inspect
 import operator
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import elastic_dp
+from elastic_dp.coordinator.phases import (
+    TABLE,
+    IllegalTransition,
+    Phase,
+    PhaseMachine,
+    Transition,
+)
 from elastic_dp.train.state import StepRecord
 
 ROOT = Path(__file__).parent.parent / "elastic_dp"
 
-# Who may import what of ours; `protocol.messages` is the language everybody speaks.
+# Who may import what of ours; `coordinator.messages` is the language everybody speaks.
 ALLOWED = {
     "errors": set(),
     "urls": set(),
@@ -22,7 +30,7 @@ ALLOWED = {
     "threads": {"errors"},
     "wording": set(),
     "spec": {"errors", "urls"},
-    "protocol": {"errors", "wording", "protocol"},
+    "coordinator": {"errors", "wording", "coordinator"},
     "sampling": {"errors", "sampling"},
     "telemetry": {"errors", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
@@ -32,7 +40,7 @@ ALLOWED = {
     "train": {
         "errors",
         "spec",
-        "protocol.messages",
+        "coordinator.messages",
         "sampling",
         "shipping",
         "wording",
@@ -45,14 +53,14 @@ ALLOWED = {
         "train",
     },
     "cluster": {
-        *("errors", "spec", "protocol", "sampling", "storage", "data", "checkpoint"),
+        *("errors", "spec", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
     },
     "cli": {"errors", "spec", "data", "storage", "checkpoint", "cluster"},
     "__init__": {"spec", "train", "cluster", "checkpoint"},
 }
 
-PURE = {"errors", "urls", "wording", "spec", "protocol", "sampling"}
+PURE = {"errors", "urls", "wording", "spec", "coordinator", "sampling"}
 NEVER_IN_PURE = {
     *("time", "datetime", "random", "threading", "asyncio", "socket", "os", "logging"),
     *("subprocess", "torch", "ray", "pyarrow", "fsspec", "obstore"),
@@ -115,6 +123,95 @@ def test_threads_are_started_where_their_end_is_seen():
     for path in modules():
         if path != ROOT / "threads.py":
             assert "threading.Thread(" not in path.read_text(), f"{path}: see threads.py"
+
+
+# Methods that change a container: calling one on another part's field is assigning it.
+CHANGES = {
+    *("add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert"),
+    *("move_to_end", "pop", "popitem", "popleft", "remove", "setdefault", "update"),
+}
+
+
+def assigned_fields(tree):
+    """(line, text) of each field of an object other than `self` that is assigned, deleted, or changed in place."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES:
+            targets = [node.func.value]
+        else:
+            continue
+        for target in targets:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                while isinstance(each, ast.Subscript):
+                    each = each.value
+                owner = getattr(each, "value", None)
+                if isinstance(each, ast.Attribute) and getattr(owner, "id", "") != "self":
+                    yield node.lineno, ast.unparse(each)
+
+
+def coordinator_modules():
+    found = sorted((ROOT / "coordinator").glob("*.py"))
+    assert len(found) > 20
+    return found
+
+
+def test_no_part_of_the_coordinator_assigns_a_field_of_another():
+    for path in coordinator_modules():
+        found = list(assigned_fields(ast.parse(path.read_text())))
+        assert not found, f"{path.name}: {found}; add a method to the part that owns the field"
+
+
+def test_assigned_fields_finds_each_way_to_change_another_part():
+    for code in (
+        "a.b = 1",
+        "a.b += 1",
+        "del a.b[0]",
+        "x, a.b = 1, 2",
+        "a.b.add(1)",
+        "self.a.b = 1",
+    ):
+        assert list(assigned_fields(ast.parse(code))), code
+    for code in ("self.b = 1", "b = a.b", "self.b.add(1)", "a.b(1)", "rows[0] = 1"):
+        assert not list(assigned_fields(ast.parse(code))), code
+
+
+def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
+    for path in coordinator_modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            phase = any(getattr(target, "attr", "") == "phase" for target in targets)
+            assert not phase or path.name == "phases.py", f"{path.name}:{node.lineno}"
+    reached = {Phase.GATHERING, *TABLE.values()}
+    assert reached == set(Phase)
+    assert {transition for _, transition in TABLE} == set(Transition)
+    for phase in Phase:
+        for transition in Transition:
+            machine = PhaseMachine(phase)
+            if (phase, transition) in TABLE:
+                machine.take(transition)
+                assert machine.phase is TABLE[phase, transition]
+            else:
+                with pytest.raises(IllegalTransition, match=str(transition)):
+                    machine.take(transition)
+
+
+def test_names_of_the_coordinator_are_unique_in_the_package():
+    """Of its modules and classes; a name that appears twice sends a reader to the wrong file."""
+    stems, classes = Counter(), Counter()
+    for path in modules():
+        if path.stem != "__init__":
+            stems[path.stem] += 1
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] += 1
+    for path in coordinator_modules():
+        assert path.stem == "__init__" or stems[path.stem] == 1, path.stem
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                assert classes[node.name] == 1, node.name
 
 
 # What users' scripts depend on. A name may be added; none is renamed, taken away, or moved to another place.

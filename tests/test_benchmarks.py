@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import command_line, join, protocol_scale, recovery, report, step_overhead
+from benchmarks import command_line, coordinator_scale, join, recovery, report, step_overhead
 
 # What its results become, and the target that is missed then.
 SPOILT = {
@@ -24,7 +24,7 @@ SPOILT = {
         lambda found: found["--help"].update(median_s=1.6),
         "elastic-dp --help: 1.5 s",
     ),
-    protocol_scale: (
+    coordinator_scale: (
         lambda found: found[0]["changes"]["drain"].update(max_ms=11.0),
         "10 workers, drain: 10 ms for an event",
     ),

@@ -1,8 +1,8 @@
 """Messages count as English does."""
 
-from elastic_dp.protocol import messages as m
+from elastic_dp.coordinator import messages as m
 from elastic_dp.wording import counted
-from tests.protocol.scenes import Scene
+from tests.coordinator.scenes import Scene
 
 
 def test_one_is_singular_and_none_is_plural() -> None:

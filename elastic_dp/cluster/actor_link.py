@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from elastic_dp.protocol.messages import Event, WorkerId
+from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.train.link import Written
 
 _REMEMBERED = 10_000  # calls of ctx.log

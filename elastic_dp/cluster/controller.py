@@ -24,11 +24,8 @@ from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
 from elastic_dp.cluster.logs import LastWords
 from elastic_dp.cluster.record import Limits, Outcome, Result, write_result
 from elastic_dp.cluster.worker import WriteParts
-from elastic_dp.distributed.process_group import Rendezvous, open_store
-from elastic_dp.distributed.store import StoreServer
-from elastic_dp.errors import ElasticError
-from elastic_dp.protocol.coordinator import Coordinator, CoordinatorConfig
-from elastic_dp.protocol.messages import (
+from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
+from elastic_dp.coordinator.messages import (
     BeginTraining,
     Cause,
     CheckpointFound,
@@ -56,6 +53,9 @@ from elastic_dp.protocol.messages import (
     WorkerId,
     WorkerLost,
 )
+from elastic_dp.distributed.process_group import Rendezvous, open_store
+from elastic_dp.distributed.store import StoreServer
+from elastic_dp.errors import ElasticError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal

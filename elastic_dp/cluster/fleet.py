@@ -7,8 +7,8 @@ of them waits or raises for a worker that is gone: what happens to workers comes
 from typing import Protocol
 
 from elastic_dp.cluster.worker import Request
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import WorkerId
 
 
 class Fleet(Protocol):

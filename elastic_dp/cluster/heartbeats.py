@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from elastic_dp.cluster import pulse
-from elastic_dp.protocol.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
+from elastic_dp.coordinator.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
 from elastic_dp.threads import background
 
 STACKS_S = 2.0  # a pulse that was asked for stacks has killed its worker by then

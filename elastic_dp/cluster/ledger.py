@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_dp.protocol.messages import (
+from elastic_dp.coordinator.messages import (
     CheckpointRequested,
     CheckpointSealed,
     Command,

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from elastic_dp.protocol.messages import DrainNoticed, WorkerId
+from elastic_dp.coordinator.messages import DrainNoticed, WorkerId
 from elastic_dp.threads import background
 
 _EVERY_S = 0.5

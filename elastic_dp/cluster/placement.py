@@ -18,7 +18,7 @@ from ray._private.state import actors
 from elastic_dp.cluster import placing
 from elastic_dp.cluster.avoidance import Avoidance
 from elastic_dp.cluster.placing import Labels
-from elastic_dp.protocol.messages import WorkerId
+from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.wording import counted
 
 

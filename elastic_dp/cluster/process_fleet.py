@@ -24,8 +24,8 @@ from elastic_dp.cluster.controller import Controller
 from elastic_dp.cluster.logs import print_to_file, print_whatever_fits
 from elastic_dp.cluster.record import Outcome
 from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
+from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.threads import background

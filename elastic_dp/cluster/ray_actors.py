@@ -37,8 +37,7 @@ from elastic_dp.cluster.notices import Notices
 from elastic_dp.cluster.placement import Placement, can_hold
 from elastic_dp.cluster.record import Outcome
 from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
-from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import (
+from elastic_dp.coordinator.messages import (
     Cause,
     CheckpointRequested,
     DrainNoticed,
@@ -53,6 +52,7 @@ from elastic_dp.protocol.messages import (
     WorkerLost,
     WorkerPlaced,
 )
+from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.telemetry.journal import Journal, Position
 from elastic_dp.threads import background

@@ -31,9 +31,9 @@ from elastic_dp.cluster.record import (
 from elastic_dp.cluster.run import Run
 from elastic_dp.cluster.starts import Start, last_start
 from elastic_dp.cluster.worker import pick_device, prepare_environment
+from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
-from elastic_dp.protocol.messages import Explain
 from elastic_dp.shipping import shipped
 from elastic_dp.spec import (
     CheckpointConfig,

@@ -13,10 +13,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.heartbeats import Address, Page
 from elastic_dp.cluster.logs import LogKeeper
-from elastic_dp.data import Index, open_data
-from elastic_dp.distributed.process_group import Rendezvous, use_interface
-from elastic_dp.errors import ClusterError
-from elastic_dp.protocol.messages import (
+from elastic_dp.coordinator.messages import (
     START,
     AbortGeneration,
     BeginTraining,
@@ -32,6 +29,9 @@ from elastic_dp.protocol.messages import (
     WorkerReported,
     WorkerStarted,
 )
+from elastic_dp.data import Index, open_data
+from elastic_dp.distributed.process_group import Rendezvous, use_interface
+from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpoints import Checkpoints

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from elastic_dp.coordinator.messages import Membership, WorkerId
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import GroupAborted
-from elastic_dp.protocol.messages import Membership, WorkerId
 
 
 class Released(BaseException):

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic_dp.coordinator.messages import Membership, WorkerId
 from elastic_dp.distributed.process_group import Forming, ProcessGroup
 from elastic_dp.errors import FormingFailed, GroupError
-from elastic_dp.protocol.messages import Membership, WorkerId
 from elastic_dp.train.control import Control, Form
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from elastic_dp.checkpoint.seal import Manifest
 from elastic_dp.checkpoint.writing import Share
-from elastic_dp.protocol.messages import Event, WorkerId
+from elastic_dp.coordinator.messages import Event, WorkerId
 
 
 @dataclass(frozen=True, slots=True)

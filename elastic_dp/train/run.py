@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.data.generators import seed_everything
-from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.errors import ElasticError, Interrupted, LeaseLost, LoopError, UserCodeError
-from elastic_dp.protocol.messages import (
+from elastic_dp.coordinator.messages import (
     Event,
     Membership,
-    Place,
     Seat,
+    TrainingPosition,
     WorkerFailed,
     WorkerFinished,
     WorkerReady,
     WorkerStopped,
 )
+from elastic_dp.data.generators import seed_everything
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.errors import ElasticError, Interrupted, LeaseLost, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
@@ -230,9 +230,11 @@ class LocalRun:
     def post(self, event: Event) -> None:
         match event:
             case WorkerReady() if self._sealer is not None:
-                self._sealer.find(lambda step: self._form(Place(0), False, step is not None))
+                self._sealer.find(
+                    lambda step: self._form(TrainingPosition(0), False, step is not None)
+                )
             case WorkerReady():
-                self._form(Place(0), whole=False)
+                self._form(TrainingPosition(0), whole=False)
             case WorkerStopped(place=place, whole=whole):
                 if self.control.release_reason is None:
                     self._form(place, whole)
@@ -270,7 +272,7 @@ class LocalRun:
     def write_speed(self, virtual_s: float) -> None:
         pass
 
-    def _form(self, place: Place, whole: bool, restore: bool = False) -> None:
+    def _form(self, place: TrainingPosition, whole: bool, restore: bool = False) -> None:
         self._generation += 1
         seat = Seat("w1", 0, self.spec.scaling.num_virtual_workers, place, whole)
         membership = Membership(self._generation, (seat,), "w1", 60.0, restore=restore)

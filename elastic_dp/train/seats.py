@@ -1,9 +1,9 @@
 """Between whom state is handed over as a generation begins; all members draw the same conclusion."""
 
-from elastic_dp.protocol.messages import Membership, Place
+from elastic_dp.coordinator.messages import Membership, TrainingPosition
 
 
-def handing_over(membership: Membership, rank: int, place: Place) -> list[int]:
+def handing_over(membership: Membership, rank: int, place: TrainingPosition) -> list[int]:
     """The ranks between which state is handed over, the source first; empty if `rank` (at `place`) is not one."""
     seats = membership.seats
     source = membership.rank(membership.source)

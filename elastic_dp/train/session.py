@@ -2,7 +2,7 @@
 
 The training thread lives here. It is either inside a generation (its group is formed, its state is whole) or
 waiting for one. Whatever fails in a collective, or is aborted, brings it back to a boundary: nothing of the
-aborted step remains, it reports where it stands (`Place`), and takes part in the next generation. What it then
+aborted step remains, it reports where it stands (`TrainingPosition`), and takes part in the next generation. What it then
 owes itself (state, because another one was ahead) it takes in the hand-over before the first step.
 
 User code sees none of this: `next_step` returns each committed step once, in order.
@@ -17,20 +17,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic_dp.data.generators import seed_everything
-from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.transfer import Parcel, send
-from elastic_dp.errors import GroupError, Interrupted, LoopError
-from elastic_dp.protocol.messages import (
+from elastic_dp.coordinator.messages import (
     Membership,
-    Place,
     Signature,
+    TrainingPosition,
     WorkerFinished,
     WorkerId,
     WorkerReady,
     WorkerReported,
     WorkerStopped,
 )
+from elastic_dp.data.generators import seed_everything
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.transfer import Parcel, send
+from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.checkpoints import Checkpoints
@@ -76,7 +76,7 @@ class Session:
     timings: list[Timing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.place = Place(0)
+        self.place = TrainingPosition(0)
         self.whole = False
         self.founded = 0  # the generation whose source gave the initial weights of our state
         self.asked_source = False
@@ -368,7 +368,7 @@ class Session:
         self.weights.agreed = step
         last = self.total_steps and step >= self.total_steps
         self.ended = "the last step" if last else None
-        self.place = Place(step, int(bool(last)), len(self.evaluations))
+        self.place = TrainingPosition(step, int(bool(last)), len(self.evaluations))
 
     def _take(self, group: ProcessGroup, founded: int) -> int:
         joins = not self.whole
@@ -429,7 +429,7 @@ class Session:
     def _committed(self, record: StepRecord) -> StepRecord:
         self._say_skipped(record.number)
         last = self.total_steps and record.number >= self.total_steps
-        self.place = Place(record.number, int(bool(last)))
+        self.place = TrainingPosition(record.number, int(bool(last)))
         self.ended = "the last step" if last else None
         self.evaluations = []
         self.evaluations_begun = 0

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
+from elastic_dp.coordinator.messages import Disagreement, WorkerId
 from elastic_dp.errors import GroupError
-from elastic_dp.protocol.messages import Disagreement, WorkerId
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

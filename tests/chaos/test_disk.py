@@ -17,8 +17,8 @@ import pytest
 from elastic_dp.checkpoint import uploader
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import StorageError
-from elastic_dp.protocol.messages import StopRequested
 from elastic_dp.storage import Store, retry
 from elastic_dp.telemetry.journal import Journal
 from tests.chaos.cluster import ROOT

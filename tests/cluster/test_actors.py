@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from elastic_dp.protocol.messages import Cause, WorkerLost
+from elastic_dp.coordinator.messages import Cause, WorkerLost
 from tests.runs import spec_of
 
 ray = pytest.importorskip("ray")

@@ -9,8 +9,8 @@ import pytest
 from elastic_dp.cluster.heartbeats import _lost
 from elastic_dp.cluster.pulse import oom_kills
 from elastic_dp.cluster.run import error_of
+from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import UserCodeError
-from elastic_dp.protocol.messages import Cause
 from elastic_dp.spec import CheckpointConfig
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy

@@ -11,8 +11,8 @@ import torch
 from elastic_dp.cluster import ray_actors
 from elastic_dp.cluster.run import error_of
 from elastic_dp.cluster.worker import pick_device
+from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import ClusterError
-from elastic_dp.protocol.messages import Cause
 from tests.runs import group, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 

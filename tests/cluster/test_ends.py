@@ -9,6 +9,7 @@ from torch import nn
 
 from elastic_dp.cluster.record import Outcome
 from elastic_dp.cluster.run import error_of
+from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data import open_data
 from elastic_dp.errors import (
     BadShard,
@@ -18,7 +19,6 @@ from elastic_dp.errors import (
     StorageError,
     UserCodeError,
 )
-from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.spec import MapStyleData
 from elastic_dp.storage.faults import ObjectMissing
 from elastic_dp.train.run import LocalRun

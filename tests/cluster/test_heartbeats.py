@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.cluster import pulse
 from elastic_dp.cluster.heartbeats import HeartbeatServer, Page
-from elastic_dp.protocol.messages import WorkerHeard
+from elastic_dp.coordinator.messages import WorkerHeard
 from tests.patience import PATIENCE_S, eventually
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))

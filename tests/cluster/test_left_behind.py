@@ -5,7 +5,7 @@ import os
 import tempfile
 
 from elastic_dp.cluster.heartbeats import Page
-from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import eventually
 from tests.runs import ENDLESS, group, spec_of
 from tests.train.jobs import plain

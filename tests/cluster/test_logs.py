@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.cluster import logs
 from elastic_dp.cluster.logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
-from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.storage import Store
 from tests.patience import Stalls, eventually
 from tests.runs import ENDLESS, group, spec_of

@@ -1,7 +1,7 @@
 """Which workers are told that their node goes away, and when."""
 
 from elastic_dp.cluster.notices import Notices
-from elastic_dp.protocol.messages import DrainNoticed
+from elastic_dp.coordinator.messages import DrainNoticed
 
 
 class Cluster:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import MapStyleData
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import PATIENCE_S, eventually

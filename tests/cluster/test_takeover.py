@@ -10,10 +10,10 @@ from elastic_dp.cluster.controller import Controller
 from elastic_dp.cluster.heartbeats import Address, Page
 from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
 from elastic_dp.cluster.worker import Job, Worker
-from elastic_dp.protocol import messages as m
+from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.link import Link
-from tests.protocol.scenes import Scene
+from tests.coordinator.scenes import Scene
 from tests.runs import spec_of
 
 
@@ -179,7 +179,7 @@ def test_what_was_made_by_workers_that_went_wrong_stays_rejected():
 def test_a_run_that_has_ended_is_not_led_again():
     first = controller(Ledger())
     first.coordinator._generation.number = 4
-    first._execute(m.FinishRun(m.Place(12, 1), "digest", "the last step"))
+    first._execute(m.FinishRun(m.TrainingPosition(12, 1), "digest", "the last step"))
     second = controller(Stored(first.ledger))
     outcome = second.lead()
     assert (outcome.step, outcome.digest, outcome.generations) == (12, "digest", 4)

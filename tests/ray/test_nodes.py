@@ -13,7 +13,7 @@ import types
 
 import pytest
 
-from elastic_dp.protocol.messages import Cause
+from elastic_dp.coordinator.messages import Cause
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (

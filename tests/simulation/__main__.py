@@ -111,7 +111,7 @@ def write(outcome: dict[str, Any], processes: int, commit: str) -> None:
 def source_digest() -> str:
     """Of the protocol and of the simulator: what a record speaks of."""
     digest = hashlib.sha256()
-    for folder in ("elastic_dp/protocol", "tests/simulation"):
+    for folder in ("elastic_dp/coordinator", "tests/simulation"):
         for path in sorted((ROOT / folder).glob("*.py")):
             if not path.name.startswith("test_") and path.name != "mutants.py":
                 digest.update(path.read_bytes())

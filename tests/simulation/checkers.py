@@ -12,10 +12,10 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.messages import Command, Event, Membership
-from elastic_dp.protocol.resizing import MOST
-from tests.protocol.scenes import facts
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import Command, Event, Membership
+from elastic_dp.coordinator.resizing import MOST
+from tests.coordinator.scenes import facts
 from tests.simulation.workers import COLLECTIVES, MEASURED
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A mutant replaces one expression, or one or several statements, in the syntax tree of a function (or of a module's constant). The
 code must be there exactly once, so a guard cannot be lost unnoticed; how it is laid out and in which file it stands does
-not matter. It is caught by the scripted scenes of tests/protocol (for guards that take a rare coincidence to matter),
+not matter. It is caught by the scripted scenes of tests/coordinator (for guards that take a rare coincidence to matter),
 or by a seed of the simulator.
 """
 
@@ -20,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import elastic_dp.protocol
-from elastic_dp.protocol import membership, messages
+import elastic_dp.coordinator
+from elastic_dp.coordinator import membership, messages
 
 WORKERS = "tests.simulation.workers"
 SCENES = (
@@ -34,7 +34,7 @@ SCENES = (
     "test_budget",
     "test_resizing",
 )
-RELOADED = (elastic_dp.protocol.__name__ + ".", "tests.simulation.", "tests.protocol.")
+RELOADED = (elastic_dp.coordinator.__name__ + ".", "tests.simulation.", "tests.coordinator.")
 
 
 @dataclass(frozen=True)
@@ -1371,8 +1371,10 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
 @cache
 def places() -> dict[str, list[tuple[str, Path]]]:
     """Of each function and constant: the modules that have one of this name."""
-    (package,) = elastic_dp.protocol.__path__
-    names = [f"{elastic_dp.protocol.__name__}.{path.stem}" for path in Path(package).glob("*.py")]
+    (package,) = elastic_dp.coordinator.__path__
+    names = [
+        f"{elastic_dp.coordinator.__name__}.{path.stem}" for path in Path(package).glob("*.py")
+    ]
     found: dict[str, list[tuple[str, Path]]] = {}
     for name in [*names, WORKERS]:
         spec = importlib.util.find_spec(name)
@@ -1455,7 +1457,7 @@ def objection(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
 def caught_in_a_scene(mutant: Mutant) -> str | None:
     """The first scripted scene that fails."""
     with broken(mutant):
-        scenes = [importlib.import_module(f"tests.protocol.{name}") for name in SCENES]
+        scenes = [importlib.import_module(f"tests.coordinator.{name}") for name in SCENES]
         for name, function in [item for module in scenes for item in vars(module).items()]:
             if not name.startswith("test_"):
                 continue

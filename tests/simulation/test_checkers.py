@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elastic_dp.protocol.messages import Membership, Place, Seat
+from elastic_dp.coordinator.messages import Membership, Seat, TrainingPosition
 from tests.simulation.checkers import Violation
 from tests.simulation.workers import COLLECTIVES, Group, SimWorker
 from tests.simulation.world import World
@@ -19,7 +19,9 @@ class Beside:
         world.new_controller(recovering=False)
         self.workers = {name: SimWorker(world, name) for name in ("w1", "w2", "w3")}
         world.workers |= self.workers
-        seats = [Seat(name, v, v + 1, Place(0), True) for v, name in enumerate(self.workers)]
+        seats = [
+            Seat(name, v, v + 1, TrainingPosition(0), True) for v, name in enumerate(self.workers)
+        ]
         one = Membership(1, tuple(seats), "w2", 4.0)
         two = Membership(2, tuple(seats[1:]), "w2", 4.0)
         world.check.memberships |= {1: one, 2: two}

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.coordinator import Coordinator
-from elastic_dp.protocol.coordinator_config import CoordinatorConfig
-from elastic_dp.protocol.messages import Place, Signature
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.coordinator import Coordinator
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.messages import Signature, TrainingPosition
 
 SIGNATURE = Signature("layout", "data", "kind")
 RULES = CoordinatorConfig(
@@ -209,7 +209,7 @@ class Scene:
                 if isinstance(puppet.told, m.AbortGeneration | m.EndGeneration):
                     generation = max(generation, puppet.told.generation)
                 puppet.stage, puppet.told = "waits", None
-                place = Place(puppet.step)
+                place = TrainingPosition(puppet.step)
                 self.hear(puppet, m.WorkerStopped(name, generation, place, puppet.whole, move))
             case "die":
                 del self.puppets[name]

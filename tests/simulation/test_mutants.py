@@ -1,4 +1,4 @@
-"""Every guard is needed: without it, a scene of tests/protocol fails or a seed of the simulator objects."""
+"""Every guard is needed: without it, a scene of tests/coordinator fails or a seed of the simulator objects."""
 
 import ast
 from pathlib import Path

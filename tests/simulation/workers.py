@@ -14,8 +14,8 @@ import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.messages import Membership, Place, Signature
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import Membership, Signature, TrainingPosition
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -113,8 +113,8 @@ class SimWorker:
         self.home = world.place()
 
     @property
-    def place(self) -> Place:
-        return Place(self.step, self.ended_run, self.evaluated)
+    def place(self) -> TrainingPosition:
+        return TrainingPosition(self.step, self.ended_run, self.evaluated)
 
     def later(self, delay: float, function: Any, *args: Any) -> None:
         self.world.at(delay, self.run_unless_gone, function, args)

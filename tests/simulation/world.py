@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from elastic_dp.protocol import messages as m
-from elastic_dp.protocol.coordinator import FROM_WORKERS, Coordinator
-from elastic_dp.protocol.coordinator_config import CoordinatorConfig
-from elastic_dp.protocol.messages import Membership, Signature
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.coordinator import FROM_WORKERS, Coordinator
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.messages import Membership, Signature
 from tests.simulation.checkers import Checkers, Violation, Watched
 from tests.simulation.workers import Group, SimWorker
 

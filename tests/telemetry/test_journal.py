@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_dp.protocol.messages import Explain, Signature, WorkerReady
+from elastic_dp.coordinator.messages import Explain, Signature, WorkerReady
 from elastic_dp.telemetry import journal as module
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import eventually

@@ -10,7 +10,7 @@ import time
 from torch import nn
 
 from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, cross_entropy

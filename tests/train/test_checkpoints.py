@@ -11,7 +11,7 @@ import pytest
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.protocol.messages import CheckpointRequested, Place, StopRequested
+from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
 from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.storage import Store
 from elastic_dp.train import session
@@ -165,13 +165,15 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
 ):
     """One that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
-    tree = dict(place=Place(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None)
+    tree = dict(
+        place=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
+    )
     monkeypatch.setattr(session, "received", lambda *_: (tree, 0))
-    one = MagicMock(whole=whole, place=Place(4))
+    one = MagicMock(whole=whole, place=TrainingPosition(4))
     one.state.record = record
     one.control.checkpoint_wanted = True
     session.Session._take(one, MagicMock(), founded=1)
-    assert one.place == Place(5) and one.whole
+    assert one.place == TrainingPosition(5) and one.whole
     assert one.control.checkpoint_wanted is not (kept and whole)
 
 

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from elastic_dp.cluster.pulse import _look_at
-from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import FailureConfig
 from elastic_dp.train.faults import Fault
 from tests.patience import PATIENCE_S, Stalls, eventually

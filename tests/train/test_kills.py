@@ -9,8 +9,8 @@ import os
 
 import pytest
 
+from elastic_dp.coordinator.messages import StopRequested, TrainingPosition
 from elastic_dp.distributed import transfer
-from elastic_dp.protocol.messages import Place, StopRequested
 from elastic_dp.spec import MapStyleData
 from elastic_dp.train.faults import POINTS, Fault
 from elastic_dp.train.run import LocalRun
@@ -96,7 +96,7 @@ def check(outcome, run, train, kills):
     # The survivors kept their processes.
     assert outcome.workers_lost == kills, "\n".join(map(str, why))
     stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
-    assert all(isinstance(place, Place) for place in stops)
+    assert all(isinstance(place, TrainingPosition) for place in stops)
     ends = [line["founded"] for line in lines if line.get("event") == "WorkerFinished"]
     formed = {x["generation"] for x in lines if x.get("command") == "FormGeneration"}
     assert len(set(ends)) == 1 and ends[0] in formed  # one beginning, and a generation that was

@@ -2,7 +2,7 @@
 
 import time
 
-from elastic_dp.protocol.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from tests.patience import eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import plain

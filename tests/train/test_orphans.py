@@ -10,8 +10,14 @@ import pytest
 
 from elastic_dp.cluster.heartbeats import Address, HeartbeatServer, Page
 from elastic_dp.cluster.worker import Job, Worker
+from elastic_dp.coordinator.messages import (
+    Membership,
+    Seat,
+    TrainingPosition,
+    WorkerHeard,
+    WorkerLost,
+)
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.protocol.messages import Membership, Place, Seat, WorkerHeard, WorkerLost
 from elastic_dp.spec import FailureConfig
 from elastic_dp.train.control import ORPHANED, Control, Form, Orphaned, Released
 from elastic_dp.train.faults import Faults
@@ -83,7 +89,8 @@ def test_a_generation_is_entered_with_a_lease():
     renewed_at = [time.monotonic() - 2000.0]
     late = Control(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
     form = Form(
-        Membership(3, (Seat("w1", 0, 1, Place(0), True),), "w1", 5.0), Rendezvous("", 0, "", b"")
+        Membership(3, (Seat("w1", 0, 1, TrainingPosition(0), True),), "w1", 5.0),
+        Rendezvous("", 0, "", b""),
     )
     late.form(form.membership, form.rendezvous)
     entered = []

@@ -3,7 +3,7 @@
 import dataclasses
 
 from benchmarks.silence import SPARE_S, silence
-from elastic_dp.protocol.messages import StopRequested
+from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import Stalls, eventually
 from tests.runs import ENDLESS, PATIENT, goes_on, group, local, spec_of
 from tests.train.jobs import plain

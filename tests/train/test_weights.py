@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.coordinator.messages import Disagreement
 from elastic_dp.errors import GroupError
-from elastic_dp.protocol.messages import Disagreement
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train.faults import Fault

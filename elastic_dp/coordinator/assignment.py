@@ -1,0 +1,126 @@
+"""Who the members of the next generation are: pure choices over the workers that are at hand.
+
+Two things always hold. The source is a most advanced worker with state, never one without. Members that stay keep their order,
+and joiners come after them. A worker that must leave but alone has the newest state stays a member for the copy.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from elastic_dp.coordinator.balance import deal
+from elastic_dp.coordinator.messages import Membership, Seat, WorkerId
+from elastic_dp.coordinator.scale_down import choose_departing
+from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.wording import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    members: list[WorkerState]  # by rank
+    source: WorkerState
+    left: list[WorkerState]  # were members, or have state, and are left out now
+    reason: str
+
+
+def assign_members(
+    stopped: list[WorkerState],
+    joiners: Iterable[WorkerState],
+    *,
+    size: int,
+    least: int,
+    virtual_workers: int,
+    now: float,
+    initial_source: WorkerState | None,
+    floor: int = 0,
+) -> Assignment:
+    """Of `stopped` (by old rank) and `joiners` (without state), which are at least `least` together.
+
+    `initial_source`: before any worker has the run's state, the one whose initial weights count. `floor`: see `choose_departing`.
+    """
+    holders = [worker for worker in stopped if worker.has_state]
+    top = max([worker.position for worker in holders], default=None)
+    source = next((worker for worker in holders if worker.position == top), initial_source)
+    assert source is not None, "nobody at hand holds the state"
+    # Workers without state need a source at the head of the loop; until then the others go on alone.
+    copies = source.at_head or not source.has_state
+    eligible = stopped if copies else holders
+    new = list(joiners) if copies else []
+
+    staying = [worker for worker in eligible if not worker.draining]
+    draining = [worker for worker in eligible if worker.draining]
+    gone = {
+        worker for worker, _ in choose_departing(staying, len(staying) - size, new, floor, draining)
+    }
+    staying = [worker for worker in staying if worker not in gone]
+    taken = staying[:size]
+    taken += new[: size - len(taken)]
+    taken += [worker for worker in draining if now < worker.leave_at][: size - len(taken)]
+    if len(taken) < least:  # rather with one whose node is about to go than not at all
+        taken += [worker for worker in draining if worker not in taken][: least - len(taken)]
+    if not any(
+        worker is source or (worker.has_state and worker.position == top) for worker in taken
+    ):
+        taken = [*taken[: min(size, virtual_workers - 1)], source]
+    assert len(taken) >= least or not copies, (taken, least)
+
+    chosen = set(taken)
+    source = next(
+        (worker for worker in taken if worker.has_state and worker.position == top), source
+    )
+    order = [worker for worker in stopped if worker in chosen]
+    order += [worker for worker in new if worker in chosen]
+    left = [worker for worker in stopped if worker not in chosen]
+    return Assignment(
+        order, source, left, f"{counted(len(order), 'worker')}, state from {source.id}"
+    )
+
+
+def membership(
+    generation: int,
+    assignment: Assignment,
+    virtual_workers: int,
+    timeout_s: float,
+    founded: int,
+    restore: bool,
+) -> Membership:
+    ranges = deal([worker.virtual_s for worker in assignment.members], virtual_workers)
+    new = tuple.__new__  # of thousands, `Seat(...)` takes twice as long
+    seats = tuple(
+        [
+            new(Seat, (worker.id, first, last, worker.position, worker.has_state))
+            for worker, (first, last) in zip(assignment.members, ranges, strict=True)
+        ]
+    )
+    return Membership(generation, seats, assignment.source.id, timeout_s, founded, restore)
+
+
+def members_to_exclude(
+    pairs: Collection[tuple[WorkerId, WorkerId]],
+    members: list[WorkerState],
+    initial_source: WorkerId | None,
+) -> list[WorkerState]:
+    """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each other.
+
+    Workers without state go before others, higher ranks before lower; a pair (w, w) says that w was out of reach of all.
+    One worker with the most advanced state (or the initial source, before any has state) always stays.
+    """
+    rank = {worker.id: index for index, worker in enumerate(members)}
+    broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}
+    top = max((worker.position for worker in members if worker.has_state), default=None)
+    heads = {worker.id for worker in members if worker.has_state and worker.position == top}
+    if initial_source is not None and not heads:
+        heads.add(initial_source)
+    dropped: list[WorkerState] = []
+    while broken:
+        degree: Counter[WorkerId] = Counter()
+        for one, other in broken:
+            degree.update({one, other})
+        able = [worker for worker in degree if heads != {worker}]
+        if not able:
+            break
+        worst = max(able, key=lambda w: (degree[w], not members[rank[w]].has_state, rank[w]))
+        heads.discard(worst)
+        dropped.append(members[rank[worst]])
+        broken = {pair for pair in broken if worst not in pair}
+    return dropped

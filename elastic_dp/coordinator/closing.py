@@ -1,0 +1,78 @@
+"""How a run ends: finished, failed, or stopped before it began. Then every worker is released.
+
+What was decided first counts. A worker that is still there `release_timeout_s` after that is evicted.
+"""
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import TrainingPosition
+from elastic_dp.coordinator.phases import Phase
+from elastic_dp.coordinator.worker_registry import DEPARTED_STAGES, WorkerRegistry
+from elastic_dp.coordinator.worker_state import Stage, WorkerState
+
+
+def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) -> None:
+    digests = {worker.finished for worker in finished}
+    place = max(worker.position for worker in finished)
+    if len(digests) > 1:
+        registry.run.explain(f"THE RESULT IS NOT EXACT: {len(digests)} different final weights")
+    reason = finished[0].finished_because or "all members finished"
+    registry.run.emit(m.FinishRun(place, finished[0].finished or "", reason, len(digests) > 1))
+    _close(registry, f"finished after step {place.step}: {reason}", now)
+
+
+def stop_before_first_step(
+    registry: WorkerRegistry, checkpoint_step: int | None, reason: str, now: float
+) -> None:
+    """No worker has state; what the run has come to is its newest checkpoint."""
+    registry.run.emit(m.FinishRun(TrainingPosition(checkpoint_step or 0), "", reason))
+    _close(registry, f"stopped before the first step: {reason}", now)
+
+
+def lost_everyone(registry: WorkerRegistry, at_most: int | None, now: float) -> None:
+    """No worker has state any more (or none that counts), and there is no checkpoint."""
+    user_error = registry.failures.user_error
+    if registry.failures.budgets.errors.incidents and user_error is not None:
+        fail_by(registry, user_error, now)  # which is what took them
+    error = "every worker that held the state is lost, and there is no checkpoint"
+    if at_most is not None:
+        error = (
+            f"the weights of workers differ, and there is no checkpoint of step {at_most} or before, when they agreed; "
+            "run it again to begin anew, and set CheckpointConfig"
+        )
+    fail(registry, error, "", now)
+
+
+def fail(registry: WorkerRegistry, error: str, traceback: str, now: float) -> None:
+    _fail(registry, m.FailRun(error, traceback), now)
+
+
+def fail_by(registry: WorkerRegistry, event: m.WorkerFailed, now: float) -> None:
+    _fail(registry, m.FailRun(event.error, event.traceback, event.worker, event.facts), now)
+
+
+def _fail(registry: WorkerRegistry, command: m.FailRun, now: float) -> None:
+    if registry.run.phase is not Phase.OVER:
+        registry.run.emit(command)
+        _close(registry, f"failed: {command.error}", now)
+
+
+def _close(registry: WorkerRegistry, reason: str, now: float) -> None:
+    run = registry.run
+    run.say(reason)
+    run.end(reason)
+    for worker in registry.workers.values():
+        if worker.stage not in DEPARTED_STAGES:
+            run.emit(m.ReleaseWorker(worker.id, reason))
+            registry.move(worker, Stage.LEAVING, now)
+    run.timers.wake(now + run.config.release_timeout_s, "close")
+
+
+def evict_remaining(registry: WorkerRegistry, now: float) -> None:
+    """Those that were released when the run ended, and did not leave in time."""
+    timers = registry.run.timers
+    if now >= timers.due:
+        timers.clear()
+        for worker in registry.workers.values():
+            if worker.stage is Stage.LEAVING:
+                registry.run.emit(m.EvictWorker(worker.id, "did not leave"))
+                registry.move(worker, Stage.EVICTED, now)

@@ -1,0 +1,66 @@
+"""What every part of the coordinator shares: configuration, sizes, phase, timers, and the commands to be sent.
+
+`reason` is explained once, when it changes. Commands are collected here and handed out after each event.
+"""
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.messages import Command
+from elastic_dp.coordinator.phases import IN_FLIGHT, Phase, PhaseMachine, Transition
+from elastic_dp.coordinator.timers import Timers
+
+
+class RunState:
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.size, self.min_workers = config.size, config.min_workers
+        self.reason = ""
+        self.stop: m.StopRequested | None = None  # the run was asked to end
+        self.timers = Timers()
+        self._machine = PhaseMachine()
+        self._out: list[Command] = []
+
+    @property
+    def phase(self) -> Phase:
+        return self._machine.phase
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there is a generation that was announced and has not ended."""
+        return self._machine.phase in IN_FLIGHT
+
+    @property
+    def least(self) -> int:
+        """How many members a generation must have."""
+        return 1 if self.stop is not None else min(self.min_workers, self.size)
+
+    def take(self, transition: Transition) -> None:
+        self._machine.take(transition)
+
+    def resize(self, size: int, min_workers: int) -> None:
+        self.size, self.min_workers = size, min_workers
+
+    def request_stop(self, event: m.StopRequested) -> None:
+        self.stop = event
+
+    def end(self, reason: str) -> None:
+        """Nothing follows but the release of workers. The caller says `reason`, or not."""
+        self.take(Transition.RUN_ENDED)
+        self.reason = reason
+        self.timers.clear()
+
+    def emit(self, command: Command) -> None:
+        self._out.append(command)
+
+    def explain(self, text: str) -> None:
+        self._out.append(m.Explain(text))
+
+    def say(self, reason: str) -> None:
+        """Why things are as they are; explained once, when it changes."""
+        if reason != self.reason:
+            self.reason = reason
+            self.explain(reason)
+
+    def flush(self) -> list[Command]:
+        out, self._out = self._out, []
+        return out

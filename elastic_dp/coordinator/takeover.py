@@ -1,0 +1,90 @@
+"""Replacing a controller that is gone: what there is, as the workers report it.
+
+Every generation up to the highest that was claimed is treated as one that may still run: each worker is told to leave
+it, and the next is formed when all have said so, or fallen silent. There may be workers that this coordinator was not told
+of, so the fence stays open until a worker speaks for the newest generation, or its lease ran out.
+"""
+
+import math
+from collections.abc import Iterable
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.admission import Admission
+from elastic_dp.coordinator.generation import Generation
+from elastic_dp.coordinator.leadership import Leadership
+from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.coordinator.phases import Transition
+from elastic_dp.coordinator.run_state import RunState
+from elastic_dp.coordinator.state_lineage import StateLineage
+from elastic_dp.coordinator.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.worker_state import Stage
+from elastic_dp.wording import counted
+
+
+class Takeover:
+    def __init__(
+        self,
+        run: RunState,
+        leadership: Leadership,
+        registry: WorkerRegistry,
+        generation: Generation,
+        lineage: StateLineage,
+        admission: Admission,
+    ) -> None:
+        self.run, self._leadership, self._registry = run, leadership, registry
+        self._generation, self._lineage, self._admission = generation, lineage, admission
+
+    def begin(
+        self, workers: Iterable[WorkerId], highest_claimed: int, established: bool, now: float
+    ) -> None:
+        self._registry.inquire(highest_claimed + 1)
+        self._lineage.assume(established)
+        self.run.take(Transition.TAKEOVER_BEGAN)
+        self._generation.assume(highest_claimed, now)
+        for worker_id in workers:
+            self._registry.adopt(worker_id, now)
+            self._leadership.heard(now)
+        self._leadership.claim(highest_claimed, now)
+        asked = len(self._registry.workers)
+        self.run.say(
+            f"took over after generation {highest_claimed}, asking {counted(asked, 'worker')}"
+        )
+
+    def reported(self, event: m.WorkerReported, now: float) -> None:
+        registry, generation = self._registry, self._generation
+        worker = registry.workers.get(event.worker)
+        if worker is None:
+            return
+        if worker.stage is Stage.BUILDING and event.signature is not None and event.generation == 0:
+            self._admission.became_ready(worker, event.signature, event.can_source, now)
+        if worker.stage is not Stage.UNREPORTED or event.asked != registry.inquiry:
+            return
+        registry.reported(worker, event)
+        if event.signature is None:
+            registry.move(worker, Stage.BUILDING, -math.inf)
+        elif generation.number == 0:  # none was ever announced
+            registry.move(worker, Stage.BUILDING, now)
+            self._admission.became_ready(worker, event.signature, event.can_source, now)
+        else:
+            registry.move(worker, Stage.MEMBER, now)
+            generation.found_member(worker)
+        if worker.draining:
+            registry.drain(worker, None, now)
+
+    def end(self, now: float) -> None:
+        """Once all have reported or are given up, and the claim shows that this coordinator leads."""
+        generation, lineage = self._generation, self._lineage
+        if self._registry.unreported or self._leadership.claimed <= generation.number:
+            return
+        generation.all_found()
+        members = [*generation.members.values()]
+        holders = [worker for worker in members if worker.has_state]
+        if holders:
+            lineage.shown(max(worker.lineage_id for worker in holders))
+            lineage.require(max(holders, key=lambda w: (w.lineage_id, w.position)).signature)
+        else:
+            lineage.only_candidates(w for w in members if w.can_source and w.entered == 0)
+        for worker in members:
+            if not worker.has_state:
+                self._admission.fits(worker, now)
+        self.run.say(f"generation {generation.number} ends: its controller is gone")

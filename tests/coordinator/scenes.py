@@ -1,0 +1,152 @@
+"""A coordinator on a stage: facts go in by name, and what was said can be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TypeVar
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.coordinator import Coordinator
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.messages import Signature, TrainingPosition
+
+SIGNATURE = Signature("layout", "data", "kind")
+C = TypeVar("C")
+SIGNS_OF_LIFE = ("failure_detector", "heard_at")
+
+
+def facts(coordinator: Coordinator) -> dict[str, Any]:
+    """All that its parts know but who was heard when: any word from a worker shows that it lives."""
+    parts = {name: part for name, part in vars(coordinator).items() if name != "config"}
+    return {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        for key, value in vars(part).items()
+        if key not in SIGNS_OF_LIFE and f"_{key.lstrip('_')}" not in parts
+    }
+
+
+class Scene:
+    """`now` is moved by `wait`; claims are granted at once unless `claims` is False."""
+
+    def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
+        rules = {"size": 2, "virtual_workers": 8} | rules
+        self.rules = CoordinatorConfig(**rules)
+        self.now, self.claims = 0.0, claims
+        self.said: list[m.Command] = []
+        self.all: list[m.Command] = []
+        self.beats = 0
+        self.sealed: int | None = None  # the newest checkpoint
+        self.older: int | None = None  # the one that is found where that is too new
+        self.coordinator = Coordinator(self.rules)
+        if begin:
+            self.note(self.coordinator.start(0.0))
+
+    @classmethod
+    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scene:
+        scene = cls(begin=False, **rules)
+        scene.coordinator, commands = Coordinator.recover(scene.rules, workers, highest, 0.0)
+        scene.note(commands)
+        return scene
+
+    def answer(self, event: m.Event) -> m.Event:
+        """A report, unless it says otherwise, answers the newest question."""
+        if isinstance(event, m.WorkerReported) and event.asked == 0:
+            asked = [c.asked for c in self.all if isinstance(c, m.ReportYourself)]
+            return dataclasses.replace(event, asked=asked[-1] if asked else 0)
+        return event
+
+    def note(self, commands: list[m.Command]) -> None:
+        self.said = commands
+        self.all += commands
+        for command in commands:
+            if isinstance(command, m.ClaimGeneration) and self.claims:
+                self.tell(m.GenerationClaimed(command.generation), keep=True)
+            if isinstance(command, m.FindCheckpoint):
+                late = command.at_most is not None and (self.sealed or 0) > command.at_most
+                self.tell(m.CheckpointFound(self.older if late else self.sealed), keep=True)
+
+    def tell(self, event: m.Event, keep: bool = False) -> list[m.Command]:
+        before = self.said if keep else []
+        self.note(self.coordinator.handle(self.answer(event), self.now))
+        self.said = before + self.said
+        return self.said
+
+    def wait(self, seconds: float, *alive: str, phase: str = "compute", step: int = 0) -> None:
+        """Let time pass; `alive` are heard every second; deadlines are kept."""
+        said: list[m.Command] = []
+        end = self.now + seconds
+        next_beat, idle = self.now + 1.0, 0
+        while True:
+            deadline = self.coordinator.deadline
+            due = min(next_beat, math.inf if deadline is None else deadline)
+            if due > end:
+                break
+            idle = idle + 1 if due <= self.now else 0
+            assert idle < 100, "a deadline that does not move on"
+            self.now = max(self.now, due)
+            if due == next_beat:
+                next_beat += 1.0
+                for worker in alive:
+                    said += self.hear(worker, phase=phase, step=step)
+            else:
+                said += self.tell(m.DeadlineReached())
+        self.now = end
+        self.said = said
+
+    def hear(
+        self,
+        *workers: str,
+        phase: str = "compute",
+        step: int = 0,
+        generation: int = -1,
+        virtual_s: float = 0.0,
+    ) -> list[m.Command]:
+        said: list[m.Command] = []
+        for worker in workers:
+            self.beats += 1
+            at = self.coordinator.generation if generation < 0 else generation
+            heard = m.WorkerHeard(worker, at, step, phase, self.beats, virtual_s=virtual_s)
+            said += self.tell(heard)
+        self.said = said
+        return said
+
+    def ready(self, *workers: str, can_source: bool | None = None, **differing: Any) -> None:
+        for worker in workers:
+            self.tell(m.WorkerStarted(worker))
+            source = m.BeginTraining(worker, True) in self.said
+            can = source if can_source is None else can_source
+            self.tell(m.WorkerReady(worker, SIGNATURE._replace(**differing), can))
+
+    def running(self, *workers: str, step: int = 0, **differing: Any) -> None:
+        """Bring these to the running first generation."""
+        self.ready(*workers, **differing)
+        self.wait(0.1)
+        self.hear(*workers, step=step)
+        assert self.coordinator.phase == "running", (
+            self.coordinator.phase,
+            self.coordinator.reason,
+        )
+
+    def stopped(
+        self, worker: str, step: int = 0, whole: bool = True, **more: Any
+    ) -> list[m.Command]:
+        generation = more.pop("generation", self.coordinator.generation)
+        place = more.pop("place", TrainingPosition(step))
+        return self.tell(m.WorkerStopped(worker, generation, place, whole, "asked", **more))
+
+    def lost(self, worker: str) -> list[m.Command]:
+        return self.tell(m.WorkerLost(worker, "killed"))
+
+    def of(self, kind: type[C]) -> list[C]:
+        """What of this kind was said last."""
+        return [command for command in self.said if isinstance(command, kind)]
+
+    def ever(self, kind: type[C]) -> list[C]:
+        return [command for command in self.all if isinstance(command, kind)]
+
+    @property
+    def members(self) -> list[str]:
+        membership = self.coordinator.membership
+        return [seat.worker for seat in membership.seats] if membership else []

@@ -1,0 +1,214 @@
+"""Many who come, and who goes: a burst makes one change or two, and a smaller run gives whole nodes back."""
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import Home
+from elastic_dp.coordinator.scale_down import choose_departing
+from elastic_dp.coordinator.worker_state import Stage, WorkerState
+from tests.coordinator.scenes import Scene
+
+
+def alone(**rules: object) -> Scene:
+    """w1 trains; five seats are free."""
+    scene = Scene(**({"size": 6, "stabilization_s": 5.0} | rules))
+    scene.running("w1")
+    return scene
+
+
+def joins(scene: Scene) -> bool:
+    return scene.coordinator.phase == "ending"
+
+
+def change(scene: Scene) -> None:
+    """The members stop as asked, and those who join make the next generation run."""
+    for worker in scene.members:
+        scene.stopped(worker, step=1)
+    scene.hear(*scene.members, step=1)
+    assert scene.coordinator.phase == "running", scene.coordinator.reason
+
+
+# ------------------------------------------------------------------------------------ coming
+
+
+def test_a_joiner_waits_for_who_builds_and_for_nobody_else() -> None:
+    scene = alone()
+    scene.tell(m.WorkerStarted("w3"))
+    scene.ready("w2")
+    scene.wait(1.0, "w1", "w3")
+    assert not joins(scene), "w3 will be ready soon"
+    scene.ready("w3")
+    scene.wait(0.1, "w1")
+    assert joins(scene), "w4 may never come"
+    change(scene)
+    assert scene.members == ["w1", "w2", "w3"]
+
+
+def test_a_dead_builder_is_not_waited_for() -> None:
+    scene = alone()
+    scene.tell(m.WorkerStarted("w3"))
+    scene.ready("w2")
+    scene.lost("w3")
+    scene.wait(0.1, "w1")
+    assert joins(scene)
+
+
+def test_who_comes_after_a_dead_joiner_waits_from_its_own_coming_on() -> None:
+    scene = alone()
+    scene.tell(m.WorkerStarted("w3"))
+    scene.ready("w2")
+    scene.lost("w2")
+    scene.wait(6.0, "w1", "w3")
+    scene.ready("w4")
+    assert not joins(scene), "w3 will be ready soon"
+
+
+def test_nor_one_that_builds_for_long() -> None:
+    scene = alone()
+    scene.tell(m.WorkerStarted("w3"))
+    scene.ready("w2")
+    scene.wait(4.9, "w1", "w2", "w3")
+    assert not joins(scene)
+    scene.wait(0.2, "w1", "w2", "w3")
+    assert joins(scene)
+
+
+def test_nobody_is_waited_for_when_all_seats_are_taken() -> None:
+    scene = alone(size=2, standby=1)
+    scene.tell(m.WorkerStarted("w3"))
+    scene.ready("w2")
+    assert joins(scene)
+
+
+def test_five_nodes_in_three_seconds_make_two_changes() -> None:
+    """Also where nobody is seen to build: each is ready as soon as it has started."""
+    scene = alone(size=8)
+    before, here = scene.coordinator.generation, ["w1"]
+    for late in ("w2", "w3", "w4", "w5", "w6"):
+        scene.ready(late)
+        here.append(late)
+        scene.wait(0.6, *here, step=1)
+        if joins(scene):
+            change(scene)
+    scene.wait(5.0, *here, step=1)
+    if joins(scene):
+        change(scene)
+    assert len(scene.members) == 6
+    assert scene.coordinator.generation - before == 2
+
+
+def test_a_drain_does_not_wait_for_a_burst() -> None:
+    scene = alone(min_workers=1)
+    scene.tell(m.WorkerStarted("w3"))
+    scene.ready("w2")
+    assert not joins(scene)
+    scene.tell(m.DrainNoticed("w1", scene.now + 6.0))
+    assert joins(scene)
+
+
+# ------------------------------------------------------------------------------------- going
+
+
+def placed(scene: Scene, **nodes: str) -> None:
+    """By worker: its node, of the spot market where it begins with s."""
+    for worker, node in nodes.items():
+        scene.tell(m.WorkerPlaced(worker, Home(node, spot=node.startswith("s"))))
+
+
+def stay_after(size: int, floor: int = 0, **nodes: str) -> list[str]:
+    scene = Scene(size=len(nodes), min_on_demand=floor)
+    scene.running(*nodes)
+    placed(scene, **nodes)
+    scene.tell(m.SizeRequested(size))
+    change(scene)
+    return scene.members
+
+
+def test_a_smaller_run_gives_whole_nodes_back() -> None:
+    assert stay_after(2, w1="a", w2="b", w3="a", w4="b") == ["w1", "w3"]
+    assert stay_after(3, w1="a", w2="b", w3="b", w4="a", w5="c") == ["w2", "w3", "w5"]
+
+
+def test_what_may_be_taken_away_anyhow_goes_first() -> None:
+    assert stay_after(2, w1="s1", w2="a", w3="s2", w4="b") == ["w2", "w4"]
+    assert stay_after(3, w1="a", w2="s1", w3="s1", w4="a") == ["w1", "w2", "w4"]
+
+
+def stay_after_a_drain(size: int, floor: int = 0, **nodes: str) -> list[str]:
+    """w1 is told to go, and then the run is made smaller."""
+    scene = Scene(size=len(nodes), min_on_demand=floor)
+    scene.running(*nodes)
+    placed(scene, **nodes)
+    scene.tell(m.DrainNoticed("w1", None))
+    scene.tell(m.SizeRequested(size))
+    change(scene)
+    return scene.members
+
+
+def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
+    """Before spot ones, and before those with more workers."""
+    assert stay_after_a_drain(3, w1="a", w2="a", w3="b", w4="s1", w5="b") == ["w3", "w4", "w5"]
+    assert stay_after_a_drain(3, w1="a", w2="a", w3="a", w4="b", w5="b") == ["w2", "w4", "w5"]
+    assert stay_after_a_drain(2, floor=1, w1="a", w2="a", w3="s1", w4="b") == ["w3", "w4"]
+
+
+def test_who_stands_by_on_a_node_that_somebody_leaves_goes_first() -> None:
+    scene = Scene(size=2, standby=2)
+    scene.running("w1", "w2")
+    scene.ready("w3", "w4")
+    placed(scene, w1="a", w2="b", w3="a", w4="s1")
+    scene.tell(m.DrainNoticed("w1", None))
+    scene.ready("w5")
+    placed(scene, w5="c")
+    scene.tell(m.SizeRequested(1))
+    (released,) = scene.of(m.ReleaseWorker)
+    assert released == m.ReleaseWorker("w3", "the size is 1 now; its node a becomes free")
+
+
+def test_who_leaves_a_node_that_stays_leaves_where_the_fewest_are() -> None:
+    workers = [worker(n, node) for n, node in enumerate("aaabb", 1)]
+    (first,) = choose_departing(workers, 1)
+    assert (first[0].id, first[1]) == ("w5", "others stay on its node")
+
+
+def test_a_node_that_others_stay_on_is_not_emptied() -> None:
+    standby = worker(9, "b")
+    chosen = choose_departing([worker(1, "a"), worker(2, "b")], 1, [standby])
+    assert [(w.id, why) for w, why in chosen] == [("w1", "its node a becomes free")]
+
+
+def test_the_floor_of_on_demand_workers_stays_as_long_as_others_can_go() -> None:
+    """Also where giving its node back would be the tidier way. The node with most of them is the one that is kept."""
+    assert stay_after(2, w1="a", w2="s1", w3="s1") == ["w2", "w3"]
+    assert stay_after(2, floor=1, w1="a", w2="s1", w3="s1") == ["w1", "w2"]
+    assert stay_after(3, floor=2, w1="a", w2="b", w3="b", w4="s1", w5="s1") == ["w1", "w2", "w3"]
+    assert stay_after(2, floor=2, w1="a", w2="b", w3="b", w4="s1", w5="s1") == ["w2", "w3"]
+    assert stay_after(1, floor=2, w1="a", w2="s1", w3="b") == ["w1"]
+
+
+def test_standbys_count_for_the_floor_and_do_not_leave_below_it() -> None:
+    workers = [worker(1, "s"), worker(2, "a")]
+    assert [w.id for w, _ in choose_departing(workers, 1, [worker(3, "s")], 1)] == ["w1"]
+    assert [w.id for w, _ in choose_departing([worker(4, "a")], 1, [worker(3, "b")], 1)] == ["w4"]
+    assert [w.id for w, _ in choose_departing(workers[1:], 1, [worker(3, "s")], 1)] == ["w2"]
+
+
+def test_who_has_no_node_yet_goes_first() -> None:
+    chosen = choose_departing([worker(1, "s"), worker(2, ""), worker(3, ""), worker(4, "a")], 3)
+    assert [w.id for w, _ in chosen] == ["w3", "w2", "w1"]
+    assert choose_departing([worker(1, "a")], 3)[0][0].id == "w1"
+    assert choose_departing([worker(1, "a")], -1) == []
+
+
+def test_standbys_leave_by_node_too() -> None:
+    scene = Scene(size=2, standby=2)
+    scene.running("w1", "w2")
+    scene.ready("w3", "w4")
+    placed(scene, w1="a", w2="a", w3="b", w4="a")
+    scene.tell(m.SizeRequested(1))
+    (released,) = scene.of(m.ReleaseWorker)
+    assert released == m.ReleaseWorker("w3", "the size is 1 now; its node b becomes free")
+
+
+def worker(number: int, node: str) -> WorkerState:
+    made = WorkerState(f"w{number}", number, Stage.MEMBER, 0.0)
+    made.home = Home(node, spot=node.startswith("s"))
+    return made

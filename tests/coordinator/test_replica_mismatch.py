@@ -1,0 +1,104 @@
+"""Members whose weights differ: all who hold a state are replaced, and the run goes back to when they agreed."""
+
+from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator.messages import Disagreement, TrainingPosition
+from elastic_dp.coordinator.replica_mismatch import MAX_IN_A_ROW
+from tests.coordinator.scenes import Scene
+
+
+def differing(agreed: int = 10, *odd: str, sealed: int | None = 12, older: int | None = 8) -> Scene:
+    """Three have found in the header of step 16 that they are not equal."""
+    scene = Scene(size=3, standby=1)
+    scene.sealed, scene.older = None, None
+    scene.running("w1", "w2", "w3")
+    scene.hear("w1", "w2", "w3", step=15)
+    scene.sealed, scene.older = sealed, older
+    said = Disagreement(agreed, odd or ("w2",))
+    for worker in ("w1", "w3", "w2"):
+        scene.stopped(worker, step=15, generation=1, disagreement=said)
+    return scene
+
+
+def test_the_odd_one_is_evicted_and_all_others_are_replaced() -> None:
+    scene = differing()
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w2"]
+    assert {c.worker for c in scene.ever(m.ReleaseWorker)} == {"w1", "w3"}
+    assert len(scene.ever(m.StartWorker)) == 7  # three for them, and the one that waits
+
+
+def test_it_goes_back_to_the_newest_checkpoint_of_when_they_agreed() -> None:
+    scene = differing()
+    assert scene.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(10)
+    scene.ready("w4", "w5", "w6")
+    scene.wait(0.2)
+    membership = scene.coordinator.membership
+    assert membership is not None and membership.restore
+    assert set(scene.members) == {"w4", "w5", "w6"}
+    assert "back to step 8" in " ".join(c.text for c in scene.ever(m.Explain))
+    scene.hear("w4", "w5", "w6", phase="compute", step=8)
+    for worker in scene.members:  # from then on all that is sealed counts
+        scene.lost(worker)
+    assert scene.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(None)
+
+
+def test_without_a_majority_all_are_evicted() -> None:
+    scene = differing(10, "w1", "w2", "w3")
+    assert {c.worker for c in scene.ever(m.EvictWorker)} == {"w1", "w2", "w3"}
+
+
+def test_without_a_checkpoint_of_then_the_run_fails_and_says_so() -> None:
+    scene = differing(older=None)
+    (failed,) = scene.ever(m.FailRun)
+    assert "there is no checkpoint of step 10 or before" in failed.error
+    assert "CheckpointConfig" in failed.error
+
+
+def test_one_word_of_it_is_enough_and_who_has_not_noticed_is_replaced_too() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.hear("w1", "w2", step=15)
+    scene.sealed = 10
+    scene.stopped("w1", step=15, generation=1, disagreement=Disagreement(10, ("w1", "w2")))
+    scene.stopped("w2", step=15, generation=1)
+    assert {c.worker for c in scene.ever(m.EvictWorker)} == {"w1", "w2"}
+
+
+def test_who_lost_its_seat_and_holds_state_is_replaced_too() -> None:
+    scene = Scene(size=2, min_workers=1)
+    scene.running("w1", "w2")
+    scene.hear("w1", "w2", step=4)
+    scene.sealed = 3
+    scene.tell(m.SizeRequested(1))
+    scene.stopped("w1", step=6)
+    scene.stopped("w2", step=6)
+    assert scene.coordinator.workers["w2"] == "retained"
+    scene.stopped("w1", step=6, disagreement=Disagreement(3, ("w1",)))
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
+    assert [c.worker for c in scene.ever(m.ReleaseWorker)] == ["w2"]
+
+
+def test_who_was_void_may_stay() -> None:
+    scene = Scene(size=2)
+    scene.running("w1", "w2")
+    scene.hear("w1", "w2", step=15)
+    scene.sealed = 10
+    scene.stopped("w1", step=15, generation=1, disagreement=Disagreement(10, ("w1",)))
+    scene.stopped("w2", whole=False, place=TrainingPosition(0), generation=1)
+    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
+    assert not scene.ever(m.ReleaseWorker)
+
+
+def test_if_it_happens_again_and_again_the_job_is_to_blame() -> None:
+    scene = differing()
+    for round_ in range(MAX_IN_A_ROW):
+        assert not scene.ever(m.FailRun), round_
+        names = [w for w, stage in scene.coordinator.workers.items() if stage == "starting"]
+        scene.ready(*names)
+        scene.wait(40.0, *names, phase="wait")
+        members = scene.members
+        scene.hear(*members, step=15)
+        for worker in members:
+            said = Disagreement(10, (members[0],))
+            scene.stopped(worker, step=15, disagreement=said)
+    (failed,) = scene.ever(m.FailRun)
+    assert "time 4" in failed.error
