@@ -435,7 +435,6 @@ def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):
 
 
 def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run, monkeypatch):
-    pytest.importorskip("ray")
     from elastic_dp.cluster import finding
 
     asked = []

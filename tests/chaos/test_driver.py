@@ -15,7 +15,6 @@ from tests.chaos.cluster import ROOT, ChaosRun
 from tests.chaos.job import trainer
 from tests.patience import eventually
 
-pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.chaos,

@@ -10,7 +10,6 @@ import pytest
 from tests.chaos.conftest import check, start
 from tests.chaos.hosts import available
 
-pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.chaos,

@@ -6,7 +6,6 @@ from tests.chaos.conftest import check, start
 from tests.chaos.hosts import available
 from tests.chaos.kinds import KINDS, ON_NODES
 
-pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.chaos,

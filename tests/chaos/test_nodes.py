@@ -12,7 +12,6 @@ import pytest
 from tests.chaos.conftest import WHOLE_AT, check, start
 from tests.chaos.hosts import available
 
-pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.chaos,

@@ -3,12 +3,11 @@
 import types
 
 import pytest
+import ray
 
+from elastic_dp.cluster import ray_actors
 from elastic_dp.coordinator.messages import Cause, WorkerLost
 from tests.runs import spec_of
-
-ray = pytest.importorskip("ray")
-from elastic_dp.cluster import ray_actors  # noqa: E402
 
 
 class Ended(BaseException):

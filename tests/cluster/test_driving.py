@@ -51,7 +51,8 @@ def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
 
 def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own(monkeypatch):
     """And says so: that Ray ends with the driver, which ends with the run."""
-    ray = pytest.importorskip("ray")
+    import ray
+
     run, left, given = Asked(), [], []
     monkeypatch.setattr(commands, "_attach", lambda *_: run)
     monkeypatch.setattr(commands, "_ray_has_owner", lambda: True)
@@ -72,7 +73,6 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
 
 @pytest.mark.parametrize("is_new", [False, True])
 def test_only_who_starts_a_controller_notes_a_start(monkeypatch, tmp_path, is_new):
-    pytest.importorskip("ray")
     from elastic_dp.cluster import starting
 
     monkeypatch.setattr(starting, "lead", lambda *_: (object(), is_new))

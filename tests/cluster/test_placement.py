@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("ray")
 from elastic_dp.cluster import placement
 
 

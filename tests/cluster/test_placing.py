@@ -1,7 +1,5 @@
 """What Ray is asked for each worker, by market and zone."""
 
-import pytest
-
 from elastic_dp.cluster.placing import missing, options, wishes
 from elastic_dp.spec import ScalingConfig
 
@@ -74,7 +72,6 @@ def node(cpus: int, labels: dict[str, str]) -> dict:
 
 
 def test_a_node_has_room_if_it_is_large_enough_and_so_labelled():
-    pytest.importorskip("ray")
     from elastic_dp.cluster.ray_actors import no_room
 
     firm_head, spot, firm = node(0, FIRM), node(2, SPOT), node(2, FIRM)

@@ -31,7 +31,6 @@ def test_every_verb_prints_json_where_it_is_asked_to():
 
 @pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])
 def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, monkeypatch):
-    pytest.importorskip("ray")
     from elastic_dp.cluster import finding
 
     def gone(*_, **__):
@@ -70,7 +69,6 @@ GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids"
 def test_of_several_local_clusters_the_newest_is_taken_and_said(
     processes, taken, others, monkeypatch
 ):
-    pytest.importorskip("ray")
     from elastic_dp.cluster import finding
 
     running = [types.SimpleNamespace(info=info) for info in processes]
@@ -100,7 +98,6 @@ def test_of_several_local_clusters_the_newest_is_taken_and_said(
 def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
     saved, mode, wanted, tmp_path, monkeypatch
 ):
-    pytest.importorskip("ray")
     from elastic_dp.cluster import finding
 
     monkeypatch.setattr(finding.ray, "is_initialized", lambda: False)

@@ -96,7 +96,6 @@ def test_gpt_is_the_same_on_every_fleet(gpt, text, tmp_path):
 
 def test_digits_are_the_same_on_every_fleet(tmp_path):
     """With BatchNorm and dropout, over the short tail of an epoch and its evaluation."""
-    pytest.importorskip("sklearn")
     digits = importlib.import_module("jobs.digits")
     trainer = digits.make_trainer(storage_path=str(tmp_path), data=str(tmp_path / "d"), epochs=1)
     trainer.spec = dataclasses.replace(trainer.spec, max_steps=12)
@@ -104,7 +103,6 @@ def test_digits_are_the_same_on_every_fleet(tmp_path):
 
 
 def test_digits_reach_97_per_cent(tmp_path):
-    pytest.importorskip("sklearn")
     digits = importlib.import_module("jobs.digits")
     result = digits.make_trainer(
         name="a", storage_path=str(tmp_path), data=str(tmp_path / "digits"), epochs=6

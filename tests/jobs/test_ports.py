@@ -2,14 +2,13 @@
 
 import dataclasses
 import difflib
-import importlib
 import math
 import runpy
-import warnings
 from pathlib import Path
 
 import pytest
 
+import elastic_dp
 from tests.runs import group
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +17,6 @@ PORTS = {
     "transformers_llama.py": "transformers_port.py",
     "timm_like.py": "timm_like_port.py",
 }
-NEEDS = {"transformers_port.py": ["transformers"], "timm_like_port.py": ["sklearn.datasets"]}
 MAX_CHANGED_LINES = 25
 
 
@@ -50,13 +48,6 @@ def test_changed_lines_that_the_readme_names_are_those_counted():
 @pytest.mark.filterwarnings("default")  # of foreign libraries
 def test_the_port_runs(port, tmp_path, monkeypatch):
     """The script as it is, but for `fit`: for a few steps, in this process, and most by a group of two workers."""
-    for needed in NEEDS.get(port, []):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pytest.importorskip(needed, reason="comes with pip install 'elastic_dp[jobs]'")
-    edp = importlib.import_module("elastic_dp")
-    if not hasattr(edp, "ElasticTrainer"):
-        pytest.skip("elastic_dp has no ElasticTrainer yet")
     results = []
 
     def fit_here(trainer, local=False):
@@ -71,8 +62,8 @@ def test_the_port_runs(port, tmp_path, monkeypatch):
         outcome, _ = group(dataclasses.replace(trainer.spec, scaling=scaling), trainer.train)
         assert (outcome.error, outcome.digest) == (None, results[0].weights_sha256)
 
-    fit = edp.ElasticTrainer.fit
-    monkeypatch.setattr(edp.ElasticTrainer, "fit", fit_here)
+    fit = elastic_dp.ElasticTrainer.fit
+    monkeypatch.setattr(elastic_dp.ElasticTrainer, "fit", fit_here)
     runpy.run_path(str(ROOT / "jobs" / port), run_name="__main__")
     [result] = results
     assert result.step == 22

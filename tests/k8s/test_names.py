@@ -90,10 +90,14 @@ def test_rules_ask_for_metrics_and_actors_that_there_are():
     [rules] = of_kind(build("monitoring"), "PrometheusRule")
     asked = " ".join(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"])
     core = (RAY / "core/src/ray/gcs/gcs_server").read_bytes()
-    for metric in set(re.findall(r"\bray_([a-z_]+)\{|increase\(ray_([a-z_]+)\[", asked)):
+    metrics = set(re.findall(r"\bray_([a-z_]+)\{|increase\(ray_([a-z_]+)\[", asked))
+    assert metrics
+    for metric in metrics:
         assert "".join(metric).encode() in core
     actors = (ROOT / "elastic_dp/cluster/ray_actors.py").read_text()
-    for actor in set(re.findall(r'Name="(\w+)"', asked)):
+    named = set(re.findall(r'Name="(\w+)"', asked))
+    assert named
+    for actor in named:
         assert f"class {actor}:" in actors
 
 

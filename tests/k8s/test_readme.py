@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
@@ -38,6 +39,13 @@ OF_THE_OPERATOR = {"RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS"}
 MADE_BY_THE_README = {"overlays/wide"}
 
 
+def found(pattern: str, text: str, flags: int = 0) -> list[Any]:
+    """All matches, of which there must be one at least: a loop over none shows nothing."""
+    matches = re.findall(pattern, text, flags)
+    assert matches, f"nothing in the pages is like {pattern}"
+    return matches
+
+
 def blocks(page: str) -> list[str]:
     """The page's shell commands, a block each."""
     return re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
@@ -67,7 +75,7 @@ def test_readme_shell_commands_are_valid_syntax():
 
 
 def test_readme_commands_name_kustomizations_that_exist():
-    named = {name.rstrip("/") for name in re.findall(r"(?:-k|kustomize) k8s/([\w/-]+)", ALL)}
+    named = {name.rstrip("/") for name in found(r"(?:-k|kustomize) k8s/([\w/-]+)", ALL)}
     assert named <= {*OVERLAYS, *SHARED, *MADE_BY_THE_README}
     for folder in OVERLAYS:
         assert folder.removeprefix("overlays/") in README, folder
@@ -99,7 +107,7 @@ def test_readme_commands_name_verbs_flags_and_fields_that_exist():
 def test_readme_shared_job_reads_object_storage_and_asks_for_a_gpu():
     """On a cluster that stays nothing else says so: shards on the head's disk, and training on the CPU."""
     block = block_with(README, "elastic-dp submit")
-    given = re.findall(r"--set ([\w.]+)=(\S+)", block)
+    given = found(r"--set ([\w.]+)=(\S+)", block)
     assert dict(given)["data.url"].startswith("gs://")
     assert dict(given)["scaling.resources_per_worker.GPU"] == "1"
     name = ray_object(build("overlays/gke-shared"))["metadata"]["name"]
@@ -109,7 +117,7 @@ def test_readme_shared_job_reads_object_storage_and_asks_for_a_gpu():
 def test_readme_each_failure_is_governed_by_a_field_that_exists():
     table = REFERENCE.partition("## What happens when")[2]
     governors = [row.rpartition("|")[0].rpartition("|")[2] for row in table.splitlines()]
-    named = set(re.findall(r"`([^`]+)`", " ".join(governors))) - OF_THE_OPERATOR
+    named = set(found(r"`([^`]+)`", " ".join(governors))) - OF_THE_OPERATOR
     manifests = "".join(path.read_text() for path in K8S.rglob("*.yaml"))
     for name in named:
         path = name.partition(":")[0].split(".")
@@ -119,17 +127,17 @@ def test_readme_each_failure_is_governed_by_a_field_that_exists():
 
 
 def test_readme_paths_exist():
-    for path in re.findall(r"(?<![\w/-])((?:k8s|tests|jobs)/[\w./-]*[\w/])", ALL):
+    for path in found(r"(?<![\w/-])((?:k8s|tests|jobs)/[\w./-]*[\w/])", ALL):
         made = path.startswith(tuple(f"k8s/{name}" for name in MADE_BY_THE_README))
         assert made or path.startswith("k8s/Dockerfile") or (ROOT / path).exists(), path
-    for folder in re.findall(r"^\| `([a-z/]+)/`", README, re.M):
+    for folder in found(r"^\| `([a-z/]+)/`", README, re.M):
         assert (K8S / folder).is_dir(), folder
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_readme_links_lead_somewhere(name):
     folder = K8S if name == "README.md" else K8S / "docs"
-    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", PAGES[name]):
+    for target, anchor in found(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", PAGES[name]):
         page = (folder / target).resolve()
         assert page.is_file(), target
         headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
@@ -141,7 +149,7 @@ def test_readme_labels_containers_and_objects_exist():
     pods = templates(build("overlays/gke-spot"))
     known = {key for pod in pods.values() for key in pod["metadata"]["labels"]}
     known |= {"ray.io/node-type", "ray.io/group"}  # KubeRay's own
-    for selector in re.findall(r' -l "?([^\s"]+)"?', ALL):
+    for selector in found(r' -l "?([^\s"]+)"?', ALL):
         for pair in selector.rstrip(")").split(","):
             key, _, value = pair.partition("=")
             assert key in known, key
@@ -161,7 +169,7 @@ def test_readme_labels_containers_and_objects_exist():
 def test_readme_secrets_are_those_that_manifests_read():
     made = {
         name: set(re.findall(r"--from-literal=([\w-]+)=", rest))
-        for name, rest in re.findall(r"create secret generic ([\w-]+)(.*)", ALL)
+        for name, rest in found(r"create secret generic ([\w-]+)(.*)", ALL)
     }
     auth = cluster(build("overlays/gke-spot"))["authOptions"]["secretName"]
     wanted = {auth: {"auth_token"}}
@@ -175,7 +183,7 @@ def test_readme_secrets_are_those_that_manifests_read():
 def test_readme_cloud_identity_is_given_to_both_service_accounts():
     accounts = {a["metadata"]["name"] for a in of_kind(build("namespaces/base"), "ServiceAccount")}
     assert len(accounts) == 2
-    loops = re.findall(r"^for name in (.+); do$", ALL, re.M)
+    loops = found(r"^for name in (.+); do$", ALL, re.M)
     assert len(loops) == 2  # GKE, AKS
     for names in loops:
         assert set(names.split()) == accounts
@@ -219,7 +227,7 @@ def test_readme_second_run_builds_as_it_is_written(tmp_path):
 
 
 def test_readme_node_pools_are_those_that_the_overlay_asks_for():
-    pools = re.findall(r"gcloud container node-pools create (\S+) ((?:.*\\\n)*.*)", README)
+    pools = found(r"gcloud container node-pools create (\S+) ((?:.*\\\n)*.*)", README)
     assert [name for name, _ in pools] == ["l4-spot", "l4"]
     asked = groups(build("overlays/gke-spot"))
     kind = asked["spot"]["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-accelerator"]
@@ -253,7 +261,7 @@ def test_readme_nodepool_of_karpenter_fits_the_overlay():
 
 
 def test_readme_operator_is_installed_with_the_status_timeout():
-    installs = re.findall(r"helm (install|upgrade) kuberay-operator ((?:.*\\\n)*.*)", ALL)
+    installs = found(r"helm (install|upgrade) kuberay-operator ((?:.*\\\n)*.*)", ALL)
     assert [verb for verb, _ in installs] == ["install", "install", "upgrade"]
     values = yaml.safe_load((K8S / "admin/kuberay/values.yaml").read_text())
     [variable] = [each for each in values["env"] if each["name"] in OF_THE_OPERATOR]
@@ -269,7 +277,7 @@ def test_readme_operator_is_installed_with_the_status_timeout():
 
 def test_readme_image_is_built_by_arguments_of_the_dockerfile():
     dockerfile = (K8S / "Dockerfile").read_text()
-    for name in re.findall(r"--build-arg (\w+)=", ALL):
+    for name in found(r"--build-arg (\w+)=", ALL):
         assert f"\nARG {name}=" in dockerfile
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert set(re.findall(r"/elastic-dp:([\w.-]+)", ALL)) == {f"{version}-cuda"}

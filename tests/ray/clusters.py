@@ -11,11 +11,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
+import ray
 
 import tests
 
-ray = pytest.importorskip("ray")
 ROOT = os.path.dirname(os.path.dirname(tests.__file__))
 os.environ |= {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
+import ray
 
 import elastic_dp as edp
 from tests.patience import eventually
 from tests.runs import PATIENT, Points
 from tests.train.jobs import Average, adamw, classifier, cross_entropy, hold
 
-ray = pytest.importorskip("ray")
 FOR_EVER = 100_000  # steps: an operator stops it
 
 

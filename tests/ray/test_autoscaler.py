@@ -9,16 +9,15 @@ import statistics
 import time
 
 import pytest
+import ray
 
 import elastic_dp as edp
 from benchmarks.planned import arrivals
 from tests.ray import clusters
+from tests.ray.autoscaling import autoscaled
 from tests.ray.jobs import wait_for
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, cross_entropy
-
-ray = pytest.importorskip("ray")
-from tests.ray.autoscaling import autoscaled  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import ray
+from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
 import elastic_dp as edp
@@ -18,9 +20,6 @@ from tests.patience import PATIENCE_S, eventually
 from tests.ray import clusters
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, loop
-
-ray = pytest.importorskip("ray")
-from ray.job_submission import JobStatus  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import ray
 
 import elastic_dp as edp
 from elastic_dp.errors import ClusterError
@@ -26,7 +27,6 @@ from tests.ray.jobs import (
     wait_for,
 )
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
 

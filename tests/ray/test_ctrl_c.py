@@ -15,7 +15,6 @@ from tests.ray import clusters
 from tests.runs import local, spec_of
 from tests.train.jobs import clipped_average_norm as plain
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
 DRIVER = """

@@ -1,6 +1,7 @@
 """On a node that counts a GPU which torch does not find, as where an image lacks the driver's path: nobody trains."""
 
 import pytest
+import ray
 import torch
 
 import elastic_dp as edp
@@ -9,7 +10,6 @@ from tests.patience import eventually
 from tests.ray import clusters, jobs
 from tests.runs import Points
 
-ray = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is there"),

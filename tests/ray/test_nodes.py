@@ -12,6 +12,7 @@ import time
 import types
 
 import pytest
+import ray
 
 from elastic_dp.coordinator.messages import Cause
 from tests.patience import eventually
@@ -28,7 +29,6 @@ from tests.ray.jobs import (
 )
 from tests.runs import spec_of
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
 

@@ -7,6 +7,7 @@ import signal
 from itertools import accumulate
 
 import pytest
+import ray
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
@@ -17,7 +18,6 @@ from tests.ray import clusters
 from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, undisturbed, wait_for
 from tests.train.jobs import adamw, classifier, cross_entropy
 
-ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
 
