@@ -1,10 +1,13 @@
 """What the tests and the package import is named in pyproject.toml, so that `make install` brings it."""
 
 import ast
+import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -60,3 +63,19 @@ def test_torch_is_named_exactly_where_it_is_installed():
     lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "pip install" in line]
     assert len(lines) == 2
     assert all("torch==2.13.0" in line or "-c constraints.txt" in line for line in lines)
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+def test_pages_of_the_repository_name_files_and_commands_that_exist(page):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"\b(?:elastic_dp|tests|docs|benchmarks|k8s)/[\w./-]*[\w/]", text)
+    assert named
+    for path in named:
+        assert (ROOT / path).exists(), path
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", text, re.M):
+        assert f"\n{target}:" in makefile, target
+    for test in re.findall(r"tests/[\w/]+\.py::(\w+)", text):
+        assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("*.py")), (
+            test
+        )
