@@ -1,7 +1,11 @@
 """When a running generation should end as planned, for a better one.
 
 For another size, for workers that join, for members whose nodes go away, for a better split of the virtual workers, or to
-replace a slow member by a standby; in this order. One that ends has its reason, which users read.
+replace a slow member by a standby; in this order. Users read the reason.
+
+Workers that are ready join at once where they take all free places. Otherwise a burst is to make one change, or two: they wait
+for others that build, and the next ones for some time after a join. Nobody waits for a worker that is not even started,
+since it may never be.
 """
 
 import math
@@ -9,7 +13,6 @@ import math
 from elastic_dp.coordinator.balance import Balance
 from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer, names
 from elastic_dp.coordinator.generation import Generation
-from elastic_dp.coordinator.resizing import ResizeHistory, ResizeOutlook, join_at
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.worker_registry import WorkerRegistry
 from elastic_dp.wording import counted
@@ -26,15 +29,12 @@ class ChangePolicy:
         self.run, self._registry, self._generation = run, registry, generation
         self._checkpointer = checkpointer
         self._balance = Balance(generation, run.config.slow_s)
-        self._history = ResizeHistory()
         self._joined_at = -math.inf  # when a generation was last formed for joiners, too
         self._told_until = -math.inf  # that joiners wait
 
-    def formed(self, now: float, stopped_at: float, step: int, joins: bool) -> None:
-        """A generation is, after one that stopped then, at this step; `joins`: workers without state are among its members."""
-        if joins:
-            self._joined_at = now
-        self._history.changes(now, stopped_at, step, joins)
+    def joined(self, now: float) -> None:
+        """A generation is formed in which some members have no state yet."""
+        self._joined_at = now
 
     def consider_change(self, now: float) -> None:
         """Plan the end of the running generation, where there is a reason."""
@@ -42,7 +42,6 @@ class ChangePolicy:
         if run.stop is not None or len(generation.not_finished) < len(generation.members):
             return
         present, waiting = len(generation.members), len(self._registry.ready)
-        self._history.steps(generation.steps.step, generation.steps.at)
         joins_at = self._join_at(run.size - present, now)
         if now < joins_at:
             run.timers.wake(joins_at)
@@ -57,26 +56,27 @@ class ChangePolicy:
             self._balance_speeds(present, waiting, now)
 
     def _join_at(self, free: int, now: float) -> float:
-        """From when on ready workers may join, for `free` places."""
-        registry, generation = self._registry, self._generation
-        if free <= 0 or not registry.ready:
+        """From when on ready workers may join, for `free` places; inf: not at all."""
+        if free <= 0 or not self._registry.ready:
             return math.inf
-        outlook = ResizeOutlook(
-            present=len(generation.members),
-            free=free,
-            ready=len(registry.ready),
-            ready_since=registry.ready_since,
-            building=bool(registry.building),
-            joined_at=self._joined_at,
-            pause_s=self._history.pause_s,
-            between_s=self._history.between_s(now),
-        )
-        at, why = join_at(outlook, self.run.config)
+        at, why = self._burst_over(free)
         if at > max(now, self._told_until) + self.run.config.heartbeat_interval_s:
             self._told_until = at
-            who = counted(len(registry.ready), "worker waits", "workers wait")
+            who = counted(len(self._registry.ready), "worker waits", "workers wait")
             self.run.explain(f"{who} for up to {at - now:.2g} s: {why}")
         return at
+
+    def _burst_over(self, free: int) -> tuple[float, str]:
+        """When, and what is waited for until then."""
+        registry, config = self._registry, self.run.config
+        since = registry.ready_since
+        if len(registry.ready) >= free:
+            return since, ""
+        if registry.building:
+            wait_s = max(config.join_window_s, config.stabilization_s)
+            return since + wait_s, "others will be ready soon"
+        after = self._joined_at + config.stabilization_s
+        return max(since + config.join_window_s, after), "others may come soon"
 
     def _drain(self, present: int, waiting: int, now: float) -> None:
         """Some members' nodes will go: end when they are replaced, or their time has come."""

@@ -256,8 +256,8 @@ class MembershipPlanner:
             restore=lineage.checkpoint_step is not None,
         )
         joins = {worker.has_state for worker in assignment.members} == {True, False}
-        step, stopped_at = assignment.source.position.step, self._generation.first_stop_at
-        self._changes.formed(now, stopped_at, step, joins)
+        if joins:
+            self._changes.joined(now)
         self._generation.assign(made, assignment.members, now)
         lineage.formed()
         for worker in assignment.left:

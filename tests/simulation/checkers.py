@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import Command, Event, Membership
-from elastic_dp.coordinator.resizing import MOST
 from tests.coordinator.scenes import facts
 from tests.simulation.workers import COLLECTIVES, MEASURED
 
@@ -563,7 +562,7 @@ class Watched:
         must(waited or not building, "a worker joins while another is about to be ready")
 
     def no_wait_is_endless(self, now: float) -> None:
-        """Who is ready joins, however dear that is, unless the run is about to end."""
+        """Who is ready joins, unless the run is about to end."""
         coordinator, rules = self.coordinator, self.coordinator.config
         generation, staff = coordinator._generation, coordinator._registry
         ends = coordinator._run.stop is not None or len(generation.not_finished) < len(
@@ -571,8 +570,7 @@ class Watched:
         )
         if ends or not staff.ready or len(generation.members) >= coordinator.size:
             return
-        dear_s = MOST * coordinator._changes._history.pause_s
-        until = staff.ready_since + rules.join_window_s + max(rules.stabilization_s, dear_s)
+        until = staff.ready_since + rules.join_window_s + rules.stabilization_s
         must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free seats")
 
     def stale(self, event: Event) -> bool:
