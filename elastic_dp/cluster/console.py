@@ -83,11 +83,19 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
         return
 
+    came = False
+
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
         raise Interrupted(128 + number)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        if came:  # Ray's calls raise a plain one, which would exit as Ctrl-C does
+            raise Interrupted(128 + signal.SIGTERM) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
