@@ -6,7 +6,7 @@ import signal
 import hypothesis
 import pytest
 
-from tests.storage.servers import moto_server
+from tests.storage.servers import azurite, azurite_server, moto_server
 
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
@@ -18,4 +18,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def moto():
     """The endpoint of moto's server. Each test makes buckets of its own."""
     with moto_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory):
+    """The URL of the emulated account. Each test makes containers of its own."""
+    if azurite() is None:
+        pytest.skip("needs Azurite: npm install --prefix .venv/azurite azurite")
+    with azurite_server(tmp_path_factory.mktemp("azurite")) as endpoint:
         yield endpoint

@@ -83,7 +83,8 @@ def fault_of(error: Exception) -> Fault:
 
 def _kind(error: Exception, status: int | None) -> Kind:
     names = _names(error)
-    if isinstance(error, OtherVersion) or status == 416:
+    past_its_end = status == 416 or "Wanted range starting at" in str(error)  # as obstore says it
+    if isinstance(error, OtherVersion) or past_its_end:
         return Kind.OTHER_VERSION
     if status in _TRANSIENT_STATUS:
         return Kind.TRANSIENT

@@ -34,16 +34,26 @@ _IGNORED = {
     *("listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "cache_regions"),
     *("max_concurrency", "project", "consistency", "timeout", "block_size", "cache_timeout"),
 }
+# What s3fs, gcsfs, adlfs, boto, obstore and the environment's variables call it, in obstore's words.
 _S3 = {
-    **{"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"},
-    **{"anon": "skip_signature", "requester_pays": "request_payer", "endpoint_url": "endpoint"},
-    **{"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"},
-    **{"aws_session_token": "session_token", "region_name": "region", "region": "region"},
+    **dict.fromkeys(("key", "access_key_id", "access_key", "aws_access_key_id"), "access_key_id"),
+    **dict.fromkeys(("secret", "secret_access_key", "secret_key"), "secret_access_key"),
+    **dict.fromkeys(("aws_secret_access_key",), "secret_access_key"),
+    **dict.fromkeys(("token", "session_token", "aws_session_token"), "session_token"),
+    **dict.fromkeys(("endpoint_url", "endpoint", "aws_endpoint_url", "aws_endpoint"), "endpoint"),
+    **dict.fromkeys(("region_name", "region", "aws_region", "aws_default_region"), "region"),
+    **dict.fromkeys(("anon", "skip_signature"), "skip_signature"),
+    **{"requester_pays": "request_payer"},
 }
 _AZURE = {
-    **{"account_name": "account_name", "account_key": "account_key", "sas_token": "sas_key"},
-    **{"tenant_id": "tenant_id", "client_id": "client_id", "client_secret": "client_secret"},
-    **{"anon": "skip_signature"},
+    **dict.fromkeys(("account_name", "azure_storage_account_name"), "account_name"),
+    **dict.fromkeys(("account_key", "access_key", "azure_storage_account_key"), "account_key"),
+    **dict.fromkeys(("sas_token", "sas_key", "azure_storage_sas_token"), "sas_key"),
+    **dict.fromkeys(("tenant_id", "azure_tenant_id"), "tenant_id"),
+    **dict.fromkeys(("client_id", "azure_client_id"), "client_id"),
+    **dict.fromkeys(("client_secret", "azure_client_secret"), "client_secret"),
+    **dict.fromkeys(("endpoint", "account_url"), "endpoint"),
+    **dict.fromkeys(("anon", "skip_signature"), "skip_signature"),
 }
 
 
@@ -185,9 +195,25 @@ def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _az(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    config = _translate(_AZURE, options)
+    options = dict(options)
+    said = _connection_string(options.pop("connection_string", None) or "")
+    config = _translate(_AZURE, {**said, **options})
     account = host.partition("@")[2].partition(".")[0]
     return {"account_name": account, **config} if account and config is not None else config
+
+
+def _connection_string(text: str) -> dict[str, str]:
+    """ "AccountName=…;AccountKey=…;BlobEndpoint=…" as options."""
+    parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    suffix = parts.get("EndpointSuffix", "")
+    protocol = parts.get("DefaultEndpointsProtocol", "https")
+    if suffix and "BlobEndpoint" not in parts and "AccountName" in parts:
+        parts["BlobEndpoint"] = f"{protocol}://{parts['AccountName']}.blob.{suffix}"
+    words = {
+        **{"AccountName": "account_name", "AccountKey": "account_key"},
+        **{"BlobEndpoint": "endpoint", "SharedAccessSignature": "sas_token"},
+    }
+    return {word: parts[name].rstrip("/") for name, word in words.items() if name in parts}
 
 
 def _translate(words: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -203,7 +229,10 @@ def _botocore_files() -> bool:
 
 
 def _entry(meta: Any) -> Entry:
-    version = meta["e_tag"] or f"{meta['last_modified'].timestamp()}-{meta['size']}"
+    tag = meta["e_tag"]
+    if tag and not tag.endswith('"'):
+        tag = f'"{tag}"'  # Azure's listing leaves out the quotes that its answers to a read have
+    version = tag or f"{meta['last_modified'].timestamp()}-{meta['size']}"
     return Entry(meta["path"], meta["size"], version)
 
 

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from azure.storage.blob import BlobServiceClient
 
 from elastic_dp.storage import Store
 from tests.patience import PATIENCE_S
-from tests.storage.servers import http_server, s3_options
+from tests.storage.servers import (
+    azure_connection_string,
+    azure_options,
+    http_server,
+    s3_options,
+)
 
 _numbers = itertools.count()
 
@@ -64,6 +70,28 @@ def s3_place(endpoint: str, bucket: str, **more: Any) -> Place:
     return Place(f"s3://{bucket}/folder/", options, backend, plant)
 
 
+@pytest.fixture
+def container(azure):
+    """(endpoint, name) of a new container."""
+    name = f"container-{next(_numbers)}"
+    with blobs(azure) as client:
+        client.create_container(name)
+    return azure, name
+
+
+def blobs(endpoint: str) -> BlobServiceClient:
+    return BlobServiceClient.from_connection_string(azure_connection_string(endpoint))
+
+
+def azure_place(endpoint: str, container: str, options: dict[str, Any]) -> Place:
+    def plant(name: str, content: bytes) -> None:
+        with blobs(endpoint) as client:
+            blob = client.get_blob_client(container, f"folder/{name}")
+            blob.upload_blob(content, overwrite=True)
+
+    return Place(f"az://{container}/folder/", options, "ObstoreBackend", plant)
+
+
 def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
     def plant(name: str, content: bytes) -> None:
         file = folder / name
@@ -76,7 +104,7 @@ def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
     return plant
 
 
-@pytest.fixture(params=["file", "memory", "s3", "s3fs", "http", "http-fsspec"])
+@pytest.fixture(params=["file", "memory", "s3", "s3fs", "az", "http", "http-fsspec"])
 def place(request, tmp_path):
     kind = request.param
     if kind == "file":
@@ -93,6 +121,9 @@ def place(request, tmp_path):
         endpoint, bucket = request.getfixturevalue("bucket")
         more = {"s3_additional_kwargs": {}} if kind == "s3fs" else {}
         yield s3_place(endpoint, bucket, **more)
+    elif kind == "az":
+        endpoint, container = request.getfixturevalue("container")
+        yield azure_place(endpoint, container, azure_options(endpoint))
     else:
         with http_server(tmp_path) as url:
             fsspec_too = kind == "http-fsspec"

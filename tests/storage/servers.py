@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -39,6 +40,56 @@ def moto_server():
         process.terminate()
         process.wait()
         process.stdout.close()
+
+
+# The account that Azurite always has; its key is public.
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+
+def azurite() -> str | None:
+    """Microsoft's emulator of Azure's blob storage, where `.ci/run` puts it, or on the path."""
+    ours = Path(sys.prefix) / "azurite/node_modules/.bin/azurite-blob"
+    return str(ours) if ours.exists() else shutil.which("azurite-blob")
+
+
+@contextlib.contextmanager
+def azurite_server(folder: Path):
+    """Yields the URL of its account."""
+    process = subprocess.Popen(
+        [
+            *(azurite(), "--blobPort", "0", "--inMemoryPersistence"),
+            *("--disableTelemetry", "--skipApiVersionCheck"),
+        ],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = ""
+        while not (found := re.search(r"listens on http://[\d.]+:(\d+)", said)):
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        yield f"http://127.0.0.1:{found[1]}/{AZURE_ACCOUNT}"
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+def azure_options(endpoint: str) -> dict:
+    return {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY, "endpoint": endpoint}
+
+
+def azure_connection_string(endpoint: str) -> str:
+    return (
+        f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};"
+        f"BlobEndpoint={endpoint};"
+    )
 
 
 def s3_options(endpoint: str) -> dict:

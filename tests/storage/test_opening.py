@@ -4,7 +4,7 @@ import pytest
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
-from elastic_dp.storage.obstore_backend import _TRANSLATIONS
+from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _s3
 from tests.storage.servers import s3_options
 
 
@@ -134,3 +134,26 @@ def test_an_endpoint_of_the_environment_is_looked_at_too_and_no_secret_is_said(m
     with pytest.raises(StorageError, match="endpoint_url is 'minio:9000'"):
         Store("s3://bucket/x", {"key": "k", "secret": "s"})
     Store("s3://bucket/x", {"key": "k", "secret": "s", "endpoint_url": "http://minio:9000"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://x", "region_name": "r"},
+        {"access_key": "k", "secret_key": "s", "session_token": "t", "endpoint": "http://x"},
+        {"aws_access_key_id": "k", "aws_secret_access_key": "s", "aws_region": "r"},
+    ],
+)
+def test_options_of_s3_go_by_the_names_that_other_tools_give_them(names):
+    assert _s3("bucket", names)["access_key_id"] == "k"
+    assert _s3("bucket", names)["secret_access_key"] == "s"
+
+
+def test_a_connection_string_of_azure_names_account_key_and_endpoint():
+    text = "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==;EndpointSuffix=core.windows.net"
+    assert _az("box", {"connection_string": text}) == {
+        **{"account_name": "a", "account_key": "k=="},
+        "endpoint": "https://a.blob.core.windows.net",
+    }
+    own = "AccountName=a;AccountKey=k==;BlobEndpoint=http://127.0.0.1:10000/a/"
+    assert _az("box", {"connection_string": own})["endpoint"] == "http://127.0.0.1:10000/a"
