@@ -75,6 +75,8 @@ def convert(
         loaded = open_tokenizer(tokenizer, end_of_text) if isinstance(tokenizer, str) else tokenizer
         packing = Packing(loaded, pack)
         schema, batches = packing.schema, packing.batches(open_documents(found, wanted))
+    if not len(schema):
+        raise DataError(f"{redact_url(source)!r} has no columns")
     format = format or ("arrow" if packing else "parquet")
     to = Destination(destination)
     with to.writing():

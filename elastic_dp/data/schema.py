@@ -29,6 +29,7 @@ class Columns:
         """Raises DataError where a column is missing, or is not what it is in another shard."""
         if self._last is not None and schema.equals(self._last):
             return
+        refuse_names_that_are_no_text(shard, schema)
         here = {field.name: field.type for field in self._pick(shard, schema)}
         if self._last is None:
             self._types = {name: (kind, shard) for name, kind in here.items()}
@@ -93,6 +94,13 @@ class Columns:
         if self._wanted is None:
             return True
         return any(leaf == name or leaf.startswith(name + ".") for name in self._wanted)
+
+
+def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
+    try:
+        _ = schema.names, [type_name(field.type) for field in schema]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shard} has a column whose name is not UTF-8: {error}") from error
 
 
 def leaves(schema: pa.Schema) -> Iterator[pa.Field]:

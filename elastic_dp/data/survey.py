@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes
-from elastic_dp.data.intake.files import Files, list_files
+from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, read_footer
+from elastic_dp.data.intake.files import Files, list_files, reading
 from elastic_dp.data.intake.opening import find_format
 from elastic_dp.data.schema import Columns, same, top_level
 from elastic_dp.data.skipped import Skipped
@@ -96,7 +96,7 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
     def footer(name: str) -> pq.FileMetaData:
         with files.open(name) as raw:
-            return pq.read_metadata(raw)
+            return read_footer(raw)
 
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         for name, metadata in zip(files.names, pool.map(footer, files.names), strict=True):
@@ -105,7 +105,8 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             found.shard_rows.append(metadata.num_rows)
             numbers = chunk_numbers(metadata, wanted)
             for index in range(metadata.num_row_groups):
-                _take_row_group(found, metadata.row_group(index))
+                with reading(name):
+                    _take_row_group(found, metadata.row_group(index))
                 size = decoded_bytes(metadata, metadata.row_group(index), numbers)
                 found.group_bytes.append(size)
     for column in found.columns:
@@ -151,10 +152,12 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
             _take_schema(found, name, reader.schema, wanted)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
-                _take_batch(found, reader.get_batch(index))
+                with reading(name):
+                    _take_batch(found, reader.get_batch(index))
 
 
 def _take_batch(found: Survey, batch: pa.RecordBatch) -> None:
+    batch.validate(full=True)  # Arrow follows offsets without asking
     found.group_rows.append(batch.num_rows)
     found.shard_rows[-1] += batch.num_rows
     found.group_bytes.append(batch.nbytes)

@@ -41,7 +41,9 @@ def _parse(content: bytes, options: pa.json.ParseOptions | None = None) -> pa.Ta
     """In this thread, as one block, so that a line may be of any length."""
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
     reading = pa.json.ReadOptions(use_threads=False, block_size=block_size)
-    return pa.json.read_json(pa.BufferReader(content), reading, options)
+    table = pa.json.read_json(pa.BufferReader(content), reading, options)
+    table.validate(full=True)  # Arrow's reader takes text that is not UTF-8
+    return table
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:

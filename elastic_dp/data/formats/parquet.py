@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.schema import same
+from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
+from elastic_dp.data.schema import is_text, same
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
@@ -52,6 +53,7 @@ class Parquet:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
         footer = _parse(tail)
+        refuse_what_ends_the_process(tail, footer)
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         wanted = chunk_numbers(footer, columns)
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
@@ -80,7 +82,7 @@ class Parquet:
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return file.read_row_group(place.group, columns=leaves, use_threads=False)
+        return checked(file.read_row_group(place.group, columns=leaves, use_threads=False))
 
     def close(self) -> None:
         with self._lock:
@@ -96,7 +98,7 @@ class Parquet:
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return file.read_row_group(place.group, columns=leaves, use_threads=False)
+            return checked(file.read_row_group(place.group, columns=leaves, use_threads=False))
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -241,6 +243,32 @@ def _read_tail(shard: ShardAt) -> memoryview:
 
 def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
+
+
+def read_footer(file: Any) -> pq.FileMetaData:
+    """Of an open file. Raises OSError where asking about its column chunks would end the process."""
+    footer = pq.read_metadata(file)
+    size = file.seek(0, os.SEEK_END)
+    file.seek((file.tell() if size is None else size) - 8 - footer.serialized_size)
+    refuse_what_ends_the_process(file.read(footer.serialized_size), footer)
+    return footer
+
+
+def checked(table: pa.Table) -> pa.Table:
+    """Text is UTF-8: Arrow reads bytes of any kind from Parquet. Raises ArrowInvalid."""
+    for column in table.columns:
+        if _has_text(column.type):
+            column.validate(full=True)
+    return table
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return is_text(kind) or any(_has_text(one) for one in inner)
 
 
 def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:

@@ -125,6 +125,15 @@ def _members(file: Any) -> Iterator[tarfile.TarInfo]:
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
             if member.isfile() and not member.name.rsplit("/", 1)[-1].startswith("."):
+                if member.issparse():
+                    raise tarfile.ReadError(
+                        f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
+                        "without --sparse"
+                    )
+                if _split(member.name)[1] == _KEY:
+                    raise tarfile.ReadError(
+                        f"{member.name} has the ending {_KEY!r}, which names the sample; rename it"
+                    )
                 yield member
         buffered.seek(members.offset)
         if buffered.read(_BLOCK).strip(b"\0"):

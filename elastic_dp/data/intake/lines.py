@@ -98,7 +98,9 @@ def _parse_json(block: bytes, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
     )
     size = pa.json.ReadOptions(block_size=len(block) + 1, use_threads=False)
-    return pa.json.read_json(pa.BufferReader(block), size, options)
+    table = pa.json.read_json(pa.BufferReader(block), size, options)
+    table.validate(full=True)  # Arrow's reader takes text that is not UTF-8
+    return table
 
 
 def _parse_csv(block: bytes, names: list[str] | None, schema: pa.Schema | None) -> pa.Table:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from elastic_dp.data.schema import refuse_names_that_are_no_text
 from elastic_dp.errors import DataError
 
 Documents = Iterator[tuple[str, bool]]  # pieces of text in order; True: it ends the document
@@ -26,6 +27,7 @@ class Rows:
 
 def choose(schema: pa.Schema, columns: list[str] | None, where: str) -> pa.Schema:
     """Those columns of it, in the order they were named. Raises DataError where one is missing."""
+    refuse_names_that_are_no_text(where, schema)
     if columns is None:
         return schema
     missing = [name for name in columns if name not in schema.names]

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.intake.files import Files
+from elastic_dp.data.intake.files import Files, reading
 from elastic_dp.data.intake.rows import Rows, choose, plain_batch, plain_schema
 from elastic_dp.errors import DataError
 
@@ -73,8 +73,9 @@ def _rows(
     batches_of: _Batches,
     columns: list[str] | None,
 ) -> Rows:
-    first = choose(schema_of(names[0]), columns, names[0])
-    schema = plain_schema(first).remove_metadata().with_metadata(_lasting(first.metadata))
+    with reading(names[0]):
+        first = choose(schema_of(names[0]), columns, names[0])
+        schema = plain_schema(first).remove_metadata().with_metadata(_lasting(first.metadata))
 
     def batches() -> Iterator[pa.RecordBatch]:
         for name in names:
@@ -82,7 +83,10 @@ def _rows(
                 names[0], schema, name, plain_schema(choose(schema_of(name), columns, name))
             )
             for batch in batches_of(name, schema):
-                yield plain_batch(batch, schema, name)
+                with reading(name):
+                    batch.validate(full=True)  # Arrow follows offsets without asking
+                    plain = plain_batch(batch, schema, name)
+                yield plain
 
     return Rows(schema, batches)
 
