@@ -29,8 +29,10 @@ def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaDa
         for leaf in leaves
     ]
     try:
-        groups = [group.get(1, []) for group in _struct(bytes(tail), 0)[0].get(4, [])]
-        for number, chunks in enumerate(groups):
+        for number, group in enumerate(_struct(bytes(tail), 0)[0].get(4, [])):
+            if not 0 <= group.get(3, 0) <= _MOST:
+                raise OSError(f"row group {number} has {group[3]} rows")
+            chunks = group.get(1, [])
             if len(chunks) != len(leaves):
                 raise OSError(
                     f"row group {number} has {len(chunks)} columns, and its schema {len(leaves)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import random
 import shutil
 import tarfile
@@ -18,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -32,11 +30,10 @@ from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 from tests.data.fuzz.mutations import ENDINGS, Damaged
+from tests.data.values import Columns, columns_of, plain, same
 
 MEMORY_BYTES = 256 << 20
 _TEXT_FORMATS = ("csv", "jsonl")
-
-Columns = dict[str, list[Any]]
 
 
 class Finding(Exception):
@@ -95,7 +92,7 @@ def _in_place(path: Path, folder: Path) -> Columns:
             raise DataError("a row group takes more than DataConfig.memory_bytes")
         for number in range(len(index.rows)):
             for name, column in groups.read(number)[0].items():
-                found[name] += _plain(column)
+                found[name] += plain(column)
     finally:
         groups.close()
     return found
@@ -106,28 +103,12 @@ def _converted(path: Path, folder: Path) -> Columns:
     shutil.rmtree(to, ignore_errors=True)
     convert(str(path), str(to))
     tables = [pq.read_table(part) for part in sorted(to.glob("*.parquet"))]
-    return _columns(pa.concat_tables(tables))
+    return columns_of(pa.concat_tables(tables))
 
 
 def _inspected(path: Path, folder: Path) -> Columns:
     inspect(str(path))
     return {}
-
-
-def _plain(column: Any) -> list[Any]:
-    if isinstance(column, pa.Array):
-        return column.to_pylist()
-    if isinstance(column, np.ndarray):
-        return column.tolist()
-    bounds = zip(column.offsets[:-1], column.offsets[1:], strict=True)
-    return [column.values[start:end].tolist() for start, end in bounds]
-
-
-def _columns(table: pa.Table) -> Columns:
-    table.validate(full=True)
-    while any(pa.types.is_struct(field.type) for field in table.schema):
-        table = table.flatten()
-    return {name: table.column(n).to_pylist() for n, name in enumerate(table.column_names)}
 
 
 # ------------------------------------------------------------------------------------ the other side
@@ -151,7 +132,7 @@ def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -
         if len(values) != len(theirs[name]):
             raise Finding(f"{way}: {len(values)} rows for {len(theirs[name])} of column {name!r}")
         for number, (one, other) in enumerate(zip(values, theirs[name], strict=True)):
-            if not _same(one, other):
+            if not same(one, other):
                 raise Finding(
                     f"{way}: row {number} of {name!r} is {one!r:.80}, must be {other!r:.80}"
                 )
@@ -159,32 +140,15 @@ def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -
         raise Finding(f"{way}: columns of {sorted(rows)} rows")
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(other, bytes) and isinstance(one, list):
-        return list(other) == one
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):  # what a row lacks is null
-        return all(_same(one.get(name), other.get(name)) for name in one.keys() | other.keys())
-    if isinstance(one, float):
-        if other is None or (isinstance(other, float) and math.isnan(other)):
-            return math.isnan(one)
-        if isinstance(other, int) and not isinstance(other, bool):
-            return one == float(other)
-    if isinstance(other, bool) != isinstance(one, bool):
-        return False
-    return bool(one == other)
-
-
 def _reference_parquet(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    return _columns(pq.ParquetFile(path).read(use_threads=False))
+    return columns_of(pq.ParquetFile(path).read(use_threads=False))
 
 
 def _reference_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     content = pa.py_buffer(damaged.content)
     is_file = damaged.content[:6] == b"ARROW1"
     reader = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
-    return _columns(reader.read_all())
+    return columns_of(reader.read_all())
 
 
 def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
@@ -201,7 +165,7 @@ def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
         pa.csv.ParseOptions(newlines_in_values=True),
         pa.csv.ConvertOptions(column_types=kinds),
     )
-    return _columns(table)
+    return columns_of(table)
 
 
 def _of_text(value: str, kind: pa.DataType) -> Any:
