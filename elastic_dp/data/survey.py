@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes
+from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, open_footer
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
 from elastic_dp.data.schema import Columns, same, top_level
@@ -94,18 +94,19 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
 
 
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
-    def footer(name: str) -> pq.FileMetaData:
+    def footer(name: str) -> tuple[pq.FileMetaData, frozenset[int]]:
         with files.open(name) as raw:
-            return pq.read_metadata(raw)
+            return open_footer(raw, name, wanted)
 
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        for name, metadata in zip(files.names, pool.map(footer, files.names), strict=True):
+        footers = pool.map(footer, files.names)
+        for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
             _take_schema(found, name, metadata.schema.to_arrow_schema(), wanted)
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
             numbers = chunk_numbers(metadata, wanted)
             for index in range(metadata.num_row_groups):
-                _take_row_group(found, metadata.row_group(index))
+                _take_row_group(found, metadata.row_group(index), encrypted)
                 size = decoded_bytes(metadata, metadata.row_group(index), numbers)
                 found.group_bytes.append(size)
     for column in found.columns:
@@ -113,13 +114,13 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             found.ragged.add(column.name)
 
 
-def _take_row_group(found: Survey, group: pq.RowGroupMetaData) -> None:
+def _take_row_group(found: Survey, group: pq.RowGroupMetaData, encrypted: frozenset[int]) -> None:
     found.group_rows.append(group.num_rows)
     by_name = {column.name: column for column in found.columns}
     for column in found.columns:
         for per_group in (column.stored, column.decoded, column.values):
             per_group.append(0)
-    for index in range(group.num_columns):
+    for index in (index for index in range(group.num_columns) if index not in encrypted):
         chunk = group.column(index)
         path = chunk.path_in_schema
         owner = by_name.get(path) or by_name.get(path.split(".")[0])

@@ -20,6 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.encryption import (
+    encrypted_chunks,
+    refuse_encrypted_columns,
+    refuse_encrypted_footer,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.schema import same
 from elastic_dp.storage import ObjectRewritten
@@ -52,8 +57,9 @@ class Parquet:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
         footer = _parse(tail)
-        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         wanted = chunk_numbers(footer, columns)
+        refuse_encrypted_columns(shard.name, footer, encrypted_chunks(footer, tail), wanted)
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
@@ -229,6 +235,7 @@ class _Held:
 def _read_tail(shard: ShardAt) -> memoryview:
     """The footer with its length and magic."""
     end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
+    refuse_encrypted_footer(shard.name, end)
     if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
         raise OSError("it does not end as a Parquet file does; it was cut off, or is not one")
     length = int.from_bytes(end[-8:-4], "little") + 8
@@ -241,6 +248,19 @@ def _read_tail(shard: ShardAt) -> memoryview:
 
 def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
+
+
+def open_footer(
+    raw: Any, name: str, columns: Sequence[str] | None
+) -> tuple[pq.FileMetaData, frozenset[int]]:
+    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
+    raw.seek(-8, os.SEEK_END)
+    end = raw.read(8)
+    refuse_encrypted_footer(name, end)
+    footer = pq.read_metadata(raw)
+    encrypted = encrypted_chunks(footer, end)
+    refuse_encrypted_columns(name, footer, encrypted, chunk_numbers(footer, columns))
+    return footer, encrypted
 
 
 def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:

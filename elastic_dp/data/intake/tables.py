@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.parquet import open_footer
 from elastic_dp.data.intake.files import Files
 from elastic_dp.data.intake.rows import Rows, choose, plain_batch, plain_schema
 from elastic_dp.errors import DataError
@@ -21,7 +22,7 @@ _Batches = Callable[[str, pa.Schema], Iterator[pa.RecordBatch]]
 def open_parquet(files: Files, columns: list[str] | None) -> Rows:
     def schema_of(name: str) -> pa.Schema:
         with files.open(name) as raw:
-            return pq.read_schema(raw)
+            return open_footer(raw, name, columns)[0].schema.to_arrow_schema()
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open(name) as raw:
