@@ -4,12 +4,13 @@
 - fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
 - fixed-size binary: bytes as arrays uint8 [rows, size]
 - lists: where all have one length, arrays [rows, length]; else `Lists`
-- structs: their leaves, as columns "a.b"; dictionaries: what they stand for
+- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their storage
 - strings, binary: stay Arrow's, where a null is None; nulls anywhere else are a DataError
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.data.schema import is_text, type_name
+from elastic_dp.data.kinds import cast, storage_of, type_name
+from elastic_dp.data.schema import is_text
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -39,13 +41,27 @@ class Lists:
 Column = Any  # Array, Lists, or a pa.Array of text
 
 
-def decode_table(table: pa.Table, names: list[str], where: str) -> dict[str, Column]:
-    """The columns `names`, structs as their leaves. `where` is for errors."""
-    while any(pa.types.is_struct(field.type) for field in table.schema):
+def decode_table(table: pa.Table, leaves: Iterable[pa.Field], where: str) -> dict[str, Column]:
+    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is not there is all null.
+    `where` is for errors."""
+    rows = table.num_rows
+    while any(pa.types.is_struct(storage_of(field.type)) for field in table.schema):
+        for number, field in enumerate(table.schema):
+            if pa.types.is_struct(storage := storage_of(field.type)) and storage is not field.type:
+                table = table.set_column(number, field.name, table.column(number).cast(storage))
         table = table.flatten()
-    return {
-        name: decode_column(table.column(name), f"column {name!r} of {where}") for name in names
-    }
+    there = set(table.column_names)
+    decoded = {}
+    for leaf in leaves:
+        column = table.column(leaf.name) if leaf.name in there else _nulls(rows, leaf.type)
+        decoded[leaf.name] = decode_column(
+            cast(column, leaf.type), f"column {leaf.name!r} of {where}"
+        )
+    return decoded
+
+
+def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.nulls(rows, kind)])
 
 
 def decode_column(column: pa.ChunkedArray, where: str) -> Column:

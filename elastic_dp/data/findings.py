@@ -150,6 +150,8 @@ def _no_tensor(survey: Survey, _: Shape) -> Iterator[Finding]:
             refuse_without_tensor(leaf)
         except DataError as error:
             yield Finding("no_tensor", "refused", *_says_and_mend(str(error)))
+    for absent in survey.job_columns.absent().values():
+        yield Finding("schemas_differ", "refused", *_says_and_mend(str(absent)))
 
 
 def _nulls(survey: Survey, _: Shape) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +26,9 @@ import pyarrow as pa
 
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.kinds import type_name
 from elastic_dp.data.listing import Listed, list_shards, prefix_of
-from elastic_dp.data.schema import Columns, type_name
+from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
@@ -127,8 +129,8 @@ class Index:
             content.update(self.shards[column].to_numpy())
         for names in _chunks(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
-        for array in (self.group_bounds, self.rows, self.starts, self.ends):
-            content.update(np.ascontiguousarray(array).data)
+        for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
+            content.update(np.ascontiguousarray(numbers).data)
         return content.hexdigest()
 
     def to_bytes(self) -> bytes:
@@ -199,8 +201,8 @@ def read_index(
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
-        columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
-        build.add(name, entry.size, entry.version, scan)
+        kind = columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
+        build.add(name, entry.size, entry.version, scan, kind)
     return build.finish(columns)
 
 
@@ -214,6 +216,7 @@ class Builder:
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
         self._counts: list[Ints] = []  # row groups of each shard
+        self._kinds = array("q")  # of each shard: see Columns.add
         self._num_groups = self._footer_bytes = 0
 
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
@@ -221,13 +224,14 @@ class Builder:
         self._end()
         self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
 
-    def add(self, name: str, size: int, version: str, scan: Scan) -> None:
+    def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
         source, footer = len(self._sources) - 1, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
         self._scans.append(replace(scan, footer=b""))
+        self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()
@@ -240,11 +244,22 @@ class Builder:
         return Index(
             sources=tuple(self._sources),
             shards=_joined(self._shard_batches),
-            groups=_joined(self._group_batches),
+            groups=self._with_costs(_joined(self._group_batches), counts, columns.costs()),
             group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             schema=columns.schema(),
             columns=wanted,
         )
+
+    def _with_costs(
+        self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
+    ) -> pa.RecordBatch:
+        """Row groups that are cast as they are read take more than their shards say."""
+        if all(cost == (1.0, 0) for cost in costs):
+            return groups
+        each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
+        nbytes = groups["nbytes"].to_numpy() * each[:, 0] + groups["rows"].to_numpy() * each[:, 1]
+        at = groups.schema.get_field_index("nbytes")
+        return groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes.astype(np.int64)))
 
     def _end(self) -> None:
         if self._sources:

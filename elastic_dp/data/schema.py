@@ -1,6 +1,8 @@
-"""One schema of many shards: which columns the job reads, and whether all shards agree on them.
+"""One schema of many shards: which columns the job reads, and whether the shards agree on them.
 
-A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or the whole struct.
+Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be missing in some shards,
+whose rows are null there. A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or
+the whole struct.
 A column that has no tensor is refused here, before anything is trained.
 """
 
@@ -10,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
+from elastic_dp.data.kinds import growth, is_list, lossless, null_bytes, plain, type_name
 from elastic_dp.errors import DataError
 
 _NAMES_SHOWN = 20
 
+_Types = tuple[tuple[str, pa.DataType], ...]
 Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
 
 
@@ -22,19 +26,34 @@ class Columns:
 
     def __init__(self, wanted: Sequence[str] | None) -> None:
         self._wanted = wanted
-        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the shard that has it
+        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the first shard that has it
+        self._shards: dict[_Types, str] = {}  # the first of each kind
+        self._numbers: dict[_Types, int] = {}  # of these kinds
+        self._kind = 0  # of the last shard
+        self._first: tuple[str, list[str]] = "", []  # shard, and all its columns
         self._last: pa.Schema | None = None
 
-    def add(self, shard: str, schema: pa.Schema, merge: Merge) -> None:
-        """Raises DataError where a column is missing, or is not what it is in another shard."""
+    def add(self, shard: str, schema: pa.Schema, merge: Merge) -> int:
+        """The number of its kind: shards that have the same types. Raises DataError where a column is not what it is in
+        another shard."""
         if self._last is not None and schema.equals(self._last):
-            return
-        here = {field.name: field.type for field in self._pick(shard, schema)}
+            return self._kind
         if self._last is None:
-            self._types = {name: (kind, shard) for name, kind in here.items()}
-        for name in [*self._types, *(name for name in here if name not in self._types)]:
-            self._types[name] = self._merged(name, shard, here.get(name), merge)
+            self._first = shard, schema.names
         self._last = schema
+        here = tuple((field.name, plain(field.type)) for field in self._pick(shard, schema))
+        if here in self._shards:
+            self._kind = self._numbers[here]
+            return self._kind
+        self._kind = self._numbers[here] = len(self._shards)
+        self._shards[here] = shard
+        for name, kind in here:
+            known, owner = self._types.get(name, (kind, shard))
+            merged = merge(known, kind) if name in self._types else kind
+            if merged is None:
+                raise _differ(name, known, owner, kind, shard)
+            self._types[name] = merged, owner
+        return self._kind
 
     def schema(self) -> pa.Schema:
         """Top-level columns, in the order in which they are wanted."""
@@ -42,9 +61,12 @@ class Columns:
 
     def leaves(self) -> list[pa.Field]:
         """The columns that the job reads. Raises DataError for one that has no tensor."""
+        self.refuse_missing()
         found = self.wanted_leaves()
         if not found:
             raise DataError("DataConfig.url: the shards have no columns")
+        for error in self.absent().values():
+            raise error
         for leaf in found:
             refuse_without_tensor(leaf)
         return found
@@ -53,41 +75,56 @@ class Columns:
         """`leaves`, also those that have no tensor."""
         return [leaf for leaf in leaves(self.schema()) if self._wants(leaf.name)]
 
+    def refuse_missing(self) -> None:
+        """Raises DataError for a column that was asked for and is in no shard."""
+        schema = self.schema()
+        there = {leaf.name for leaf in leaves(schema)} | set(schema.names)
+        missing = [n for n in self._wanted or () if n not in there and not _is_inside(n, there)]
+        if missing:
+            shard, names = self._first
+            shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+            raise DataError(
+                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which has {shown}"
+            )
+
+    def costs(self) -> list[tuple[float, int]]:
+        """For each kind of shard: how many times the memory its rows take in the types of all, and bytes for each row."""
+        wanted, found = self.wanted_leaves(), []
+        for here in self._shards:
+            types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
+            there = [(types[leaf.name], leaf.type) for leaf in wanted if leaf.name in types]
+            null = sum(null_bytes(leaf.type) for leaf in wanted if leaf.name not in types)
+            null += sum(null_bytes(merged) for kind, merged in there if pa.types.is_null(kind))
+            found.append((max((growth(*pair) for pair in there), default=1.0), null))
+        return found
+
+    def absent(self) -> dict[str, DataError]:
+        """What is wrong with the columns that hold no null, but are null in all rows of some shard."""
+        found: dict[str, DataError] = {}
+        if len(self._shards) == 1:
+            return found
+        held = [
+            ({f.name: f.type for f in leaves(pa.schema(h))}, s) for h, s in self._shards.items()
+        ]
+        for leaf in self.wanted_leaves():
+            if is_text(leaf.type):
+                continue
+            kinds = [(types.get(leaf.name), shard) for types, shard in held]
+            nulls = [
+                (kind, shard) for kind, shard in kinds if kind is None or pa.types.is_null(kind)
+            ]
+            if 0 < len(nulls) < len(kinds):
+                owner = next(pair[1] for pair in kinds if pair not in nulls)
+                found[leaf.name] = _differ(leaf.name, leaf.type, owner, *nulls[0])
+        return found
+
     def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
+        tops = top_level(schema, self._wanted)
         twice = {name for name in schema.names if schema.names.count(name) > 1}
-        if self._wanted is None:
-            tops = schema.names
-        else:
-            tops = top_level(schema, self._wanted)
-            there = {leaf.name for leaf in leaves(schema)} | set(schema.names)
-            missing = [n for n in self._wanted if n not in there and not _is_inside(n, there)]
-            if missing:
-                shown = ", ".join(map(repr, schema.names[:_NAMES_SHOWN]))
-                raise DataError(
-                    f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which "
-                    f"has {shown}"
-                )
         for name in tops:
             if name in twice:
                 raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
         return [schema.field(name) for name in tops]
-
-    def _merged(
-        self, name: str, shard: str, kind: pa.DataType | None, merge: Merge
-    ) -> tuple[pa.DataType, str]:
-        known, owner = self._types.get(name, (None, self._any_shard()))
-        both = known is not None and kind is not None
-        merged = merge(known, kind) if both else None
-        if merged is None:
-            raise DataError(
-                f"the shards' schemas differ: column {name!r} is {_say(known)} in {owner} and "
-                f"{_say(kind)} in {shard}; rewrite one of them, or leave the column out of "
-                "DataConfig.columns"
-            )
-        return merged, owner
-
-    def _any_shard(self) -> str:
-        return next(iter(self._types.values()))[1]
 
     def _wants(self, leaf: str) -> bool:
         if self._wanted is None:
@@ -113,31 +150,13 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
     return [name for name in tops if name in schema.names]
 
 
-def same(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` of formats whose shards say their types."""
-    return one if type_name(one) == type_name(other) else None
-
-
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """`Format.merge` of formats whose types were guessed from the values: the type that holds both."""
     try:
         fields = [pa.schema([("x", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field("x").type
     except pa.ArrowException:
-        return None
-
-
-def type_name(kind: pa.DataType) -> str:
-    """As Arrow says it, without the names that writers give to list items ("item", "element")."""
-    if pa.types.is_fixed_size_list(kind):
-        return f"list<{type_name(kind.value_type)}>[{kind.list_size}]"
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"list<{type_name(kind.value_type)}>"
-    if pa.types.is_struct(kind):
-        return "struct<" + ", ".join(f"{f.name}: {type_name(f.type)}" for f in kind) + ">"
-    if pa.types.is_dictionary(kind):
-        return type_name(kind.value_type)
-    return str(kind)
+        return lossless(one, other)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -157,11 +176,11 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
     kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
     if is_text(kind):
         return
-    while _is_list(kind):
+    while is_list(kind):
         kind = kind.value_type
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-        while _is_list(kind):
+        while is_list(kind):
             kind = kind.value_type
     number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if number or (pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind)):
@@ -173,12 +192,6 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
     )
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-
-
 def _top(name: str, schema: pa.Schema) -> str:
     return name if name in schema.names else name.split(".", 1)[0]
 
@@ -186,6 +199,15 @@ def _top(name: str, schema: pa.Schema) -> str:
 def _is_inside(name: str, leaf_names: set[str]) -> bool:
     """A struct in a struct."""
     return any(leaf.startswith(name + ".") for leaf in leaf_names)
+
+
+def _differ(
+    name: str, one: pa.DataType, owner: str, other: pa.DataType | None, shard: str
+) -> DataError:
+    return DataError(
+        f"the shards' schemas differ: column {name!r} is {_say(one)} in {owner} and {_say(other)} in {shard}; rewrite "
+        "one of them, or leave the column out of DataConfig.columns"
+    )
 
 
 def _say(kind: pa.DataType | None) -> str:

@@ -15,10 +15,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, open_footer
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
-from elastic_dp.data.schema import Columns, same, top_level
+from elastic_dp.data.kinds import lossless
+from elastic_dp.data.schema import Columns, top_level
 from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -90,6 +92,8 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
+    if found.has_row_groups:
+        found.job_columns.refuse_missing()
     return found
 
 
@@ -145,7 +149,8 @@ def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
 def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None:
     for name in files.names:
         with files.open_mapped(name) as raw:
-            if raw.read(len(ARROW_MAGIC)) != ARROW_MAGIC:
+            refuse_old_feather(name, first := raw.read(len(ARROW_MAGIC)))
+            if first != ARROW_MAGIC:
                 found.format, found.schema = "arrow stream", None
                 return
             reader = pa.ipc.open_file(raw)
@@ -173,17 +178,21 @@ def _take_batch(found: Survey, batch: pa.RecordBatch) -> None:
 
 
 def _take_schema(found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None) -> None:
-    """Raises DataError where the first shard lacks a column; what a later one has amiss is a finding."""
+    """Raises DataError where the first shard cannot be read; what a later one has amiss is a finding."""
     try:
         if not found.differing:
-            found.job_columns.add(name, schema, same)
+            found.job_columns.add(name, schema, lossless)
     except DataError as error:
         if found.schema is None:
             raise
         found.differing = str(error)
+    fields = [schema.field(top) for top in top_level(schema, wanted)]
     if found.schema is None:
-        found.schema = pa.schema([schema.field(top) for top in top_level(schema, wanted)])
-        found.columns = [Column(f.name, f.type) for f in found.schema]
+        found.schema = pa.schema(fields)
+    known, before = {column.name for column in found.columns}, len(found.group_rows)
+    for new in (f for f in fields if f.name not in known):
+        column = Column(new.name, new.type, [0] * before, [0] * before, [0] * before)
+        found.columns.append(column)
 
 
 def _lengths_differ(column: Column, found: Survey, files: Files) -> bool:

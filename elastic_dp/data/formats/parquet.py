@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from elastic_dp.data.formats.encryption import (
     refuse_encrypted_footer,
 )
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.schema import same
+from elastic_dp.data.kinds import lossless
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
@@ -46,7 +46,7 @@ class Parquet:
     # Arrow's buffers of lists and texts grow by doubling, and those before are there until its allocator gives them back:
     # measured with pyarrow 26 up to 2.2 times, for lengths just above a power of two.
     growth = 2.25
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,11 +82,15 @@ class Parquet:
         held = _Held(shard)
         footer = self._footer(shard, place, held, None).metadata
         group = footer.row_group(place.group)
-        held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, leaves)])
+
+        def fetch(columns: list[str]) -> None:
+            held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
+
+        fetch(leaves)
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return file.read_row_group(place.group, columns=leaves, use_threads=False)
+        return _read_group(file, place.group, leaves, fetch)
 
     def close(self) -> None:
         with self._lock:
@@ -102,7 +106,7 @@ class Parquet:
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return file.read_row_group(place.group, columns=leaves, use_threads=False)
+            return _read_group(file, place.group, leaves)
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -230,6 +234,33 @@ class _Held:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _read_group(
+    file: pq.ParquetFile,
+    number: int,
+    leaves: list[str],
+    fetch: Callable[[list[str]], None] = lambda columns: None,
+) -> pa.Table:
+    """Arrow reads no part of a struct that is an extension type registered in this process; then all of it is read."""
+    try:
+        return file.read_row_group(number, columns=leaves, use_threads=False)
+    except pa.ArrowInvalid:
+        whole = list(_extension_structs(file.schema_arrow))
+        each = (next((n for n in whole if leaf.startswith(n + ".")), leaf) for leaf in leaves)
+        columns = list(dict.fromkeys(each))
+        if columns == leaves:
+            raise
+        fetch(columns)
+        return file.read_row_group(number, columns=columns, use_threads=False)
+
+
+def _extension_structs(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[str]:
+    for each in fields:
+        if isinstance(each.type, pa.BaseExtensionType):
+            yield prefix + each.name
+        elif pa.types.is_struct(each.type):
+            yield from _extension_structs(each.type, f"{prefix}{each.name}.")
 
 
 def _read_tail(shard: ShardAt) -> memoryview:
