@@ -1,12 +1,14 @@
 """One schema of many shards: which columns the job reads, and whether all shards agree on them.
 
-A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or the whole struct.
+A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or the whole struct. A column
+may have a dot in its own name: "a" never means the column "a.b", and a name that means two things is refused.
 A column that has no tensor is refused here, before anything is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -51,25 +53,28 @@ class Columns:
 
     def wanted_leaves(self) -> list[pa.Field]:
         """`leaves`, also those that have no tensor."""
-        return [leaf for leaf in leaves(self.schema()) if self._wants(leaf.name)]
+        return leaves(self.schema(), self._wanted)
 
     def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
-        twice = {name for name in schema.names if schema.names.count(name) > 1}
-        if self._wanted is None:
-            tops = schema.names
-        else:
-            tops = top_level(schema, self._wanted)
-            there = {leaf.name for leaf in leaves(schema)} | set(schema.names)
-            missing = [n for n in self._wanted if n not in there and not _is_inside(n, there)]
-            if missing:
-                shown = ", ".join(map(repr, schema.names[:_NAMES_SHOWN]))
-                raise DataError(
-                    f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which "
-                    f"has {shown}"
-                )
+        there = Counter(name for name, _ in _columns_and_structs(schema))
+        missing = [name for name in self._wanted or () if name not in there]
+        if missing:
+            shown = ", ".join(map(repr, schema.names[:_NAMES_SHOWN]))
+            raise DataError(
+                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which "
+                f"has {shown}"
+            )
+        tops = top_level(schema, self._wanted)
         for name in tops:
-            if name in twice:
+            if schema.names.count(name) > 1:
                 raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
+        read = [leaf.name for leaf in leaves(schema, self._wanted)]
+        for name in (*(self._wanted or ()), *read):
+            if there[name] > 1:
+                raise DataError(
+                    f"{name!r} names {there[name]} things in {shard}: columns with a dot in their name, or fields of "
+                    "structs; rename all but one, or choose others by DataConfig.columns"
+                )
         return [schema.field(name) for name in tops]
 
     def _merged(
@@ -89,28 +94,28 @@ class Columns:
     def _any_shard(self) -> str:
         return next(iter(self._types.values()))[1]
 
-    def _wants(self, leaf: str) -> bool:
-        if self._wanted is None:
-            return True
-        return any(leaf == name or leaf.startswith(name + ".") for name in self._wanted)
 
-
-def leaves(schema: pa.Schema) -> Iterator[pa.Field]:
-    """The columns that are no structs, named "a.b" where they lie in one."""
-    for field in schema:
+def leaves(
+    fields: Iterable[pa.Field], wanted: Sequence[str] | None = None, prefix: str = ""
+) -> list[pa.Field]:
+    """The columns that are no structs, named "a.b" where they lie in one. `wanted`: names of them, or of structs."""
+    found = list[pa.Field]()
+    for field in fields:
+        name = prefix + field.name
+        within = None if wanted is None or name in wanted else wanted
         if pa.types.is_struct(field.type):
-            inner = leaves(pa.schema(list(field.type)))
-            yield from (pa.field(f"{field.name}.{leaf.name}", leaf.type) for leaf in inner)
-        else:
-            yield field
+            found += leaves(field.type, within, f"{name}.")
+        elif within is None:
+            found.append(pa.field(name, field.type))
+    return found
 
 
 def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
     """The columns of a shard that hold those `wanted`; all for None."""
     if wanted is None:
         return list(schema.names)
-    tops = dict.fromkeys(_top(name, schema) for name in wanted)
-    return [name for name in tops if name in schema.names]
+    tops = dict(reversed(list(_columns_and_structs(schema))))
+    return list(dict.fromkeys(tops[name] for name in wanted if name in tops))
 
 
 def same(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -179,13 +184,15 @@ def _is_list(kind: pa.DataType) -> bool:
     )
 
 
-def _top(name: str, schema: pa.Schema) -> str:
-    return name if name in schema.names else name.split(".", 1)[0]
-
-
-def _is_inside(name: str, leaf_names: set[str]) -> bool:
-    """A struct in a struct."""
-    return any(leaf.startswith(name + ".") for leaf in leaf_names)
+def _columns_and_structs(
+    fields: Iterable[pa.Field], prefix: str = "", top: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """All that a name can mean, and the top-level column that holds it."""
+    for field in fields:
+        name, owner = prefix + field.name, field.name if top is None else top
+        yield name, owner
+        if pa.types.is_struct(field.type):
+            yield from _columns_and_structs(field.type, f"{name}.", owner)
 
 
 def _say(kind: pa.DataType | None) -> str:
