@@ -5,18 +5,21 @@
 - fixed-size binary: bytes as arrays uint8 [rows, size]
 - lists: where all have one length, arrays [rows, length]; else `Lists`
 - structs: their leaves, as columns "a.b"; dictionaries: what they stand for
-- strings, binary: stay Arrow's, where a null is None; nulls anywhere else are a DataError
+- strings, binary: stay Arrow's, where a null is None; nulls anywhere else are filled, or a DataError (nulls.py)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_dp.data.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
 from elastic_dp.data.schema import is_text, type_name
 from elastic_dp.errors import DataError
 
@@ -39,22 +42,30 @@ class Lists:
 Column = Any  # Array, Lists, or a pa.Array of text
 
 
-def decode_table(table: pa.Table, names: list[str], where: str) -> dict[str, Column]:
-    """The columns `names`, structs as their leaves. `where` is for errors."""
+def decode_table(
+    table: pa.Table,
+    names: list[str],
+    where: str,
+    fills: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Column]:
+    """The columns `names`, structs as their leaves. `where` is for errors, `fills` for nulls."""
     while any(pa.types.is_struct(field.type) for field in table.schema):
         table = table.flatten()
     return {
-        name: decode_column(table.column(name), f"column {name!r} of {where}") for name in names
+        name: decode_column(table.column(name), f"column {name!r} of {where}", fills.get(name))
+        for name in names
     }
 
 
-def decode_column(column: pa.ChunkedArray, where: str) -> Column:
-    """Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
+def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:
+    """`value`: for nulls, None for none. Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if value is not None:
+        array = fill(array, value)
     if is_text(array.type):
         return array
     if _is_list(array.type):
@@ -64,7 +75,8 @@ def decode_column(column: pa.ChunkedArray, where: str) -> Column:
 
 def _lists(array: pa.Array, where: str) -> Array | Lists:
     """An array [rows, length, …] where all rows have one length."""
-    _refuse_nulls(array, where)
+    if array.null_count:
+        raise DataError(f"{where} holds {array.null_count} null lists; {NULL_LISTS_WAYS_OUT}")
     offsets = array.offsets.to_numpy().astype(np.int64)
     inner = array.flatten()
     if _is_list(inner.type):
@@ -120,8 +132,7 @@ def _view(array: pa.Array) -> Array:
 def _refuse_nulls(array: pa.Array, where: str) -> None:
     if array.null_count:
         raise DataError(
-            f"{where} holds {array.null_count} null(s), which a tensor cannot; fill them in the shards, or "
-            "leave the column out by DataConfig.columns"
+            f"{where} holds {array.null_count} null(s), which a tensor cannot; {WAYS_OUT}"
         )
 
 

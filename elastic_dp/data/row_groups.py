@@ -62,6 +62,7 @@ class ShardRowGroups:
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
         self._formats = {name: FORMATS[name]() for name in {s.format for s in index.sources}}
         self._leaves = [name for name, _ in index.columns]
+        self._fills = dict(config.fill_nulls or {})
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
         number = self._index.shard_of(row_group)
@@ -71,7 +72,8 @@ class ShardRowGroups:
             table = self._read_table(number, shard, place)
             if table.num_rows != self.rows[row_group]:
                 raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
-            columns = decode_table(table, self._leaves, shard.name)
+            where = f"row group {place.group} of {shard.name}"
+            columns = decode_table(table, self._leaves, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1
