@@ -193,8 +193,8 @@ def test_nulls_and_types_without_a_tensor(tmp_path):
     columns = {
         "x": pa.array([1.0, None] * 16_384),
         "text": pa.array(["a", None] * 16_384),
-        "when": pa.array([0] * 32_768, pa.timestamp("s")),
-        "words": pa.array([["a"]] * 32_768),
+        "when": pa.nulls(32_768),
+        "words": pa.array([[None]] * 32_768),
     }
     folder = shard(tmp_path / "set", columns, rows=4096, write_statistics=True)
     findings = found(folder, "nulls", "no_tensor", "no_tensor")

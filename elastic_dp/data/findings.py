@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.schema import refuse_without_tensor
+from elastic_dp.data.schema import is_object, refuse_without_tensor
 from elastic_dp.data.survey import Survey
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.mixture import row_groups_at_least
@@ -160,7 +160,7 @@ def _nulls(survey: Survey, _: Shape) -> Iterator[Finding]:
 
 def _ragged(survey: Survey, _: Shape) -> Iterator[Finding]:
     for column in survey.columns:
-        if column.name in survey.ragged:
+        if column.name in survey.ragged and not is_object(column.type):
             says = f"column {column.name!r} ({column.type}) holds lists of several lengths, which make no one tensor"
             mend = "pad them in DataConfig.collate_fn, or pack them: elastic-dp data convert --pack"
             yield Finding("ragged", "refused", says, mend)

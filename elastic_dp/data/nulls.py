@@ -2,7 +2,7 @@
 
 The shards' own counts are used: footers of Parquet, messages of Arrow, the one scan of the other formats. Where there
 are none (Parquet without statistics, and its lists, of which it counts the empty ones, too) nulls are found when the row
-group is read, and refused in the same words. Text has nulls: they are None.
+group is read, and refused in the same words. Text and objects (schema.py) have nulls: they are None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from elastic_dp.data.schema import is_text, type_name
+from elastic_dp.data.schema import is_object, is_text, is_time, plain_type, type_name
 from elastic_dp.errors import DataError
 
 WAYS_OUT = (
@@ -67,7 +67,8 @@ def check_nulls(
 
 
 def may_be_null(kind: pa.DataType) -> bool:
-    return is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_text(plain) or is_object(plain)
 
 
 def count_nulls(array: Any) -> int:
@@ -112,6 +113,11 @@ def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> 
 
 def _fitting(name: str, value: Any, kind: pa.DataType) -> Any:
     """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is."""
+    if is_object(kind):
+        raise DataError(
+            f"DataConfig.fill_nulls: column {name!r} is {type_name(kind)}, whose nulls are None; replace them in "
+            "DataConfig.transform or collate_fn"
+        )
     inner = _item_type(kind)
     try:
         as_it_is = pa.scalar(value, inner).as_py()
@@ -137,7 +143,7 @@ def _item_type(kind: pa.DataType) -> pa.DataType:
         elif _is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_dictionary(kind):
             kind = kind.value_type
         else:
-            return kind
+            return plain_type(kind) if is_time(kind) else kind
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -157,10 +157,49 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
+def is_object(kind: pa.DataType) -> bool:
+    """What is handed out as Python's own objects: maps, decimals, and lists of these, of text or of structs."""
+    depth = 0
+    while _is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    if depth and pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_map(kind) or pa.types.is_decimal(kind):
+        return True
+    return depth > 0 and (is_text(kind) or bool(pa.types.is_struct(kind)))
+
+
+def is_time(kind: pa.DataType) -> bool:
+    """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are stored."""
+    return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Without the kinds of which Python's objects would depend on what is installed, or that Arrow cannot pick rows of."""
+    if is_time(kind):
+        return pa.int64() if kind.bit_width == 64 else pa.int32()
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
+    if _is_list(kind):
+        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+    return kind
+
+
 def refuse_without_tensor(leaf: pa.Field) -> None:
-    """Raises DataError, with what to do behind a semicolon."""
+    """Raises DataError, with what to do behind a semicolon. Text and objects have none, and need none."""
     kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
-    if is_text(kind):
+    if is_text(kind) or is_object(kind):
         return
     while _is_list(kind):
         kind = kind.value_type
@@ -169,12 +208,12 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
         while _is_list(kind):
             kind = kind.value_type
     number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    if number or (pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind)):
+    if number or is_time(kind) or pa.types.is_fixed_size_binary(kind):
         return
     nulls = " (every value is null)" if pa.types.is_null(kind) else ""
     raise DataError(
-        f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use numbers, lists of "
-        "numbers, structs of them, strings or binary, or leave it out by DataConfig.columns"
+        f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use numbers, dates, "
+        "text, or lists, structs and maps of them, or leave it out by DataConfig.columns"
     )
 
 

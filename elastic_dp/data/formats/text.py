@@ -100,7 +100,7 @@ def flat_columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
 
 
 def without_times(kind: pa.DataType) -> pa.DataType:
-    """Dates and times have no tensor; as text they are what the shard says, in every row group."""
+    """Which texts are dates is a guess for each row group; as text they are what the shard says, in every one."""
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):
