@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.kinds import type_name
 from elastic_dp.data.listing import Listed, list_shards, prefix_of
+from elastic_dp.data.nulls import Nulls, check_nulls
 from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
@@ -60,7 +62,7 @@ class Index:
 
     `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py). `groups`: columns rows,
     starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row groups bounds[i]…bounds[i+1]-1.
-    `columns`: (name, type) of those that the job reads; `schema`: of the shards' columns that hold these.
+    `columns`: (name, type, and what fills its nulls) of those that the job reads; `schema`: of the shards' columns that hold these.
     """
 
     sources: tuple[Source, ...]
@@ -193,7 +195,7 @@ def read_index(
     sources = _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
-    columns, build, begun = Columns(config.columns), Builder(), 0
+    columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -201,9 +203,13 @@ def read_index(
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
-        kind = columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
+        shown = sources[number].prefix + name
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        nulls.add(shown, scan.nulls)
         build.add(name, entry.size, entry.version, scan, kind)
-    return build.finish(columns)
+    leaves = columns.leaves()
+    nulls.add_missing(columns.absent())
+    return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
 
 class Builder:
@@ -230,16 +236,18 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b""))
+        self._scans.append(replace(scan, footer=b"", nulls={}))
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()
 
-    def finish(self, columns: Columns) -> Index:
+    def finish(self, columns: Columns, fills: Mapping[str, Any] = MappingProxyType({})) -> Index:
         self._flush()
         self._end()
-        wanted = tuple((leaf.name, type_name(leaf.type)) for leaf in columns.leaves())
+        leaves = columns.leaves()
+        filled = {name: f", its nulls as {value!r}" for name, value in fills.items()}
+        wanted = tuple((f.name, type_name(f.type) + filled.get(f.name, "")) for f in leaves)
         counts = np.concatenate(self._counts)
         return Index(
             sources=tuple(self._sources),

@@ -40,10 +40,18 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return pa.large_binary()
     if is_list(kind):
         return _with_values(kind, plain(kind.value_type))
+    if pa.types.is_map(kind):
+        key, item = plain(kind.key_type), plain(kind.item_type)
+        same = key.equals(kind.key_type) and item.equals(kind.item_type)
+        return kind if same else pa.map_(key, item)
     if pa.types.is_struct(kind):
         fields = [field.with_type(plain(field.type)) for field in kind]
         return kind if _same_types(fields, kind) else pa.struct(fields)
     return kind
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_type(plain(field.type)) for field in schema])
 
 
 def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
@@ -60,6 +68,9 @@ def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return _one_list(one, other)
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         return _one_struct(one, other)
+    if pa.types.is_map(one) and pa.types.is_map(other):
+        key, item = lossless(one.key_type, other.key_type), lossless(one.item_type, other.item_type)
+        return None if key is None or item is None else pa.map_(key, item)
     if _is_string(one) and _is_string(other):
         return pa.large_string()
     if _is_binary(one) and _is_binary(other):
@@ -135,6 +146,11 @@ def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
         return plain(kind)
     if is_list(kind) and is_list(wanted):
         return _with_values(kind, _target(kind.value_type, wanted.value_type))
+    if pa.types.is_struct(kind) and pa.types.is_struct(wanted):
+        if [field.name for field in kind] != [field.name for field in wanted]:
+            return pa.struct([field.with_nullable(True) for field in wanted])
+        fields = [f.with_type(_target(f.type, w.type)) for f, w in zip(kind, wanted, strict=True)]
+        return kind if _same_types(fields, kind) else pa.struct(fields)
     return wanted
 
 

@@ -65,7 +65,8 @@ class ShardRowGroups:
         self._formats = {name: FORMATS[name]() for name in {s.format for s in index.sources}}
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._leaves = [name for name, _ in index.columns]
-        self._fields = [pa.field(name, types[name]) for name in self._leaves]
+        self._fields = [(name, types[name]) for name in self._leaves]
+        self._fills = dict(config.fill_nulls or {})
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
         number = self._index.shard_of(row_group)
@@ -75,7 +76,8 @@ class ShardRowGroups:
             table = self._read_table(number, shard, place)
             if table.num_rows != self.rows[row_group]:
                 raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
-            columns = decode_table(table, self._fields, shard.name)
+            where = f"row group {place.group} of {shard.name}"
+            columns = decode_table(table, self._fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.arrow import refuse_old_feather
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, open_footer
+from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, null_counts, open_footer
+from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
-from elastic_dp.data.kinds import lossless
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.nulls import Nulls, count_nulls
 from elastic_dp.data.schema import Columns, top_level
 from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
@@ -33,14 +35,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Column:
-    """Per row group: `stored` and `decoded` bytes, and `values`, the items of lists counted. `nulls`: where known."""
+    """Per row group: `stored` and `decoded` bytes, and `values`, the items of lists counted."""
 
     name: str
     type: pa.DataType
     stored: list[int] = field(default_factory=list)
     decoded: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
-    nulls: int = 0
     codecs: set[str] = field(default_factory=set)
     encodings: set[str] = field(default_factory=set)
     chunks: int = 0  # a row group has one for each leaf
@@ -64,6 +65,7 @@ class Survey:
     footer_bytes: int = 0
     differing: str = ""  # in what the first shard that does is not like those before it
     ragged: set[str] = field(default_factory=set)  # columns of lists of several lengths
+    nulls: Nulls = field(default_factory=Nulls)  # of leaves, where known
 
     @property
     def has_row_groups(self) -> bool:
@@ -94,6 +96,7 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
         _survey_arrow(found, files, wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
+        found.nulls.add_missing(found.job_columns.absent())
     return found
 
 
@@ -105,14 +108,16 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = pool.map(footer, files.names)
         for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
-            _take_schema(found, name, metadata.schema.to_arrow_schema(), wanted)
+            schema = metadata.schema.to_arrow_schema()
+            _take_schema(found, name, schema, wanted, metadata.num_rows)
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            found.nulls.add(name, null_counts(metadata, groups, schema, wanted))
             numbers = chunk_numbers(metadata, wanted)
-            for index in range(metadata.num_row_groups):
-                _take_row_group(found, metadata.row_group(index), encrypted)
-                size = decoded_bytes(metadata, metadata.row_group(index), numbers)
-                found.group_bytes.append(size)
+            for group in groups:
+                _take_row_group(found, group, encrypted)
+                found.group_bytes.append(decoded_bytes(metadata, group, numbers))
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)
@@ -142,8 +147,6 @@ def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
     column.values[-1] += chunk.num_values
     column.codecs.add(chunk.compression.lower())
     column.encodings.update(chunk.encodings)
-    if chunk.is_stats_set and chunk.statistics.has_null_count:
-        column.nulls += chunk.statistics.null_count
 
 
 def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None:
@@ -154,13 +157,14 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
                 found.format, found.schema = "arrow stream", None
                 return
             reader = pa.ipc.open_file(raw)
-            _take_schema(found, name, reader.schema, wanted)
+            rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+            _take_schema(found, name, reader.schema, wanted, rows)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
-                _take_batch(found, reader.get_batch(index))
+                _take_batch(found, name, reader.get_batch(index))
 
 
-def _take_batch(found: Survey, batch: pa.RecordBatch) -> None:
+def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
     found.group_rows.append(batch.num_rows)
     found.shard_rows[-1] += batch.num_rows
     found.group_bytes.append(batch.nbytes)
@@ -172,21 +176,25 @@ def _take_batch(found: Survey, batch: pa.RecordBatch) -> None:
         array = batch.column(column.name)
         column.stored.append(array.nbytes)
         column.decoded.append(array.nbytes)
-        column.nulls += array.null_count
         if _is_list(array.type) and len(array.value_lengths().unique()) > 1:
             found.ragged.add(column.name)
+    here = [column.name for column in found.columns if column.name in batch.schema.names]
+    each = flat_columns(pa.Table.from_batches([batch.select(here)]))
+    found.nulls.add(shard, {name: count_nulls(column) for name, column in each})
 
 
-def _take_schema(found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None) -> None:
+def _take_schema(
+    found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None, rows: int
+) -> None:
     """Raises DataError where the first shard cannot be read; what a later one has amiss is a finding."""
     try:
         if not found.differing:
-            found.job_columns.add(name, schema, lossless)
+            found.job_columns.add(name, schema, lossless, rows)
     except DataError as error:
         if found.schema is None:
             raise
         found.differing = str(error)
-    fields = [schema.field(top) for top in top_level(schema, wanted)]
+    fields = [schema.field(top) for top in top_level(plain_schema(schema), wanted)]
     if found.schema is None:
         found.schema = pa.schema(fields)
     known, before = {column.name for column in found.columns}, len(found.group_rows)

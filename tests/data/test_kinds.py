@@ -433,3 +433,40 @@ def test_array2d_of_datasets_is_the_same_whoever_has_imported_it(form, tmp_path)
     assert said[0].returncode == 0, said[0].stderr
     assert said[0].stdout == said[1].stdout
     assert "'m': [[1.0, 2.0], [3.0, 4.0]]" in said[0].stdout
+
+
+def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
+    whole = pa.table({"x": [1, 2], "y": [0.5, 1.5], "at": [{"z": 1}, {"z": 2}]})
+    lacks = pa.table({"x": [3], "y": pa.nulls(1)})
+    write_all(tmp_path, whole, lacks)
+    said = (
+        r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has no such column\)"
+    )
+    with pytest.raises(DataError, match=said):
+        read_index(config(tmp_path, fill_nulls={"y": 0.0}))
+    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet, "):
+        read_index(config(tmp_path, columns=["y"]))
+    rows, _ = rows_of(tmp_path, fill_nulls={"y": 0.0, "at.z": -1})
+    assert rows[1:] == [{"x": 2, "y": 1.5, "at.z": 2}, {"x": 3, "y": 0.0, "at.z": -1}]
+    assert "1.parquet has no such column" in str(inspect(str(tmp_path)).findings)
+
+
+def test_messages_whose_fields_differ_are_one_column(tmp_path):
+    """The structs in a list are handed out as dicts, all with the same keys."""
+    texts = pa.large_string()
+    one = pa.array([[{"role": "user", "content": "a"}]])
+    kind = pa.list_(
+        pa.struct({"content": texts, "role": pa.dictionary(pa.int8(), texts), "n": pa.int8()})
+    )
+    other = pa.array([[{"content": "b", "role": "system", "n": 1}]], kind)
+    rows = kinds_and_rows(tmp_path, pa.table({"m": one}), pa.table({"m": other}))[1]
+    assert rows == [
+        {"m": [{"role": "user", "content": "a", "n": None}]},
+        {"m": [{"role": "system", "content": "b", "n": 1}]},
+    ]
+
+
+def test_a_name_that_means_two_columns_in_two_shards_is_refused(tmp_path):
+    write_all(tmp_path, pa.table({"a.b": [1]}), pa.table({"a": [{"b": 2}]}))
+    with pytest.raises(DataError, match=r"'a.b' names 2 things in the shards together"):
+        read_index(config(tmp_path))

@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from struct import pack, unpack_from
@@ -30,8 +30,8 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.kinds import lossless
-from elastic_dp.data.schema import is_text, top_level
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.schema import is_text, leaves, top_level
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
@@ -89,7 +89,8 @@ class Arrow:
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        return Scan(schema, rows, starts, ends, nbytes, check, tail)
+        nulls = _null_counts(plain_schema(schema), columns, batches)
+        return Scan(schema, rows, starts, ends, nbytes, check, tail, nulls=nulls)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
@@ -297,7 +298,7 @@ def _has_dictionaries(schema: pa.Schema) -> bool:
 
 
 def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
-    read = [schema.field(name) for name in top_level(schema, columns)]
+    read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
     kinds = [kind for field in read for kind in _node_types(field.type)]
     return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
@@ -319,6 +320,34 @@ def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
         size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
+
+
+def _null_counts(
+    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
+) -> dict[str, int]:
+    """Of the leaves of `columns`, as the field nodes have them; of a list or a struct and what is in it, the most."""
+    nodes = list(_leaf_nodes(schema))
+    wanted, counts = {leaf.name for leaf in leaves(schema, columns)}, Counter[str]()
+    for message in batches:
+        found = [nulls for _, nulls in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        for name, numbers in nodes:
+            if name in wanted and numbers[-1] < len(found):
+                counts[name] += max(found[number] for number in numbers)
+    return dict(+counts)
+
+
+def _leaf_nodes(
+    fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each leaf with the numbers of its field nodes and of those of the structs that it lies in."""
+    for field in fields:
+        stop = first + sum(1 for _ in _node_types(field.type))
+        name = prefix + field.name
+        if pa.types.is_struct(field.type):
+            yield from _leaf_nodes(field.type, f"{name}.", (*above, first), first + 1)
+        else:
+            yield name, (*above, *range(first, stop))
+        first = stop
 
 
 def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:

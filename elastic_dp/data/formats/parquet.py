@@ -26,7 +26,8 @@ from elastic_dp.data.formats.encryption import (
     refuse_encrypted_footer,
 )
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.kinds import lossless
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.schema import leaves
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
@@ -64,14 +65,16 @@ class Parquet:
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
         nbytes = [decoded_bytes(footer, group, wanted) for group in groups]
+        schema = footer.schema.to_arrow_schema()
         return Scan(
-            schema=footer.schema.to_arrow_schema(),
+            schema=schema,
             rows=np.array([group.num_rows for group in groups], dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             ends=np.array(ends, dtype=np.int64),
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
+            nulls=null_counts(footer, groups, schema, columns),
             # What the index keeps is as good as the shard's own only where each read asks for the same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
@@ -302,6 +305,46 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
     wanted = tuple(columns)
     inside = tuple(name + "." for name in wanted)
     return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
+
+
+def null_counts(
+    footer: pq.FileMetaData, groups: list[Any], schema: pa.Schema, columns: Sequence[str] | None
+) -> dict[str, int]:
+    """Of the leaves of `columns`, by statistics. Lists of any length are left out: their empty ones are counted, too."""
+    fields = plain_schema(schema)
+    wanted, counts = {leaf.name for leaf in leaves(fields, columns)}, dict[str, int]()
+    number = 0
+    for leaf in leaves(fields):
+        here, number = number, number + _num_chunks(leaf.type)
+        if leaf.name not in wanted or _has_lengths(leaf.type) or number > footer.num_columns:
+            continue
+        if footer.schema.column(here).max_definition_level == 0:
+            continue
+        if pa.types.is_null(leaf.type):  # has no statistics
+            counts[leaf.name] = footer.num_rows
+            continue
+        chunks = [group.column(here) for group in groups]
+        found = [c.statistics.null_count for c in chunks if c.is_stats_set]
+        if total := sum(count for count in found if count is not None):
+            counts[leaf.name] = total
+    return counts
+
+
+def _num_chunks(kind: pa.DataType) -> int:
+    """How many columns of Parquet a column of Arrow is."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind) or kind.num_fields == 0:
+        return 1
+    return sum(_num_chunks(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _has_lengths(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_fixed_size_list(kind):
+        return kind.list_size == 0 or _has_lengths(kind.value_type)
+    return kind.num_fields > 0
 
 
 def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
