@@ -13,11 +13,13 @@ import io
 import itertools
 import json
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,10 @@ import pyarrow as pa
 
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.kinds import type_name
 from elastic_dp.data.listing import Listed, list_shards, prefix_of
-from elastic_dp.data.schema import Columns, type_name
+from elastic_dp.data.nulls import Nulls, check_nulls
+from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
@@ -58,7 +62,7 @@ class Index:
 
     `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py). `groups`: columns rows,
     starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row groups bounds[i]…bounds[i+1]-1.
-    `columns`: (name, type) of those that the job reads; `schema`: of the shards' columns that hold these.
+    `columns`: (name, type, and what fills its nulls) of those that the job reads; `schema`: of the shards' columns that hold these.
     """
 
     sources: tuple[Source, ...]
@@ -127,8 +131,8 @@ class Index:
             content.update(self.shards[column].to_numpy())
         for names in _chunks(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
-        for array in (self.group_bounds, self.rows, self.starts, self.ends):
-            content.update(np.ascontiguousarray(array).data)
+        for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
+            content.update(np.ascontiguousarray(numbers).data)
         return content.hexdigest()
 
     def to_bytes(self) -> bytes:
@@ -191,7 +195,7 @@ def read_index(
     sources = _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
-    columns, build, begun = Columns(config.columns), Builder(), 0
+    columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -199,9 +203,13 @@ def read_index(
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
-        columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
-        build.add(name, entry.size, entry.version, scan)
-    return build.finish(columns)
+        shown = sources[number].prefix + name
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        nulls.add(shown, scan.nulls)
+        build.add(name, entry.size, entry.version, scan, kind)
+    leaves = columns.leaves()
+    nulls.add_missing(columns.absent())
+    return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
 
 class Builder:
@@ -214,6 +222,7 @@ class Builder:
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
         self._counts: list[Ints] = []  # row groups of each shard
+        self._kinds = array("q")  # of each shard: see Columns.add
         self._num_groups = self._footer_bytes = 0
 
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
@@ -221,30 +230,44 @@ class Builder:
         self._end()
         self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
 
-    def add(self, name: str, size: int, version: str, scan: Scan) -> None:
+    def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
         source, footer = len(self._sources) - 1, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b""))
+        self._scans.append(replace(scan, footer=b"", nulls={}))
+        self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()
 
-    def finish(self, columns: Columns) -> Index:
+    def finish(self, columns: Columns, fills: Mapping[str, Any] = MappingProxyType({})) -> Index:
         self._flush()
         self._end()
-        wanted = tuple((leaf.name, type_name(leaf.type)) for leaf in columns.leaves())
+        leaves = columns.leaves()
+        filled = {name: f", its nulls as {value!r}" for name, value in fills.items()}
+        wanted = tuple((f.name, type_name(f.type) + filled.get(f.name, "")) for f in leaves)
         counts = np.concatenate(self._counts)
         return Index(
             sources=tuple(self._sources),
             shards=_joined(self._shard_batches),
-            groups=_joined(self._group_batches),
+            groups=self._with_costs(_joined(self._group_batches), counts, columns.costs()),
             group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             schema=columns.schema(),
             columns=wanted,
         )
+
+    def _with_costs(
+        self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
+    ) -> pa.RecordBatch:
+        """Row groups that are cast as they are read take more than their shards say."""
+        if all(cost == (1.0, 0) for cost in costs):
+            return groups
+        each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
+        nbytes = groups["nbytes"].to_numpy() * each[:, 0] + groups["rows"].to_numpy() * each[:, 1]
+        at = groups.schema.get_field_index("nbytes")
+        return groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes.astype(np.int64)))
 
     def _end(self) -> None:
         if self._sources:

@@ -5,6 +5,10 @@ comes before the first record batch (schema, dictionaries) is its head, and a re
 head and batch. A file of this machine is memory mapped, and uncompressed numbers are used where they lie. A mapped
 file that is cut short in place kills the process; one that is replaced is noticed.
 
+A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own libraries write both
+before the first record batch too; Polars writes no schema message there, and its dictionaries at the end. The head of
+such a file is made from its footer.
+
 pyarrow does not say where messages are, so the few numbers needed are taken out of their flatbuffers here
 (format/Message.fbs and format/File.fbs of Apache Arrow).
 """
@@ -14,11 +18,11 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from struct import unpack_from
+from struct import pack, unpack_from
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,9 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.schema import is_text, same
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.schema import is_text, leaves, top_level
+from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
@@ -35,7 +41,9 @@ _PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
 _PROBES_IN_FLIGHT = 8
 _CONTINUES = b"\xff\xff\xff\xff"
 _END = _CONTINUES + bytes(4)
-_DICTIONARY, _BATCH = 2, 3  # MessageHeader
+_OLD_FEATHER = b"FEA1"
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # MessageHeader
+_HEADER_BYTES = 32  # of the message that a footer becomes
 _TEXT_FACTOR = 4  # how well text is thought to be compressed
 _DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
 
@@ -45,7 +53,7 @@ class Arrow:
     endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
     scans_content = False
     growth = 1.0
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._heads = Heads()
@@ -53,27 +61,39 @@ class Arrow:
         self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        is_file = bytes(shard.read(0, min(8, shard.size)))[:6] == _MAGIC
+        first = bytes(shard.read(0, min(12, shard.size)))
+        refuse_old_feather(shard.name, first)
+        is_file, tail = first[:6] == _MAGIC, 0
         messages = list(_listed(shard) if is_file else _walked(shard))
         batches = [message for message in messages if message.kind == _BATCH]
         if not batches:
             raise OSError("it holds no record batch")
         dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
-        if any(start > batches[0].start for start in dictionaries):
-            raise OSError("its dictionaries change between record batches; write it with one")
-        head = bytes(shard.read(0, batches[0].start))
+        are_late = any(start > batches[0].start for start in dictionaries)
+        if is_file and (are_late or first[8:] != _CONTINUES):
+            tail = len(_footer(shard))
+            head = _head_of_footer(shard)
+        elif are_late:
+            raise OSError(
+                "its dictionaries change between record batches; write it as an Arrow file, with a footer"
+            )
+        else:
+            head = bytes(shard.read(0, batches[0].start))
         schema = pa.ipc.open_stream(_stream(head)).schema
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
         nbytes = np.array([_decoded_bytes(schema, m) for m in batches], dtype=np.int64)
+        if _has_views(schema, columns):
+            nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        return Scan(schema, rows, starts, ends, nbytes, check)
+        nulls = _null_counts(plain_schema(schema), columns, batches)
+        return Scan(schema, rows, starts, ends, nbytes, check, tail, nulls=nulls)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        head = self._heads.read(shard, shard.head)
+        head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
         path = shard.local
         if path is None:
             content = shard.read(place.start, place.end)
@@ -180,11 +200,7 @@ class _Table:
 
 def _listed(shard: ShardAt) -> list[_Message]:
     """Of the file format, by its footer. The metadata of record batches is read for their rows."""
-    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
-    if end[4:] != _MAGIC:
-        raise OSError("it does not end as an Arrow file does; it was cut off")
-    length = int.from_bytes(end[:4], "little")
-    footer = _Table.root(bytes(shard.read(shard.size - 10 - length, shard.size - 10)), 0)
+    footer = _Table.root(_footer(shard), 0)
     places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
     places += [(_BATCH, *block) for block in footer.blocks(3)]
 
@@ -196,6 +212,41 @@ def _listed(shard: ShardAt) -> list[_Message]:
 
     with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
         return list(pool.map(message, places))
+
+
+def _footer(shard: ShardAt) -> bytes:
+    """Of the file format: a flatbuffer."""
+    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
+    if end[4:] != _MAGIC:
+        raise OSError("it does not end as an Arrow file does; it was cut off")
+    length = int.from_bytes(end[:4], "little")
+    if length > shard.size - 10:
+        raise OSError(f"its footer would be {length} bytes long, longer than itself")
+    return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
+
+
+def _head_of_footer(shard: ShardAt) -> bytes:
+    """The messages that a stream would begin with: the schema that the footer has, and the dictionaries."""
+    content = _footer(shard)
+    footer = _Table.root(content, 0)
+    schema = _HEADER_BYTES + footer.table(1).at
+    # A Message: where its table is; the places of version, type and header in it; the table; then the whole footer, into
+    # which the header points.
+    message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
+    message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
+    message += content + bytes(-len(content) % 8)
+    places = [(at, at + metadata + body) for at, metadata, body in footer.blocks(2)]
+    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
+    return b"".join([_CONTINUES, pack("<I", len(message)), message, *dictionaries])
+
+
+def refuse_old_feather(name: str, first: bytes) -> None:
+    """`first`: the file's first bytes. Raises DataError."""
+    if first[:4] == _OLD_FEATHER:
+        raise DataError(
+            f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again as version 2 "
+            "(`pyarrow.feather.write_feather(pyarrow.feather.read_table(path), new_path)`)"
+        )
 
 
 def _walked(shard: ShardAt) -> Iterator[_Message]:
@@ -221,10 +272,11 @@ def _walked(shard: ShardAt) -> Iterator[_Message]:
 
 
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
-    """A record batch's columns `names`; nothing is copied that is not compressed, packed or in dictionaries."""
+    """Those of the columns `names` that a record batch has; nothing is copied that is not compressed, packed or in dictionaries."""
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(_stream(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
+    names = [name for name in names if name in schema.names]
     message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
@@ -245,6 +297,12 @@ def _has_dictionaries(schema: pa.Schema) -> bool:
     return any(pa.types.is_dictionary(kind) for kind in kinds)
 
 
+def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
+    read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
+    kinds = [kind for field in read for kind in _node_types(field.type)]
+    return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
+
+
 def _messages(head: bytes) -> bytes:
     return head[8:] if head[:6] == _MAGIC else head
 
@@ -262,6 +320,34 @@ def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
         size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
+
+
+def _null_counts(
+    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
+) -> dict[str, int]:
+    """Of the leaves of `columns`, as the field nodes have them; of a list or a struct and what is in it, the most."""
+    nodes = list(_leaf_nodes(schema))
+    wanted, counts = {leaf.name for leaf in leaves(schema, columns)}, Counter[str]()
+    for message in batches:
+        found = [nulls for _, nulls in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        for name, numbers in nodes:
+            if name in wanted and numbers[-1] < len(found):
+                counts[name] += max(found[number] for number in numbers)
+    return dict(+counts)
+
+
+def _leaf_nodes(
+    fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each leaf with the numbers of its field nodes and of those of the structs that it lies in."""
+    for field in fields:
+        stop = first + sum(1 for _ in _node_types(field.type))
+        name = prefix + field.name
+        if pa.types.is_struct(field.type):
+            yield from _leaf_nodes(field.type, f"{name}.", (*above, first), first + 1)
+        else:
+            yield name, (*above, *range(first, stop))
+        first = stop
 
 
 def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:

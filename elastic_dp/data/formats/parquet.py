@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.encryption import (
+    encrypted_chunks,
+    refuse_encrypted_columns,
+    refuse_encrypted_footer,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
-from elastic_dp.data.schema import is_text, same
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.schema import is_text, leaves
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
@@ -42,7 +48,7 @@ class Parquet:
     # Arrow's buffers of lists and texts grow by doubling, and those before are there until its allocator gives them back:
     # measured with pyarrow 26 up to 2.2 times, for lengths just above a power of two.
     growth = 2.25
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,20 +60,23 @@ class Parquet:
         tail = _read_tail(shard)
         footer = _parse(tail)
         refuse_what_ends_the_process(tail, footer)
-        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         wanted = chunk_numbers(footer, columns)
+        refuse_encrypted_columns(shard.name, footer, encrypted_chunks(footer, tail), wanted)
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
         nbytes = [decoded_bytes(footer, group, wanted) for group in groups]
+        schema = footer.schema.to_arrow_schema()
         return Scan(
-            schema=footer.schema.to_arrow_schema(),
+            schema=schema,
             rows=np.array([group.num_rows for group in groups], dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             ends=np.array(ends, dtype=np.int64),
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
+            nulls=null_counts(footer, groups, schema, columns),
             # What the index keeps is as good as the shard's own only where each read asks for the same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
@@ -78,11 +87,15 @@ class Parquet:
         held = _Held(shard)
         footer = self._footer(shard, place, held, None).metadata
         group = footer.row_group(place.group)
-        held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, leaves)])
+
+        def fetch(columns: list[str]) -> None:
+            held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
+
+        fetch(leaves)
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return checked(file.read_row_group(place.group, columns=leaves, use_threads=False))
+        return checked(_read_group(file, place.group, leaves, fetch))
 
     def close(self) -> None:
         with self._lock:
@@ -98,7 +111,7 @@ class Parquet:
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return checked(file.read_row_group(place.group, columns=leaves, use_threads=False))
+            return checked(_read_group(file, place.group, leaves))
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -228,9 +241,37 @@ class _Held:
         self.closed = True
 
 
+def _read_group(
+    file: pq.ParquetFile,
+    number: int,
+    leaves: list[str],
+    fetch: Callable[[list[str]], None] = lambda columns: None,
+) -> pa.Table:
+    """Arrow reads no part of a struct that is an extension type registered in this process; then all of it is read."""
+    try:
+        return file.read_row_group(number, columns=leaves, use_threads=False)
+    except pa.ArrowInvalid:
+        whole = list(_extension_structs(file.schema_arrow))
+        each = (next((n for n in whole if leaf.startswith(n + ".")), leaf) for leaf in leaves)
+        columns = list(dict.fromkeys(each))
+        if columns == leaves:
+            raise
+        fetch(columns)
+        return file.read_row_group(number, columns=columns, use_threads=False)
+
+
+def _extension_structs(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[str]:
+    for each in fields:
+        if isinstance(each.type, pa.BaseExtensionType):
+            yield prefix + each.name
+        elif pa.types.is_struct(each.type):
+            yield from _extension_structs(each.type, f"{prefix}{each.name}.")
+
+
 def _read_tail(shard: ShardAt) -> memoryview:
     """The footer with its length and magic."""
     end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
+    refuse_encrypted_footer(shard.name, end)
     if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
         raise OSError("it does not end as a Parquet file does; it was cut off, or is not one")
     length = int.from_bytes(end[-8:-4], "little") + 8
@@ -245,13 +286,20 @@ def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
 
 
-def read_footer(file: Any) -> pq.FileMetaData:
-    """Of an open file. Raises OSError where asking about its column chunks would end the process."""
-    footer = pq.read_metadata(file)
-    size = file.seek(0, os.SEEK_END)
-    file.seek((file.tell() if size is None else size) - 8 - footer.serialized_size)
-    refuse_what_ends_the_process(file.read(footer.serialized_size), footer)
-    return footer
+def open_footer(
+    raw: Any, name: str, columns: Sequence[str] | None
+) -> tuple[pq.FileMetaData, frozenset[int]]:
+    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
+    raw.seek(-8, os.SEEK_END)
+    end = raw.read(8)
+    refuse_encrypted_footer(name, end)
+    footer = pq.read_metadata(raw)
+    size = 8 + int.from_bytes(end[:4], "little")
+    raw.seek(-size, os.SEEK_END)
+    refuse_what_ends_the_process(raw.read(size), footer)
+    encrypted = encrypted_chunks(footer, end)
+    refuse_encrypted_columns(name, footer, encrypted, chunk_numbers(footer, columns))
+    return footer, encrypted
 
 
 def checked(table: pa.Table) -> pa.Table:
@@ -279,6 +327,46 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
     wanted = tuple(columns)
     inside = tuple(name + "." for name in wanted)
     return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
+
+
+def null_counts(
+    footer: pq.FileMetaData, groups: list[Any], schema: pa.Schema, columns: Sequence[str] | None
+) -> dict[str, int]:
+    """Of the leaves of `columns`, by statistics. Lists of any length are left out: their empty ones are counted, too."""
+    fields = plain_schema(schema)
+    wanted, counts = {leaf.name for leaf in leaves(fields, columns)}, dict[str, int]()
+    number = 0
+    for leaf in leaves(fields):
+        here, number = number, number + _num_chunks(leaf.type)
+        if leaf.name not in wanted or _has_lengths(leaf.type) or number > footer.num_columns:
+            continue
+        if footer.schema.column(here).max_definition_level == 0:
+            continue
+        if pa.types.is_null(leaf.type):  # has no statistics
+            counts[leaf.name] = footer.num_rows
+            continue
+        chunks = [group.column(here) for group in groups]
+        found = [c.statistics.null_count for c in chunks if c.is_stats_set]
+        if total := sum(count for count in found if count is not None):
+            counts[leaf.name] = total
+    return counts
+
+
+def _num_chunks(kind: pa.DataType) -> int:
+    """How many columns of Parquet a column of Arrow is."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind) or kind.num_fields == 0:
+        return 1
+    return sum(_num_chunks(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _has_lengths(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_fixed_size_list(kind):
+        return kind.list_size == 0 or _has_lengths(kind.value_type)
+    return kind.num_fields > 0
 
 
 def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:

@@ -1,0 +1,160 @@
+"""Nulls, which no tensor has: counted when a data set is opened, refused by name, or filled where the job says so.
+
+The shards' own counts are used: footers of Parquet, messages of Arrow, the one scan of the other formats. Where there
+are none (Parquet without statistics, and its lists, of which it counts the empty ones, too) nulls are found when the row
+group is read, and refused in the same words. Text and objects (schema.py) have nulls: they are None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from elastic_dp.data.kinds import type_name
+from elastic_dp.data.schema import is_object, is_text, is_time, plain_type
+from elastic_dp.errors import DataError
+
+WAYS_OUT = (
+    "give a value for them by DataConfig.fill_nulls, fill them in the shards, or leave the column out by "
+    "DataConfig.columns"
+)
+NULL_LISTS_WAYS_OUT = "write an empty list for each of them in the shards, or leave the column out by DataConfig.columns"
+
+
+class Nulls:
+    """Of one data set, shard by shard."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}  # by column: how many, and the first shard
+        self._lacking: dict[str, str] = {}  # by column: the first shard that lacks it
+
+    def add(self, shard: str, nulls: Mapping[str, int]) -> None:
+        for name, count in nulls.items():
+            if count:
+                before, first = self._found.get(name, (0, shard))
+                self._found[name] = before + count, first
+
+    def add_missing(self, absent: Iterable[tuple[str, str, int]]) -> None:
+        """(column, first shard, rows): of shards that lack a column, whose rows are null."""
+        for name, shard, rows in absent:
+            self._lacking.setdefault(name, shard)
+            self.add(shard, {name: rows})
+
+    def refused(self, leaf: pa.Field) -> str:
+        """What is wrong with a column that is not filled, "" if nothing is known to be."""
+        if leaf.name not in self._found or may_be_null(leaf.type) or pa.types.is_null(leaf.type):
+            return ""
+        count, shard = self._found[leaf.name]
+        lacking = self._lacking.get(leaf.name)
+        why = f" ({lacking} has no such column)" if lacking else ""
+        return (
+            f"column {leaf.name!r} ({type_name(leaf.type)}) holds {count} nulls, the first in {shard}{why}, which a tensor "
+            f"cannot; {WAYS_OUT}"
+        )
+
+
+def check_nulls(
+    nulls: Nulls, fills: Mapping[str, Any] | None, leaves: Sequence[pa.Field]
+) -> dict[str, Any]:
+    """The values that fill nulls, as the columns have them. Raises DataError where one does not fit its column, or where
+    a column has nulls and no value for them."""
+    kinds = {leaf.name: leaf.type for leaf in leaves}
+    if missing := [name for name in fills or () if name not in kinds]:
+        raise DataError(
+            f"DataConfig.fill_nulls: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
+        )
+    values = {name: _fitting(name, value, kinds[name]) for name, value in (fills or {}).items()}
+    for leaf in leaves:
+        if leaf.name not in values and (said := nulls.refused(leaf)):
+            raise DataError(said)
+    return values
+
+
+def may_be_null(kind: pa.DataType) -> bool:
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_text(plain) or is_object(plain)
+
+
+def count_nulls(array: Any) -> int:
+    """Also of items of lists."""
+    count = int(array.null_count)
+    kind = array.type
+    if _is_list(kind) or pa.types.is_fixed_size_list(kind):
+        chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+        count += sum(count_nulls(chunk.flatten()) for chunk in chunks)
+    return count
+
+
+def fill(array: pa.Array, value: Any) -> pa.Array:
+    """`value` for each null, and for each null item of lists. A list of no fixed size that is null stays so."""
+    return array if count_nulls(array) == 0 else _filled(array, value, None)
+
+
+def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> pa.Array:
+    """`rows`: those whose value does not count, since the list around it is null."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.wrap_array(_filled(array.storage, value, rows))
+    if _is_list(kind):
+        if array.null_count:
+            return array
+        offsets = array.offsets.to_numpy()
+        items = _filled(array.flatten(), value, None)
+        return type(array).from_arrays(pa.array(offsets - offsets[0]), items, type=kind)
+    given = np.asarray(array.is_valid())
+    if rows is not None:
+        given = given & ~rows
+    if pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        items = array.values.slice(array.offset * size, len(array) * size)
+        items = _filled(items, value, np.repeat(~given, size))
+        return pa.FixedSizeListArray.from_arrays(items, type=kind)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        large = pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
+        return _filled(array.cast(large), value, rows).cast(kind)
+    return pc.if_else(pa.array(given), array, pa.scalar(value, kind))
+
+
+def _fitting(name: str, value: Any, kind: pa.DataType) -> Any:
+    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is."""
+    if is_object(kind):
+        raise DataError(
+            f"DataConfig.fill_nulls: column {name!r} is {type_name(kind)}, whose nulls are None; replace them in "
+            "DataConfig.transform or collate_fn"
+        )
+    inner = _item_type(kind)
+    try:
+        as_it_is = pa.scalar(value, inner).as_py()
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        as_it_is = None
+    if isinstance(value, bool) != pa.types.is_boolean(inner):
+        as_it_is = None
+    is_rounded = pa.types.is_floating(inner) and isinstance(value, float) and as_it_is is not None
+    if is_rounded and math.isinf(as_it_is) == math.isinf(value):
+        return as_it_is
+    if as_it_is is None or as_it_is != value:
+        raise DataError(
+            f"DataConfig.fill_nulls: {value!r} does not fit column {name!r}, which is {type_name(kind)}"
+        )
+    return as_it_is
+
+
+def _item_type(kind: pa.DataType) -> pa.DataType:
+    """Of the values that are filled."""
+    while True:
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        elif _is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        else:
+            return plain_type(kind) if is_time(kind) else kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
