@@ -100,6 +100,9 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
 
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         for name, metadata in zip(files.names, pool.map(footer, files.names), strict=True):
+            if not metadata.num_rows:  # training passes it over
+                found.shard_rows.append(0)
+                continue
             _take_schema(found, name, metadata.schema.to_arrow_schema(), wanted)
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
@@ -108,6 +111,9 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
                 _take_row_group(found, metadata.row_group(index))
                 size = decoded_bytes(metadata, metadata.row_group(index), numbers)
                 found.group_bytes.append(size)
+    if found.schema is None:
+        schema = footer(files.names[0]).schema.to_arrow_schema()
+        _take_schema(found, files.names[0], schema, wanted)
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)

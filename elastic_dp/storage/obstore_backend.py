@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Entry
+from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, Look
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
 _LISTED_AT_ONCE = 1000
 _WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known before
 # Requests of up to this many bytes share one client, with its connections and its limit of time; those of up to
@@ -55,6 +56,7 @@ class ObstoreBackend:
 
         self._obstore, self._make, self._stall_s = obstore, make, stall_s
         self.path, self.lists, self.creates_only = path, lists, lists
+        self.other: Callable[[], Backend] | None = None  # lists what obstore cannot
         self._clients: dict[tuple[int, bool], Any] = {}
         self._client(0)  # so that a bad option is an error now
 
@@ -65,6 +67,32 @@ class ObstoreBackend:
             return [_entry(meta) for meta in listed]
         stream = self._obstore.list(self._client(0), prefix, chunk_size=_LISTED_AT_ONCE)
         return [_entry(meta) for chunk in stream for meta in chunk]
+
+    def look(self, folder: str, deep: bool) -> Look:
+        try:
+            if deep:
+                return Look(self.find(folder, deep), [], {})
+            prefix = folder.strip("/") or None
+            found = self._obstore.list_with_delimiter(self._client(0), prefix)
+        except self._obstore.exceptions.InvalidPathError:
+            if self.other is None:
+                raise
+            return self._look_by_other(self.other(), folder, deep)
+        entries = [_entry(meta) for meta in found["objects"]]
+        return Look(entries, list(found["common_prefixes"]), {})
+
+    def _look_by_other(self, other: Backend, folder: str, deep: bool) -> Look:
+        """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b"). Those are unreadable."""
+        bucket = other.path[: len(other.path) - len(self.path)]
+        found = other.look(f"{bucket}{folder}", deep)
+        entries = [entry._replace(path=entry.path.removeprefix(bucket)) for entry in found.entries]
+        bad = [entry.path for entry in entries if not _is_path(entry.path)]
+        folders = [path.removeprefix(bucket) for path in found.folders]
+        return Look(
+            [entry for entry in entries if _is_path(entry.path)],
+            [path for path in folders if _is_path(path)],
+            {KEYS: bad} if bad else {},
+        )
 
     def stat(self, path: str) -> Entry:
         return _entry(self._obstore.head(self._client(0), path))
@@ -142,6 +170,10 @@ def open_obstore(
     return ObstoreBackend(
         lambda **kw: cls(bucket, config=config, **kw), path, lists=True, stall_s=stall_s
     )
+
+
+def _is_path(key: str) -> bool:
+    return not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _s3(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:

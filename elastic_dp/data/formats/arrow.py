@@ -57,7 +57,8 @@ class Arrow:
         messages = list(_listed(shard) if is_file else _walked(shard))
         batches = [message for message in messages if message.kind == _BATCH]
         if not batches:
-            raise OSError("it holds no record batch")
+            none = np.zeros(0, dtype=np.int64)
+            return Scan(pa.schema([]), none, none, none, none, check=0)
         dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
         if any(start > batches[0].start for start in dictionaries):
             raise OSError("its dictionaries change between record batches; write it with one")

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.data.schema import top_level
-from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -66,10 +65,8 @@ def scan_rows(
         wanted = top_level(table.schema, columns)
         decoded = sum(table.column(name).nbytes for name in wanted)
         found.append((table.num_rows, first, end, 2 * len(content) + decoded))
-    if schema is None:
-        raise DataError(f"{shard.name} holds no rows; remove it from the data set")
-    rows, starts, ends, nbytes = np.array(found, dtype=np.int64).T.copy()
-    return Scan(schema, rows, starts, ends, nbytes, check)
+    rows, starts, ends, nbytes = np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
+    return Scan(schema or pa.schema([]), rows, starts, ends, nbytes, check)
 
 
 def cut(shard: ShardAt, start: int, last_row_end: LastRowEnd) -> Iterator[tuple[int, int, bytes]]:
@@ -96,5 +93,5 @@ def without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _codec(shard: ShardAt) -> str | None:
-    lower = shard.path.lower().split("?", 1)[0]
+    lower = shard.name.lower()  # which has no query
     return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)
