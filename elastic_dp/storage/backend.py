@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+ODD_KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
 SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily it moves
 
 

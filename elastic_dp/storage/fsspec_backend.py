@@ -16,7 +16,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Entry, Look
+from elastic_dp.storage.backend import ODD_KEYS, SLOWEST_BYTES_PER_S, Entry, Look
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -58,18 +58,20 @@ class FsspecBackend:
         found = self._system.find(
             folder, maxdepth=depth, withdirs=not deep, detail=True, **self._limit(0)
         )
-        entries, folders = [], []
+        look = Look([], [], {})
         for path, info in found.items():
-            inside = path.removeprefix(folder).strip("/")
+            inside = path.removeprefix(folder).removeprefix("/")
             if not inside or path.endswith("/"):
                 continue  # the folder itself, or the object that stands for one
             if not deep and "/" in inside:
                 continue  # some file systems know no depth
-            if info["type"] != "directory":
-                entries.append(_entry(path, info))
+            if any(part in ("", ".", "..") for part in inside.split("/")):
+                look.unreadable.setdefault(ODD_KEYS, []).append(path)
+            elif info["type"] != "directory":
+                look.entries.append(_entry(path, info))
             else:
-                folders.append(path)
-        return Look(entries, folders, {})
+                look.folders.append(path)
+        return look
 
     def stat(self, path: str) -> Entry:
         self._system.invalidate_cache()

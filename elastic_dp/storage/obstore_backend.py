@@ -21,7 +21,6 @@ from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, Look
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
 _LISTED_AT_ONCE = 1000
 _WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known before
 # Requests of up to this many bytes share one client, with its connections and its limit of time; those of up to
@@ -82,17 +81,16 @@ class ObstoreBackend:
         return Look(entries, list(found["common_prefixes"]), {})
 
     def _look_by_other(self, other: Backend, folder: str, deep: bool) -> Look:
-        """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b"). Those are unreadable."""
+        """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b")."""
         bucket = other.path[: len(other.path) - len(self.path)]
         found = other.look(f"{bucket}{folder}", deep)
         entries = [entry._replace(path=entry.path.removeprefix(bucket)) for entry in found.entries]
-        bad = [entry.path for entry in entries if not _is_path(entry.path)]
         folders = [path.removeprefix(bucket) for path in found.folders]
-        return Look(
-            [entry for entry in entries if _is_path(entry.path)],
-            [path for path in folders if _is_path(path)],
-            {KEYS: bad} if bad else {},
-        )
+        unreadable = {
+            reason: [path.removeprefix(bucket) for path in paths]
+            for reason, paths in found.unreadable.items()
+        }
+        return Look(entries, folders, unreadable)
 
     def stat(self, path: str) -> Entry:
         return _entry(self._obstore.head(self._client(0), path))
@@ -170,10 +168,6 @@ def open_obstore(
     return ObstoreBackend(
         lambda **kw: cls(bucket, config=config, **kw), path, lists=True, stall_s=stall_s
     )
-
-
-def _is_path(key: str) -> bool:
-    return not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _s3(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
