@@ -138,10 +138,8 @@ def _no_rows(survey: Survey, _: Shape) -> Iterator[Finding]:
         return
     empty = [n for n, rows in zip(survey.names, survey.shard_rows, strict=True) if not rows]
     if empty:
-        says = f"{len(empty)} of {len(survey.names)} shards hold no row: {_some(empty)}"
-        yield Finding(
-            "empty_shards", "refused", says, "remove them: a lost upload looks like this too"
-        )
+        says = f"{len(empty)} of {len(survey.names)} shards hold no row, and are passed over: {_some(empty)}"
+        yield Finding("empty_shards", "slow", says, "remove them")
 
 
 def _no_tensor(survey: Survey, _: Shape) -> Iterator[Finding]:

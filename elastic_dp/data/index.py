@@ -26,21 +26,27 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.data.kinds import type_name
-from elastic_dp.data.listing import Listed, list_shards, prefix_of
+from elastic_dp.data.listing import Listed, list_shards, prefix_of, said_twice
 from elastic_dp.data.nulls import Nulls, check_nulls
 from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
-from elastic_dp.storage import Store
+from elastic_dp.storage import Store, redact_url
 
 FOOTERS_IN_FLIGHT = 32
 SCANS_IN_FLIGHT = 8
 # In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
+
+_NAMED = 3
+_MAY_BE_BLANK = (Csv, JsonLines)  # a file of no row may have no byte
 
 _log = logging.getLogger(__name__)
 
@@ -187,15 +193,18 @@ def read_index(
 ) -> Index:
     """Lists the shards and reads their footers, or scans them where their format has none.
 
-    `say` is told of a scan before it starts. Raises DataError if there is nothing that can be trained on, or if
-    one shard cannot be read: `on_bad_shard` is for what goes bad later. Raises StorageError if the store refuses,
-    or is away for `timeout_s`.
+    `say` is told of a scan before it starts. Shards without a row are left out, and said. Raises DataError if there is
+    nothing that can be trained on, or if one shard cannot be read: `on_bad_shard` is for what goes bad later. Raises
+    StorageError if the store refuses, or is away for `timeout_s`.
     """
     weights = config.url if isinstance(config.url, Mapping) else None
     sources = _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
+    if twice := said_twice((s.store, s.listed, s.prefix) for s in sources):
+        _log.warning("%s", twice)
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
+    empty: list[list[str]] = [[] for _ in sources]
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -204,9 +213,13 @@ def read_index(
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
         shown = sources[number].prefix + name
+        if not scan.rows.sum():  # as Spark writes a partition without a row
+            empty[number].append(shown)
+            continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
         nulls.add(shown, scan.nulls)
         build.add(name, entry.size, entry.version, scan, kind)
+    _pass_over(config, sources, empty)
     leaves = columns.leaves()
     nulls.add_missing(columns.absent())
     return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
@@ -319,9 +332,10 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[_Opened]:
     def open_one(url: str) -> _Opened:
         store = Store(url, config.storage_options, timeout_s=timeout_s)
         listed = list_shards(config, url, store)
-        if listed.skipped:
-            said = skipped_words(listed.skipped)
-            _log.warning("DataConfig.url: not read at %s, since no shards: %s", store.url, said)
+        for remark in listed.remarks:
+            _log.warning("%s", remark)
+        if listed.skipped and not listed.remarks:
+            _log.info("not read at %s: %s", store.url, skipped_words(listed.skipped))
         prefix = prefix_of(url, listed.is_file) if len(config.urls) > 1 else ""
         return _Opened(store, listed, FORMATS[listed.format](), prefix)
 
@@ -358,8 +372,11 @@ def _scan_all(sources: list[_Opened], config: DataConfig) -> Iterator[tuple[int,
 
 
 def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
-    if shard.size == 0:
-        raise DataError(f"{shard.name} is empty (0 bytes); remove it from the data set")
+    if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
+        raise DataError(
+            f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it was lost; write it again, or "
+            "remove it from the data set"
+        )
     try:
         found = chosen.scan(shard, config.columns)
     except ElasticError:
@@ -367,9 +384,24 @@ def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
     except Exception as error:  # a decoder may raise anything at bytes that are not its own
         what = "scan" if chosen.scans_content else "read the footer of"
         raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
-    if found.rows.sum() == 0:
-        raise DataError(f"{shard.name} holds no rows; remove it from the data set")
     return found
+
+
+def _pass_over(config: DataConfig, sources: list[_Opened], empty: list[list[str]]) -> None:
+    """Raises DataError where nothing is left: of a source with a weight, or else of all."""
+    every = range(len(sources))
+    for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
+        if all(len(empty[n]) == len(sources[n].listed.entries) for n in part):
+            names = [name for n in part for name in empty[n]]
+            url = redact_url(config.urls[part[0]])
+            raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {_some(names)}")
+    if names := [name for of_source in empty for name in of_source]:
+        shards = "1 shard holds" if len(names) == 1 else f"{len(names):,} shards hold"
+        _log.warning("DataConfig.url: %s no row and add nothing: %s", shards, _some(names))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
 
 
 def _announce(source: _Opened, say: Callable[[str], None]) -> None:

@@ -108,6 +108,9 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = pool.map(footer, files.names)
         for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
+            if not metadata.num_rows:  # training passes it over
+                found.shard_rows.append(0)
+                continue
             schema = metadata.schema.to_arrow_schema()
             _take_schema(found, name, schema, wanted, metadata.num_rows)
             found.footer_bytes += metadata.serialized_size
@@ -119,6 +122,9 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
                 with reading(name):
                     _take_row_group(found, group, encrypted)
                 found.group_bytes.append(decoded_bytes(metadata, group, numbers))
+    if found.schema is None:
+        schema = footer(files.names[0])[0].schema.to_arrow_schema()
+        _take_schema(found, files.names[0], schema, wanted, 0)
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)

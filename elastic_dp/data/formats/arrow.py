@@ -67,7 +67,8 @@ class Arrow:
         messages = list(_listed(shard) if is_file else _walked(shard))
         batches = [message for message in messages if message.kind == _BATCH]
         if not batches:
-            raise OSError("it holds no record batch")
+            none = np.zeros(0, dtype=np.int64)
+            return Scan(pa.schema([]), none, none, none, none, check=0)
         dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
         are_late = any(start > batches[0].start for start in dictionaries)
         if is_file and (are_late or first[8:] != _CONTINUES):

@@ -41,7 +41,7 @@ class Csv:
         self._heads = Heads()
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        header = b"" if is_compressed(shard) else _read_header(shard)
+        header = b"" if is_compressed(shard) or not shard.size else _read_header(shard)
 
         def parse(content: bytes) -> pa.Table:
             return _parse(header + content)

@@ -43,7 +43,7 @@ _DICTIONARY_FACTOR = 4  # how often a text of a dictionary is thought to be repe
 
 class Parquet:
     name = "parquet"
-    endings: tuple[str, ...] = (".parquet", ".pq")
+    endings: tuple[str, ...] = (".parquet", ".pq", ".parq")
     scans_content = False
     # Arrow's buffers of lists and texts grow by doubling, and those before are there until its allocator gives them back:
     # measured with pyarrow 26 up to 2.2 times, for lengths just above a power of two.

@@ -16,7 +16,6 @@ import pyarrow as pa
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.data.nulls import count_nulls
 from elastic_dp.data.schema import leaves, top_level
-from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -72,9 +71,8 @@ def scan_rows(
         for name, column in flat_columns(table.select(wanted)):
             nulls[name] += count_nulls(column)
             given[name] += table.num_rows
-    if schema is None:
-        raise DataError(f"{shard.name} holds no rows; remove it from the data set")
-    rows, starts, ends, nbytes = np.array(found, dtype=np.int64).T.copy()
+    rows, starts, ends, nbytes = np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
+    schema = schema or pa.schema([])
     for leaf in leaves(schema, columns):
         nulls[leaf.name] += int(rows.sum()) - given[leaf.name]
     return Scan(schema, rows, starts, ends, nbytes, check, nulls=dict(+nulls))
@@ -111,5 +109,5 @@ def without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _codec(shard: ShardAt) -> str | None:
-    lower = shard.path.lower().split("?", 1)[0]
+    lower = shard.name.lower()  # which has no query
     return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)
