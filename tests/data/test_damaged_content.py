@@ -60,6 +60,10 @@ def unknown(codec) -> None:
     codec[1] = -7
 
 
+def fewer(count) -> None:
+    count[1] = 2
+
+
 def negative(count) -> None:
     count[1] = -3
 
@@ -71,6 +75,7 @@ def negative(count) -> None:
         (12, short_bound, "a bound of 1 bytes, and is DOUBLE"),
         (4, unknown, "the unknown compression -7"),
         (5, negative, "-3 values or bytes"),
+        (5, fewer, "2 values for 3 rows"),
     ],
 )
 def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(
@@ -129,6 +134,22 @@ def test_json_text_that_is_not_utf8_is_refused(tmp_path):
         read_index(config(tmp_path))
     with pytest.raises(DataError, match=r"a\.jsonl.*UTF8"):
         convert(str(tmp_path), str(tmp_path / "to"))
+
+
+@pytest.mark.parametrize("content", [b'null\n{"a": 1}', b'{"a": 1}\n \n null', b'{"a": 1}null\n'])
+def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(content + b"\n")
+    with pytest.raises(DataError, match=r"a\.jsonl.*a line holds a null"):
+        read_index(config(tmp_path))
+    with pytest.raises(DataError, match=r"a\.jsonl.*a line holds a null"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"a": "} null"}{"a": "b"}\n{"a": null}\n{"a": "\xc2\xbf null"}'
+    )
+    assert read_index(config(tmp_path)).num_rows == 4
 
 
 def test_column_name_that_is_not_utf8_is_refused(tmp_path):

@@ -462,7 +462,7 @@ def datasets_jsonl(folder):
     return of_datasets(dataset())
 
 
-@refuses("datasets", "`DatasetDict.save_to_disk`: splits", "train")
+@refuses("datasets", "`DatasetDict.save_to_disk`: splits", "**/*.arrow")
 def datasets_splits(folder):
     datasets.DatasetDict({"train": dataset(), "test": dataset()}).save_to_disk(folder / "d")
     return At(folder / "d")
@@ -622,7 +622,7 @@ def spark_empty_parts(folder):
     return {"id": IDS, "s": [str(i) for i in IDS]}
 
 
-@refuses("Spark", "nothing but parts without rows", "no rows", converts=True)
+@refuses("Spark", "nothing but parts without rows", "holds a row")
 def spark_all_empty(folder):
     spark(folder, [[], []])
 

@@ -38,7 +38,7 @@ def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaDa
                     f"row group {number} has {len(chunks)} columns, and its schema {len(leaves)}"
                 )
             for chunk, leaf, fact in zip(chunks, leaves, facts, strict=True):
-                if said := _amiss(chunk.get(3), *fact):
+                if said := _amiss(chunk.get(3), group.get(3, 0), *fact):
                     raise OSError(
                         f"its footer contradicts itself: column {leaf.path!r} of row group {number} has {said}"
                     )
@@ -47,11 +47,16 @@ def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaDa
 
 
 def _amiss(
-    facts: dict[int, Any] | None, physical: str, length: int, repetition: int, definition: int
+    facts: dict[int, Any] | None,
+    rows: int,
+    physical: str,
+    length: int,
+    repetition: int,
+    definition: int,
 ) -> str:
     """ "" where nothing is."""
     if facts is None:
-        return "" if physical else "no metadata"
+        return ""  # it is encrypted: see encryption.py
     kind = facts.get(1, -1)
     if not 0 <= kind < len(_TYPES) or _TYPES[kind] != physical:
         return f"the type {kind}, and {physical} in the schema"
@@ -60,6 +65,9 @@ def _amiss(
     for field in (5, 6, 7):  # values, bytes decompressed, bytes compressed
         if not 0 <= facts.get(field, 0) <= _MOST:
             return f"{facts[field]} values or bytes"
+    values = facts.get(5, 0)
+    if values < rows or (values > rows and not repetition):
+        return f"{values} values for {rows} rows"  # some of them would be left out
     if sizes := facts.get(16):
         for field, level in ((2, repetition), (3, definition)):
             if (count := len(sizes.get(field, ()))) not in (0, level + 1):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from elastic_dp.data.kinds import cast, plain
 from elastic_dp.data.schema import refuse_names_that_are_no_text
 from elastic_dp.errors import DataError
 
@@ -52,13 +53,13 @@ def plain_batch(batch: pa.RecordBatch, schema: pa.Schema, where: str) -> pa.Reco
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
-        return kind.value_type
+        return plain(kind.value_type)
     return pa.binary() if _is_image(kind) else kind
 
 
 def _plain_column(column: pa.Array, field: pa.Field, where: str) -> pa.Array:
     if pa.types.is_dictionary(column.type):
-        return column.dictionary_decode()
+        return cast(pa.chunked_array([column]), field.type).chunk(0)
     if not _is_image(column.type):
         return column
     content = column.flatten()[column.type.get_field_index("bytes")]
