@@ -276,7 +276,8 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(_stream(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
-    names = [name for name in names if name in schema.names]
+    there = set(schema.names)
+    names = [name for name in names if name in there]
     message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
