@@ -71,7 +71,8 @@ def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Col
     if is_text(array.type):
         return array
     if is_object(array.type):
-        return array.cast(plain_type(array.type))
+        plain = plain_type(array.type)
+        return array if plain.equals(array.type) else array.cast(plain)
     return _values(array, where)
 
 

@@ -174,10 +174,14 @@ def is_time(kind: pa.DataType) -> bool:
     return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)
 
 
+def is_short_time(kind: pa.DataType) -> bool:
+    return is_time(kind) and kind.bit_width == 32
+
+
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """Without the kinds of which Python's objects would depend on what is installed, or that Arrow cannot pick rows of."""
     if is_time(kind):
-        return pa.int64() if kind.bit_width == 64 else pa.int32()
+        return pa.int32() if is_short_time(kind) else pa.int64()
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if pa.types.is_string_view(kind):

@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.schema import is_text, leaves, same
+from elastic_dp.data.schema import is_short_time, is_text, leaves, same
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
@@ -257,9 +257,11 @@ def _stream(head: bytes) -> pa.Buffer:
 def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
     """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of it."""
     size = message.end - message.start
+    kinds = [kind for field in schema for kind in _node_types(field.type)]
+    lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
+    made_anew = [made for field in schema for made in _made_anew(field.type)]
+    size += sum(made * n for made, (n, _) in zip(made_anew, lengths, strict=False))
     if message.is_compressed:
-        kinds = [kind for field in schema for kind in _node_types(field.type)]
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
         size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
@@ -303,10 +305,27 @@ def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
             yield from _node_types(kind.field(number).type)
 
 
+def _made_anew(kind: pa.DataType) -> list[int]:
+    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64, and so do offsets, which
+    are counted in lists of lists."""
+    nodes = list(_node_types(kind))
+    lists = [_is_list(node) for node in nodes]
+    return [8 * (is_short_time(n) or (lists[i] and sum(lists) > 1)) for i, n in enumerate(nodes)]
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_one(kind) for is_one in kinds)
+
+
 def _node_bytes(kind: pa.DataType, length: int) -> int:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
+    if (
+        pa.types.is_primitive(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_decimal(kind)
+    ):
         return length * max(8, kind.bit_width) // 8 + length // 8 + 64
     return 9 * length + 64  # offsets
 

@@ -31,6 +31,8 @@ FOOTER_BYTES_KEPT = 64 << 20  # as they are in the shards
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Of what is stored in fewer: dates and times of day are read as they are, and then become int64.
+_WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
 _DICTIONARY_FACTOR = 4  # how often a text of a dictionary is thought to be repeated
 
 
@@ -310,10 +312,9 @@ def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int
 
 
 def _value_bytes(chunk: pq.ColumnChunkMetaData, column: Any) -> int:
-    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        return int(chunk.num_values * column.length)
     if column.physical_type != "BYTE_ARRAY":
-        return int(chunk.num_values * _WIDTHS[column.physical_type])
+        width = _WIDTHS.get(column.physical_type) or column.length
+        return int(chunk.num_values * _WIDTHS_IN_MEMORY.get(column.logical_type.type, width))
     has_dictionary = any("DICTIONARY" in encoding for encoding in chunk.encodings)
     factor = _DICTIONARY_FACTOR if has_dictionary else 1
     return int(chunk.total_uncompressed_size * factor + 8 * chunk.num_values)
