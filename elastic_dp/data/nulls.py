@@ -8,7 +8,7 @@ group is read, and refused in the same words. Text and objects (schema.py) have 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,16 +50,27 @@ class Nulls:
 
 
 def check_nulls(
-    nulls: Nulls, fills: Mapping[str, Any] | None, leaves: Sequence[pa.Field]
+    nulls: Nulls,
+    fills: Mapping[str, Any] | None,
+    leaves: Iterable[pa.Field],
+    parameter: str = "DataConfig.fill_nulls",
 ) -> dict[str, Any]:
     """The values that fill nulls, as the columns have them. Raises DataError where one does not fit its column, or where
     a column has nulls and no value for them."""
     kinds = {leaf.name: leaf.type for leaf in leaves}
     if missing := [name for name in fills or () if name not in kinds]:
         raise DataError(
-            f"DataConfig.fill_nulls: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
+            f"{parameter}: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
         )
-    values = {name: _fitting(name, value, kinds[name]) for name, value in (fills or {}).items()}
+    values = {}
+    for name, value in (fills or {}).items():
+        if (fitting := _fitting(value, kinds[name])) is None:
+            nones = ", whose nulls are None: replace them in transform or collate_fn"
+            why = nones if is_object(kinds[name]) else ""
+            raise DataError(
+                f"{parameter}: {value!r} does not fit column {name!r}, which is {type_name(kinds[name])}{why}"
+            )
+        values[name] = fitting
     for leaf in leaves:
         if leaf.name not in values and (said := nulls.refused(leaf)):
             raise DataError(said)
@@ -111,28 +122,18 @@ def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> 
     return pc.if_else(pa.array(given), array, pa.scalar(value, kind))
 
 
-def _fitting(name: str, value: Any, kind: pa.DataType) -> Any:
-    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is."""
-    if is_object(kind):
-        raise DataError(
-            f"DataConfig.fill_nulls: column {name!r} is {type_name(kind)}, whose nulls are None; replace them in "
-            "DataConfig.transform or collate_fn"
-        )
+def _fitting(value: Any, kind: pa.DataType) -> Any:
+    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is, or None."""
     inner = _item_type(kind)
+    if is_object(kind) or isinstance(value, bool) != pa.types.is_boolean(inner):
+        return None
     try:
-        as_it_is = pa.scalar(value, inner).as_py()
+        here = pa.scalar(value, inner).as_py()
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        as_it_is = None
-    if isinstance(value, bool) != pa.types.is_boolean(inner):
-        as_it_is = None
-    is_rounded = pa.types.is_floating(inner) and isinstance(value, float) and as_it_is is not None
-    if is_rounded and math.isinf(as_it_is) == math.isinf(value):
-        return as_it_is
-    if as_it_is is None or as_it_is != value:
-        raise DataError(
-            f"DataConfig.fill_nulls: {value!r} does not fit column {name!r}, which is {type_name(kind)}"
-        )
-    return as_it_is
+        return None
+    if pa.types.is_floating(inner) and isinstance(value, float):
+        return here if math.isinf(here) == math.isinf(value) else None
+    return here if here == value else None
 
 
 def _item_type(kind: pa.DataType) -> pa.DataType:

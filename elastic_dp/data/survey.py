@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, null_counts
+from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, null_counts, num_chunks
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
@@ -109,26 +109,25 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
             found.nulls.add(name, null_counts(metadata, groups, schema, wanted))
             numbers = chunk_numbers(metadata, wanted)
+            owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
             for group in groups:
-                _take_row_group(found, group)
+                _take_row_group(found, group, owners)
                 found.group_bytes.append(decoded_bytes(metadata, group, numbers))
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)
 
 
-def _take_row_group(found: Survey, group: pq.RowGroupMetaData) -> None:
+def _take_row_group(found: Survey, group: pq.RowGroupMetaData, owners: list[str]) -> None:
+    """`owners`: the top-level column of each chunk."""
     found.group_rows.append(group.num_rows)
     by_name = {column.name: column for column in found.columns}
     for column in found.columns:
         for per_group in (column.stored, column.decoded, column.values):
             per_group.append(0)
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        path = chunk.path_in_schema
-        owner = by_name.get(path) or by_name.get(path.split(".")[0])
-        if owner is not None:
-            _take_chunk(owner, chunk)
+    for index, owner in enumerate(owners):
+        if owner in by_name:
+            _take_chunk(by_name[owner], group.column(index))
     for column in found.columns:
         if width := _width(column.type):
             column.decoded[-1] = group.num_rows * width

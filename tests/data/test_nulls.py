@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.cli import app
+from elastic_dp.data import convert, open_data, open_evaluation
 from elastic_dp.data.difference import difference
 from elastic_dp.data.index import read_index
 from elastic_dp.data.inspection import inspect
@@ -239,3 +241,49 @@ def test_a_data_set_with_other_values_for_nulls_is_another_one(tmp_path):
     assert difference(indexes[1], indexes[3]) == (
         "column 'x' was double, its nulls as 0.0, and is double, its nulls as nan"
     )
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_convert_writes_a_value_for_each_null(write, form, tmp_path):
+    (tmp_path / "raw").mkdir()
+    write(tmp_path / "raw", ROWS)
+    convert(
+        f"{tmp_path}/raw",
+        f"{tmp_path}/to",
+        format=form,
+        columns=COLUMNS,
+        fill_nulls={"x": math.nan, "n": -1},
+    )
+    columns, _ = opened(config(tmp_path / "to")).read(0)
+    assert np.isnan(columns["x"]).sum() == 6 and columns["x"][0] == 0.0
+    assert columns["n"].tolist() == [-1 if row["n"] is None else row["n"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("fills", "said"),
+    [
+        ({"z": 0}, r"^fill_nulls: no column 'z' is read, but 'x', 'n', 't', 'b'"),
+        ({"n": 0.5}, r"^fill_nulls: 0\.5 does not fit column 'n', which is int64"),
+    ],
+)
+def test_convert_refuses_a_value_that_does_not_fit(fills, said, tmp_path):
+    write_parquet(tmp_path, ROWS)
+    with pytest.raises(DataError, match=said):
+        convert(f"{tmp_path}/b.parquet", f"{tmp_path}/to", fill_nulls=fills)
+    assert not (tmp_path / "to").exists()
+
+
+def test_the_command_fills_nulls_by_column_and_value(tmp_path):
+    fills = ["x=NaN", "n=0", "t=no such"]
+    said = [word for each in fills for word in ("--fill-null", each)]
+    runner = CliRunner()
+    (tmp_path / "a.jsonl").write_text('{"x": 1.5, "n": 1, "t": "a"}\n{}\n')
+    done = runner.invoke(app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/to", *said])
+    assert done.exit_code == 0, done.output
+    rows = pq.read_table(tmp_path / "to").to_pylist()
+    assert repr(rows[1]) == "{'x': nan, 'n': 0, 't': 'no such'}"
+    done = runner.invoke(
+        app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/x", "--fill-null", "x"]
+    )
+    assert done.exit_code == 2 and "is not of the form COLUMN=VALUE" in done.output

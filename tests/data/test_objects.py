@@ -151,7 +151,9 @@ def test_a_null_time_is_filled_by_a_whole_number(tmp_path):
 def test_nulls_of_objects_are_none_and_not_filled(tmp_path):
     BINARY["parquet"](tmp_path / "a", TABLE)
     assert read(tmp_path, columns=["chat"])["chat"][5] is None
-    with pytest.raises(DataError, match=r"column 'words' is list<string>, whose nulls are None"):
+    with pytest.raises(
+        DataError, match=r"column 'words', which is list<string>, whose nulls are None"
+    ):
         read_index(config(tmp_path, fill_nulls={"words": ""}))
 
 

@@ -264,7 +264,7 @@ def null_counts(
     wanted, counts = {leaf.name for leaf in leaves(schema, columns)}, dict[str, int]()
     number = 0
     for leaf in leaves(schema):
-        here, number = number, number + _num_chunks(leaf.type)
+        here, number = number, number + num_chunks(leaf.type)
         if leaf.name not in wanted or _has_lengths(leaf.type) or number > footer.num_columns:
             continue
         if footer.schema.column(here).max_definition_level == 0:
@@ -276,13 +276,13 @@ def null_counts(
     return counts
 
 
-def _num_chunks(kind: pa.DataType) -> int:
+def num_chunks(kind: pa.DataType) -> int:
     """How many columns of Parquet a column of Arrow is."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_dictionary(kind) or kind.num_fields == 0:
         return 1
-    return sum(_num_chunks(kind.field(number).type) for number in range(kind.num_fields))
+    return sum(num_chunks(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _has_lengths(kind: pa.DataType) -> bool:
