@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_dp.data.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
-from elastic_dp.data.schema import is_object, is_text, is_time, plain_type, type_name
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type, type_name
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -78,7 +78,7 @@ def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Col
 
 def _values(array: pa.Array, where: str) -> Array | Lists:
     kind = array.type
-    if pa.types.is_fixed_size_list(kind) and _has_lengths(kind):
+    if pa.types.is_fixed_size_list(kind) and has_lengths(kind):
         _refuse_nulls(array, where)
         array = array.cast(pa.list_(kind.value_field))
     return _lists(array, where) if _is_list(array.type) else _numbers(array, where)
@@ -139,13 +139,6 @@ def _refuse_nulls(array: pa.Array, where: str) -> None:
         raise DataError(
             f"{where} holds {array.null_count} null(s), which a tensor cannot; {WAYS_OUT}"
         )
-
-
-def _has_lengths(kind: pa.DataType) -> bool:
-    """Whether there are lists of any length in lists of one length."""
-    while pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return _is_list(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -202,7 +202,7 @@ def read_index(
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
         columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
-        nulls.add(sources[number].prefix + name, scan.nulls)
+        nulls.add(sources[number].prefix + name, scan.nulls, scan.null_lists)
         build.add(name, entry.size, entry.version, scan)
     return build.finish(columns, check_nulls(nulls, config.fill_nulls, columns.leaves()))
 
@@ -230,7 +230,7 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b"", nulls={}))
+        self._scans.append(replace(scan, footer=b"", nulls={}, null_lists={}))
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from elastic_dp.data.schema import is_object, is_text, is_time, plain_type, type_name
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type, type_name
 from elastic_dp.errors import DataError
 
 WAYS_OUT = (
@@ -31,22 +31,29 @@ class Nulls:
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str]] = {}  # by column: how many, and the first shard
+        self._lists: dict[str, tuple[int, str]] = {}
 
-    def add(self, shard: str, nulls: Mapping[str, int]) -> None:
-        for name, count in nulls.items():
-            if count:
-                before, first = self._found.get(name, (0, shard))
-                self._found[name] = before + count, first
+    def add(self, shard: str, nulls: Mapping[str, int], null_lists: Mapping[str, int]) -> None:
+        for found, counts in (self._found, nulls), (self._lists, null_lists):
+            for name, count in counts.items():
+                if count:
+                    before, first = found.get(name, (0, shard))
+                    found[name] = before + count, first
 
-    def refused(self, leaf: pa.Field) -> str:
-        """What is wrong with a column that is not filled, "" if nothing is known to be."""
-        if leaf.name not in self._found or may_be_null(leaf.type):
+    def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
+        """What is wrong with a column, "" if nothing is known to be. No value fills a list of no fixed size."""
+        if may_be_null(leaf.type):
             return ""
-        count, shard = self._found[leaf.name]
-        return (
-            f"column {leaf.name!r} ({type_name(leaf.type)}) holds {count} nulls, the first in {shard}, which a tensor "
-            f"cannot; {WAYS_OUT}"
-        )
+        column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
+        if leaf.name in self._lists:
+            count, shard = self._lists[leaf.name]
+            return f"{column} {count} null lists, the first in {shard}; {NULL_LISTS_WAYS_OUT}"
+        if leaf.name in self._found and not filled:
+            count, shard = self._found[leaf.name]
+            return (
+                f"{column} {count} nulls, the first in {shard}, which a tensor cannot; {WAYS_OUT}"
+            )
+        return ""
 
 
 def check_nulls(
@@ -72,7 +79,7 @@ def check_nulls(
             )
         values[name] = fitting
     for leaf in leaves:
-        if leaf.name not in values and (said := nulls.refused(leaf)):
+        if said := nulls.refused(leaf, filled=leaf.name in values):
             raise DataError(said)
     return values
 
@@ -84,12 +91,21 @@ def may_be_null(kind: pa.DataType) -> bool:
 
 def count_nulls(array: Any) -> int:
     """Also of items of lists."""
-    count = int(array.null_count)
-    kind = array.type
-    if _is_list(kind) or pa.types.is_fixed_size_list(kind):
-        chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
-        count += sum(count_nulls(chunk.flatten()) for chunk in chunks)
-    return count
+    kind, count = array.type, int(array.null_count)
+    if not (_is_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return count
+    return count + sum(count_nulls(chunk.flatten()) for chunk in _chunks(array))
+
+
+def count_null_lists(array: Any) -> int:
+    """Those of them that no value fills."""
+    if not has_lengths(array.type):
+        return 0
+    return int(array.null_count) + sum(count_null_lists(c.flatten()) for c in _chunks(array))
+
+
+def _chunks(array: Any) -> list[pa.Array]:
+    return array.chunks if isinstance(array, pa.ChunkedArray) else [array]
 
 
 def fill(array: pa.Array, value: Any) -> pa.Array:

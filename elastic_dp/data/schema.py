@@ -169,6 +169,13 @@ def is_object(kind: pa.DataType) -> bool:
     return depth > 0 and (is_text(kind) or bool(pa.types.is_struct(kind)))
 
 
+def has_lengths(kind: pa.DataType) -> bool:
+    """Whether it is lists of any length, or has some in lists of one length."""
+    while pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return _is_list(kind)
+
+
 def is_time(kind: pa.DataType) -> bool:
     """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are stored."""
     return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)

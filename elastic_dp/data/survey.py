@@ -19,7 +19,7 @@ from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, null_c
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
-from elastic_dp.data.nulls import Nulls, count_nulls
+from elastic_dp.data.nulls import Nulls, count_null_lists, count_nulls
 from elastic_dp.data.schema import Columns, same, top_level
 from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
@@ -107,7 +107,7 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-            found.nulls.add(name, null_counts(metadata, groups, schema, wanted))
+            found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
             numbers = chunk_numbers(metadata, wanted)
             owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
             for group in groups:
@@ -170,8 +170,10 @@ def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
         if _is_list(array.type) and len(array.value_lengths().unique()) > 1:
             found.ragged.add(column.name)
     here = [column.name for column in found.columns if column.name in batch.schema.names]
-    each = flat_columns(pa.Table.from_batches([batch.select(here)]))
-    found.nulls.add(shard, {name: count_nulls(column) for name, column in each})
+    each = dict(flat_columns(pa.Table.from_batches([batch.select(here)])))
+    null_lists = {name: count_null_lists(column) for name, column in each.items()}
+    nulls = {name: count_nulls(column) for name, column in each.items()}
+    found.nulls.add(shard, nulls, null_lists)
 
 
 def _take_schema(found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None) -> None:

@@ -155,6 +155,27 @@ def test_a_list_that_may_be_empty_is_not_taken_for_one_with_nulls(tmp_path):
     assert "nulls" not in {finding.name for finding in inspect(str(tmp_path)).findings}
 
 
+@pytest.mark.parametrize("form", ["arrow file", "jsonl"])
+def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(form, tmp_path):
+    """Also where they are null because a line has no such key, or the struct around them is null."""
+    rows = [{"l": [1, None], "s": {"m": [[2]]}}] * 9 + [{"l": None, "s": None}] * 2
+    if form == "jsonl":
+        lines = [*rows[:9], {}, {"s": {"m": [None]}}]
+        (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    else:
+        write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=False)
+    for column, said in (
+        ("l", r"'l' \(list<int64>\) holds 2 null lists, the first in a\.\w+; write an empty list"),
+        (
+            "s",
+            r"'s\.m' \(list<list<int64>>\) holds 2 null lists, the first in a\.\w+; write an empty",
+        ),
+    ):
+        for fills in (None, {"l": 0}) if column == "l" else (None,):
+            with pytest.raises(DataError, match=said):
+                read_index(config(tmp_path, columns=[column], fill_nulls=fills))
+
+
 def test_inspect_counts_nulls_of_fields_of_structs(tmp_path):
     points = pa.array([{"x": 1.0, "y": None}, None, {"x": None, "y": 2}] * 8)
     pq.write_table(pa.table({"p": points}), tmp_path / "a.parquet")

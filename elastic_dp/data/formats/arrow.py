@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.schema import is_short_time, is_text, leaves, same
+from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, same
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
@@ -70,8 +70,8 @@ class Arrow:
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        nulls = _null_counts(schema, columns, batches)
-        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls)
+        nulls, null_lists = _null_counts(schema, columns, batches)
+        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, null_lists=null_lists)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         head = self._heads.read(shard, shard.head)
@@ -269,30 +269,34 @@ def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
 
 def _null_counts(
     schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
-) -> dict[str, int]:
-    """Of the leaves of `columns`, as the field nodes have them; of a list or a struct and what is in it, the most."""
-    nodes = list(_leaf_nodes(schema))
-    wanted, counts = {leaf.name for leaf in leaves(schema, columns)}, Counter[str]()
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the most."""
+    wanted = {leaf.name for leaf in leaves(schema, columns)}
+    nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
+    nulls, null_lists = Counter[str](), Counter[str]()
     for message in batches:
-        found = [nulls for _, nulls in _Table.root(message.metadata, 8).table(2).pairs(1)]
-        for name, numbers in nodes:
-            if name in wanted and numbers[-1] < len(found):
-                counts[name] += max(found[number] for number in numbers)
-    return dict(+counts)
+        found = [count for _, count in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        for name, lists, values in nodes:
+            nulls[name] += max((found[number] for number in values), default=0)
+            null_lists[name] += max((found[number] for number in lists), default=0)
+    return dict(+nulls), dict(+null_lists)
 
 
 def _leaf_nodes(
     fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each leaf with the numbers of its field nodes and of those of the structs that it lies in."""
+) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of which a null is a null
+    list, and the others."""
     for field in fields:
-        stop = first + sum(1 for _ in _node_types(field.type))
-        name = prefix + field.name
+        kinds = list(_node_types(field.type))
         if pa.types.is_struct(field.type):
-            yield from _leaf_nodes(field.type, f"{name}.", (*above, first), first + 1)
+            yield from _leaf_nodes(field.type, f"{prefix}{field.name}.", (*above, first), first + 1)
         else:
-            yield name, (*above, *range(first, stop))
-        first = stop
+            numbers = [*above, *range(first, first + len(kinds))]
+            lists = len(above) + sum(map(has_lengths, kinds))
+            lists = lists if has_lengths(field.type) else 0
+            yield prefix + field.name, numbers[:lists], numbers[lists:]
+        first += len(kinds)
 
 
 def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:

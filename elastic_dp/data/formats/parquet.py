@@ -265,7 +265,7 @@ def null_counts(
     number = 0
     for leaf in leaves(schema):
         here, number = number, number + num_chunks(leaf.type)
-        if leaf.name not in wanted or _has_lengths(leaf.type) or number > footer.num_columns:
+        if leaf.name not in wanted or _may_be_empty(leaf.type) or number > footer.num_columns:
             continue
         if footer.schema.column(here).max_definition_level == 0:
             continue
@@ -285,11 +285,12 @@ def num_chunks(kind: pa.DataType) -> int:
     return sum(num_chunks(kind.field(number).type) for number in range(kind.num_fields))
 
 
-def _has_lengths(kind: pa.DataType) -> bool:
+def _may_be_empty(kind: pa.DataType) -> bool:
+    """Whether there may be lists without items, which statistics count as nulls."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_fixed_size_list(kind):
-        return kind.list_size == 0 or _has_lengths(kind.value_type)
+        return kind.list_size == 0 or _may_be_empty(kind.value_type)
     return kind.num_fields > 0
 
 
