@@ -205,7 +205,7 @@ def read_index(
         name, entry = listed.name(shard), listed.entries[shard]
         shown = sources[number].prefix + name
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
-        nulls.add(shown, scan.nulls)
+        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
     leaves = columns.leaves()
     nulls.add_missing(columns.absent())
@@ -236,7 +236,7 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b"", nulls={}))
+        self._scans.append(replace(scan, footer=b"", nulls={}, null_lists={}))
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:

@@ -439,16 +439,25 @@ def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
     whole = pa.table({"x": [1, 2], "y": [0.5, 1.5], "at": [{"z": 1}, {"z": 2}]})
     lacks = pa.table({"x": [3], "y": pa.nulls(1)})
     write_all(tmp_path, whole, lacks)
-    said = (
-        r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has no such column\)"
-    )
+    said = r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has none of its values\)"
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path, fill_nulls={"y": 0.0}))
-    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet, "):
+    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet \("):
         read_index(config(tmp_path, columns=["y"]))
     rows, _ = rows_of(tmp_path, fill_nulls={"y": 0.0, "at.z": -1})
     assert rows[1:] == [{"x": 2, "y": 1.5, "at.z": 2}, {"x": 3, "y": 0.0, "at.z": -1}]
-    assert "1.parquet has no such column" in str(inspect(str(tmp_path)).findings)
+    assert "1.parquet has none of its values" in str(inspect(str(tmp_path)).findings)
+
+
+def test_a_list_that_some_shards_lack_is_refused_whatever_is_filled(tmp_path):
+    lists = pa.table({"x": [1], "l": [[1, 2]]})
+    for number, lacks in enumerate((pa.table({"x": [2]}), pa.table({"x": [2], "l": pa.nulls(1)}))):
+        write_all(tmp_path / str(number), lists, lacks)
+        said = (
+            r"'l' \(list<int64>\) holds 1 null lists, the first in 1.parquet \(1.parquet has none"
+        )
+        with pytest.raises(DataError, match=said):
+            read_index(config(tmp_path / str(number), fill_nulls={"l": 0}))
 
 
 def test_messages_whose_fields_differ_are_one_column(tmp_path):
