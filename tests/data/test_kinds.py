@@ -84,6 +84,18 @@ def test_strings_of_polars_are_trained_on(tmp_path):
     assert batch["kind"] == ["x", "y", "x", "z"]
 
 
+@pytest.mark.parametrize("to", ["parquet", "arrow"])
+def test_what_polars_and_duckdb_write_is_converted(to, tmp_path):
+    (tmp_path / "polars").mkdir()
+    frame().write_ipc(tmp_path / "polars" / "a.arrow")
+    (tmp_path / "duckdb").mkdir()
+    numbers = duckdb.sql("select json_object('a', i) as j from range(3) t(i)")
+    numbers.write_parquet(str(tmp_path / "duckdb" / "a.parquet"))
+    for name in ("polars", "duckdb"):
+        convert(str(tmp_path / name), str(tmp_path / f"{name}-{to}"), format=to)
+        assert rows_of(tmp_path / f"{name}-{to}")[0] == rows_of(tmp_path / name)[0]
+
+
 def test_feather_of_version_1_is_refused_by_name(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,6 +169,7 @@ NUMBERS = [
     ("int64", "double", None),
     ("uint64", "int64", None),
     ("bool", "int8", None),
+    ("timestamp[us]", "timestamp[ns]", None),
     ("string", "binary", None),
     ("string", "int64", None),
 ]
