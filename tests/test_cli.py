@@ -159,7 +159,7 @@ def test_shards_are_judged_as_training_judges_them(tmp_path):
     shard(folder, {"tokens": tokens(4096), "point": points, "more": range(4096)}, "b.parquet")
     said = str(found(folder, "no_tensor", "nulls"))
     assert (
-        "'more' (int64) holds 4096 nulls, the first in a.parquet (a.parquet has no such column)"
+        "'more' (int64) holds 4096 nulls, the first in a.parquet (a.parquet has none of its values)"
         in said
     )
     with pytest.raises(DataError, match=r"'point\.when' is null"):

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from elastic_dp.data.kinds import cast, storage_of, type_name
 from elastic_dp.data.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
-from elastic_dp.data.schema import is_object, is_text, is_time, plain_type
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -83,13 +83,14 @@ def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Col
     if is_text(array.type):
         return array
     if is_object(array.type):
-        return array.cast(plain_type(array.type))
+        plain = plain_type(array.type)
+        return array if plain.equals(array.type) else array.cast(plain)
     return _values(array, where)
 
 
 def _values(array: pa.Array, where: str) -> Array | Lists:
     kind = array.type
-    if pa.types.is_fixed_size_list(kind) and _has_lengths(kind):
+    if pa.types.is_fixed_size_list(kind) and has_lengths(kind):
         _refuse_nulls(array, where)
         array = array.cast(pa.list_(kind.value_field))
     return _lists(array, where) if _is_list(array.type) else _numbers(array, where)
@@ -150,13 +151,6 @@ def _refuse_nulls(array: pa.Array, where: str) -> None:
         raise DataError(
             f"{where} holds {array.null_count} null(s), which a tensor cannot; {WAYS_OUT}"
         )
-
-
-def _has_lengths(kind: pa.DataType) -> bool:
-    """Whether there are lists of any length in lists of one length."""
-    while pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return _is_list(kind)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -43,6 +43,7 @@ FOOTERS_IN_FLIGHT = 32
 SCANS_IN_FLIGHT = 8
 # In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
+_COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
 
 _NAMED = 3
@@ -217,7 +218,7 @@ def read_index(
             empty[number].append(shown)
             continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
-        nulls.add(shown, scan.nulls)
+        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
     _pass_over(config, sources, empty)
     leaves = columns.leaves()
@@ -249,7 +250,7 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b"", nulls={}))
+        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:

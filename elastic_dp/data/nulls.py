@@ -8,7 +8,7 @@ group is read, and refused in the same words. Text and objects (schema.py) have 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from elastic_dp.data.kinds import type_name
-from elastic_dp.data.schema import is_object, is_text, is_time, plain_type
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type
 from elastic_dp.errors import DataError
 
 WAYS_OUT = (
@@ -32,46 +32,63 @@ class Nulls:
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str]] = {}  # by column: how many, and the first shard
-        self._lacking: dict[str, str] = {}  # by column: the first shard that lacks it
+        self._lists: dict[str, tuple[int, str]] = {}
+        self._lacking: dict[str, str] = {}  # by column: the first shard that has none of its values
 
-    def add(self, shard: str, nulls: Mapping[str, int]) -> None:
-        for name, count in nulls.items():
-            if count:
-                before, first = self._found.get(name, (0, shard))
-                self._found[name] = before + count, first
+    def add(self, shard: str, nulls: Mapping[str, int], null_lists: Mapping[str, int]) -> None:
+        for found, counts in (self._found, nulls), (self._lists, null_lists):
+            for name, count in counts.items():
+                if count:
+                    before, first = found.get(name, (0, shard))
+                    found[name] = before + count, first
 
-    def add_missing(self, absent: Iterable[tuple[str, str, int]]) -> None:
-        """(column, first shard, rows): of shards that lack a column, whose rows are null."""
-        for name, shard, rows in absent:
-            self._lacking.setdefault(name, shard)
-            self.add(shard, {name: rows})
+    def add_missing(self, absent: Iterable[tuple[pa.Field, str, int]]) -> None:
+        """(column, first shard, rows): of shards that have none of its values."""
+        for leaf, shard, rows in absent:
+            self._lacking.setdefault(leaf.name, shard)
+            counts = {leaf.name: rows}
+            self.add(shard, *(({}, counts) if has_lengths(leaf.type) else (counts, {})))
 
-    def refused(self, leaf: pa.Field) -> str:
-        """What is wrong with a column that is not filled, "" if nothing is known to be."""
-        if leaf.name not in self._found or may_be_null(leaf.type) or pa.types.is_null(leaf.type):
+    def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
+        """What is wrong with a column, "" if nothing is known to be. No value fills a list of no fixed size."""
+        if may_be_null(leaf.type) or pa.types.is_null(leaf.type):
             return ""
-        count, shard = self._found[leaf.name]
+        column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
         lacking = self._lacking.get(leaf.name)
-        why = f" ({lacking} has no such column)" if lacking else ""
-        return (
-            f"column {leaf.name!r} ({type_name(leaf.type)}) holds {count} nulls, the first in {shard}{why}, which a tensor "
-            f"cannot; {WAYS_OUT}"
-        )
+        why = f" ({lacking} has none of its values)" if lacking else ""
+        if leaf.name in self._lists:
+            count, shard = self._lists[leaf.name]
+            return f"{column} {count} null lists, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
+        if leaf.name in self._found and not filled:
+            count, shard = self._found[leaf.name]
+            return f"{column} {count} nulls, the first in {shard}{why}, which a tensor cannot; {WAYS_OUT}"
+        return ""
 
 
 def check_nulls(
-    nulls: Nulls, fills: Mapping[str, Any] | None, leaves: Sequence[pa.Field]
+    nulls: Nulls,
+    fills: Mapping[str, Any] | None,
+    leaves: Iterable[pa.Field],
+    parameter: str = "DataConfig.fill_nulls",
 ) -> dict[str, Any]:
     """The values that fill nulls, as the columns have them. Raises DataError where one does not fit its column, or where
     a column has nulls and no value for them."""
     kinds = {leaf.name: leaf.type for leaf in leaves}
     if missing := [name for name in fills or () if name not in kinds]:
         raise DataError(
-            f"DataConfig.fill_nulls: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
+            f"{parameter}: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
         )
-    values = {name: _fitting(name, value, kinds[name]) for name, value in (fills or {}).items()}
+    values = {}
+    for name, value in (fills or {}).items():
+        if (fitting := _fitting(value, kinds[name])) is None:
+            nones = ", whose nulls are None: replace them in transform or collate_fn"
+            why = nones if is_object(kinds[name]) else ""
+            raise DataError(
+                f"{parameter}: {value!r} does not fit column {name!r}, which is {type_name(kinds[name])}{why}"
+            )
+        values[name] = fitting
     for leaf in leaves:
-        if leaf.name not in values and (said := nulls.refused(leaf)):
+        if said := nulls.refused(leaf, filled=leaf.name in values):
             raise DataError(said)
     return values
 
@@ -83,12 +100,21 @@ def may_be_null(kind: pa.DataType) -> bool:
 
 def count_nulls(array: Any) -> int:
     """Also of items of lists."""
-    count = int(array.null_count)
-    kind = array.type
-    if _is_list(kind) or pa.types.is_fixed_size_list(kind):
-        chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
-        count += sum(count_nulls(chunk.flatten()) for chunk in chunks)
-    return count
+    kind, count = array.type, int(array.null_count)
+    if not (_is_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return count
+    return count + sum(count_nulls(chunk.flatten()) for chunk in _chunks(array))
+
+
+def count_null_lists(array: Any) -> int:
+    """Those of them that no value fills."""
+    if not has_lengths(array.type):
+        return 0
+    return int(array.null_count) + sum(count_null_lists(c.flatten()) for c in _chunks(array))
+
+
+def _chunks(array: Any) -> list[pa.Array]:
+    return array.chunks if isinstance(array, pa.ChunkedArray) else [array]
 
 
 def fill(array: pa.Array, value: Any) -> pa.Array:
@@ -121,28 +147,18 @@ def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> 
     return pc.if_else(pa.array(given), array, pa.scalar(value, kind))
 
 
-def _fitting(name: str, value: Any, kind: pa.DataType) -> Any:
-    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is."""
-    if is_object(kind):
-        raise DataError(
-            f"DataConfig.fill_nulls: column {name!r} is {type_name(kind)}, whose nulls are None; replace them in "
-            "DataConfig.transform or collate_fn"
-        )
+def _fitting(value: Any, kind: pa.DataType) -> Any:
+    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is, or None."""
     inner = _item_type(kind)
+    if is_object(kind) or isinstance(value, bool) != pa.types.is_boolean(inner):
+        return None
     try:
-        as_it_is = pa.scalar(value, inner).as_py()
+        here = pa.scalar(value, inner).as_py()
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        as_it_is = None
-    if isinstance(value, bool) != pa.types.is_boolean(inner):
-        as_it_is = None
-    is_rounded = pa.types.is_floating(inner) and isinstance(value, float) and as_it_is is not None
-    if is_rounded and math.isinf(as_it_is) == math.isinf(value):
-        return as_it_is
-    if as_it_is is None or as_it_is != value:
-        raise DataError(
-            f"DataConfig.fill_nulls: {value!r} does not fit column {name!r}, which is {type_name(kind)}"
-        )
-    return as_it_is
+        return None
+    if pa.types.is_floating(inner) and isinstance(value, float):
+        return here if math.isinf(here) == math.isinf(value) else None
+    return here if here == value else None
 
 
 def _item_type(kind: pa.DataType) -> pa.DataType:

@@ -10,7 +10,7 @@ A column that has no tensor is refused here, before anything is trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -33,6 +33,9 @@ class Columns:
         self._numbers: dict[_Types, int] = {}  # of these kinds
         self._kind = 0  # of the last shard
         self._rows = Counter[int]()  # by kind
+        self._nulls: list[
+            frozenset[str]
+        ] = []  # by kind: leaves of Arrow's null type, which have no values
         self._first: tuple[str, list[str]] = "", []  # shard, and all its columns
         self._last: pa.Schema | None = None
 
@@ -65,6 +68,8 @@ class Columns:
             self._types[name] = merged, owner
         self._numbers[here] = len(self._shards)
         self._shards[here] = shard
+        names = (f.name for f in leaves(pa.schema(here)) if pa.types.is_null(f.type))
+        self._nulls.append(frozenset(names))
 
     def schema(self) -> pa.Schema:
         """Top-level columns, in the order in which they are wanted."""
@@ -107,16 +112,20 @@ class Columns:
             found.append((max((growth(*pair) for pair in there), default=1.0), null))
         return found
 
-    def absent(self) -> Iterator[tuple[str, str, int]]:
-        """(column, shard, rows): of the columns that some kind of shard lacks, with the first such shard and all their
-        rows."""
+    def valued(self, nulls: Mapping[str, int]) -> Mapping[str, int]:
+        """Those of the last shard's nulls that are in columns with a type; the others are in `absent`."""
+        return {name: n for name, n in nulls.items() if name not in self._nulls[self._kind]}
+
+    def absent(self) -> Iterator[tuple[pa.Field, str, int]]:
+        """(column, shard, rows): of the columns of which some kind of shard has no value, with the first such shard and
+        the rows of all."""
         if len(self._shards) == 1:
             return
         wanted = self.wanted_leaves()
-        for here, shard in self._shards.items():
-            there = {leaf.name for leaf in leaves(pa.schema(here))}
-            rows = self._rows[self._numbers[here]]
-            yield from ((leaf.name, shard, rows) for leaf in wanted if leaf.name not in there)
+        for number, (here, shard) in enumerate(self._shards.items()):
+            there = {leaf.name for leaf in leaves(pa.schema(here))} - self._nulls[number]
+            rows = self._rows[number]
+            yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
 
     def _refuse_ambiguous(self, schema: pa.Schema, where: str) -> None:
         """Raises DataError where a name that is read means several columns or structs."""
@@ -201,15 +210,26 @@ def is_object(kind: pa.DataType) -> bool:
     return depth > 0 and (is_text(kind) or bool(pa.types.is_struct(kind)))
 
 
+def has_lengths(kind: pa.DataType) -> bool:
+    """Whether it is lists of any length, or has some in lists of one length."""
+    while pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return is_list(kind)
+
+
 def is_time(kind: pa.DataType) -> bool:
     """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are stored."""
     return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)
 
 
+def is_short_time(kind: pa.DataType) -> bool:
+    return is_time(kind) and kind.bit_width == 32
+
+
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """Without the kinds of which Python's objects would depend on what is installed, or that Arrow cannot pick rows of."""
     if is_time(kind):
-        return pa.int64() if kind.bit_width == 64 else pa.int32()
+        return pa.int32() if is_short_time(kind) else pa.int64()
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if pa.types.is_string_view(kind):

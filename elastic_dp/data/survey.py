@@ -16,12 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.arrow import refuse_old_feather
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, null_counts, open_footer
+from elastic_dp.data.formats.parquet import (
+    chunk_numbers,
+    decoded_bytes,
+    null_counts,
+    num_chunks,
+    open_footer,
+)
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files, reading
 from elastic_dp.data.intake.opening import find_format
 from elastic_dp.data.kinds import lossless, plain_schema
-from elastic_dp.data.nulls import Nulls, count_nulls
+from elastic_dp.data.nulls import Nulls, count_null_lists, count_nulls
 from elastic_dp.data.schema import Columns, top_level
 from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
@@ -116,11 +122,12 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-            found.nulls.add(name, null_counts(metadata, groups, schema, wanted))
+            found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
             numbers = chunk_numbers(metadata, wanted)
+            owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
             for group in groups:
                 with reading(name):
-                    _take_row_group(found, group, encrypted)
+                    _take_row_group(found, group, owners, encrypted)
                 found.group_bytes.append(decoded_bytes(metadata, group, numbers))
     if found.schema is None:
         schema = footer(files.names[0])[0].schema.to_arrow_schema()
@@ -130,18 +137,18 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             found.ragged.add(column.name)
 
 
-def _take_row_group(found: Survey, group: pq.RowGroupMetaData, encrypted: frozenset[int]) -> None:
+def _take_row_group(
+    found: Survey, group: pq.RowGroupMetaData, owners: list[str], encrypted: frozenset[int]
+) -> None:
+    """`owners`: the top-level column of each chunk."""
     found.group_rows.append(group.num_rows)
     by_name = {column.name: column for column in found.columns}
     for column in found.columns:
         for per_group in (column.stored, column.decoded, column.values):
             per_group.append(0)
-    for index in (index for index in range(group.num_columns) if index not in encrypted):
-        chunk = group.column(index)
-        path = chunk.path_in_schema
-        owner = by_name.get(path) or by_name.get(path.split(".")[0])
-        if owner is not None:
-            _take_chunk(owner, chunk)
+    for index, owner in enumerate(owners):
+        if owner in by_name and index not in encrypted:
+            _take_chunk(by_name[owner], group.column(index))
     for column in found.columns:
         if width := _width(column.type):
             column.decoded[-1] = group.num_rows * width
@@ -189,8 +196,10 @@ def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
         if _is_list(array.type) and len(array.value_lengths().unique()) > 1:
             found.ragged.add(column.name)
     here = [column.name for column in found.columns if column.name in batch.schema.names]
-    each = flat_columns(pa.Table.from_batches([batch.select(here)]))
-    found.nulls.add(shard, {name: count_nulls(column) for name, column in each})
+    each = dict(flat_columns(pa.Table.from_batches([batch.select(here)])))
+    null_lists = {name: count_null_lists(column) for name, column in each.items()}
+    nulls = {name: count_nulls(column) for name, column in each.items()}
+    found.nulls.add(shard, found.job_columns.valued(nulls), null_lists)
 
 
 def _take_schema(

@@ -20,6 +20,7 @@ from elastic_dp.data.formats import FORMATS, text
 from elastic_dp.data.formats.format import Place, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.index import Index, read_index
+from elastic_dp.data.inspection import inspect
 from elastic_dp.data.row_groups import ShardRowGroups
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
@@ -394,12 +395,12 @@ ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})
         (
             {"a": ONE, "b": ONE.select(["s"])},
             {},
-            r"'x' \(int64\) holds 2 nulls.* \(b\.parquet has no such column\)",
+            r"'x' \(int64\) holds 2 nulls.* \(b\.parquet has none of its values\)",
         ),
         (
             {"a": ONE.select(["s"]), "b": ONE},
             {},
-            r"'x' \(int64\) holds 2 nulls.* \(a\.parquet has no such column\)",
+            r"'x' \(int64\) holds 2 nulls.* \(a\.parquet has none of its values\)",
         ),
         (
             {"a": ONE, "b": ONE},
@@ -444,6 +445,13 @@ def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_
             DataError, match=rf"no column '{name}' in a\.\w+, which has 'id', 'a\.b'"
         ):
             read_index(config(tmp_path, columns=["id", name]))
+
+
+def test_inspect_does_not_count_a_column_with_a_dot_in_its_name_as_part_of_another(tmp_path):
+    wide = pa.table({"a": [1] * 64, "a.b": ["long" * 1000] * 64})
+    parquet(tmp_path / "a", wide)
+    (column,) = inspect(str(tmp_path), columns=["a"]).columns
+    assert column.name == "a" and column.stored.max < 1000
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow file"])

@@ -84,6 +84,18 @@ def test_strings_of_polars_are_trained_on(tmp_path):
     assert batch["kind"] == ["x", "y", "x", "z"]
 
 
+@pytest.mark.parametrize("to", ["parquet", "arrow"])
+def test_what_polars_and_duckdb_write_is_converted(to, tmp_path):
+    (tmp_path / "polars").mkdir()
+    frame().write_ipc(tmp_path / "polars" / "a.arrow")
+    (tmp_path / "duckdb").mkdir()
+    numbers = duckdb.sql("select json_object('a', i) as j from range(3) t(i)")
+    numbers.write_parquet(str(tmp_path / "duckdb" / "a.parquet"))
+    for name in ("polars", "duckdb"):
+        convert(str(tmp_path / name), str(tmp_path / f"{name}-{to}"), format=to)
+        assert rows_of(tmp_path / f"{name}-{to}")[0] == rows_of(tmp_path / name)[0]
+
+
 def test_feather_of_version_1_is_refused_by_name(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,6 +169,7 @@ NUMBERS = [
     ("int64", "double", None),
     ("uint64", "int64", None),
     ("bool", "int8", None),
+    ("timestamp[us]", "timestamp[ns]", None),
     ("string", "binary", None),
     ("string", "int64", None),
 ]
@@ -439,16 +452,25 @@ def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
     whole = pa.table({"x": [1, 2], "y": [0.5, 1.5], "at": [{"z": 1}, {"z": 2}]})
     lacks = pa.table({"x": [3], "y": pa.nulls(1)})
     write_all(tmp_path, whole, lacks)
-    said = (
-        r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has no such column\)"
-    )
+    said = r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has none of its values\)"
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path, fill_nulls={"y": 0.0}))
-    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet, "):
+    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet \("):
         read_index(config(tmp_path, columns=["y"]))
     rows, _ = rows_of(tmp_path, fill_nulls={"y": 0.0, "at.z": -1})
     assert rows[1:] == [{"x": 2, "y": 1.5, "at.z": 2}, {"x": 3, "y": 0.0, "at.z": -1}]
-    assert "1.parquet has no such column" in str(inspect(str(tmp_path)).findings)
+    assert "1.parquet has none of its values" in str(inspect(str(tmp_path)).findings)
+
+
+def test_a_list_that_some_shards_lack_is_refused_whatever_is_filled(tmp_path):
+    lists = pa.table({"x": [1], "l": [[1, 2]]})
+    for number, lacks in enumerate((pa.table({"x": [2]}), pa.table({"x": [2], "l": pa.nulls(1)}))):
+        write_all(tmp_path / str(number), lists, lacks)
+        said = (
+            r"'l' \(list<int64>\) holds 1 null lists, the first in 1.parquet \(1.parquet has none"
+        )
+        with pytest.raises(DataError, match=said):
+            read_index(config(tmp_path / str(number), fill_nulls={"l": 0}))
 
 
 def test_messages_whose_fields_differ_are_one_column(tmp_path):

@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.cli import app
+from elastic_dp.data import convert, open_data, open_evaluation
 from elastic_dp.data.difference import difference
 from elastic_dp.data.index import read_index
 from elastic_dp.data.inspection import inspect
@@ -153,6 +155,27 @@ def test_a_list_that_may_be_empty_is_not_taken_for_one_with_nulls(tmp_path):
     assert "nulls" not in {finding.name for finding in inspect(str(tmp_path)).findings}
 
 
+@pytest.mark.parametrize("form", ["arrow file", "jsonl"])
+def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(form, tmp_path):
+    """Also where they are null because a line has no such key, or the struct around them is null."""
+    rows = [{"l": [1, None], "s": {"m": [[2]]}}] * 9 + [{"l": None, "s": None}] * 2
+    if form == "jsonl":
+        lines = [*rows[:9], {}, {"s": {"m": [None]}}]
+        (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    else:
+        write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=False)
+    for column, said in (
+        ("l", r"'l' \(list<int64>\) holds 2 null lists, the first in a\.\w+; write an empty list"),
+        (
+            "s",
+            r"'s\.m' \(list<list<int64>>\) holds 2 null lists, the first in a\.\w+; write an empty",
+        ),
+    ):
+        for fills in (None, {"l": 0}) if column == "l" else (None,):
+            with pytest.raises(DataError, match=said):
+                read_index(config(tmp_path, columns=[column], fill_nulls=fills))
+
+
 def test_inspect_counts_nulls_of_fields_of_structs(tmp_path):
     points = pa.array([{"x": 1.0, "y": None}, None, {"x": None, "y": 2}] * 8)
     pq.write_table(pa.table({"p": points}), tmp_path / "a.parquet")
@@ -239,3 +262,49 @@ def test_a_data_set_with_other_values_for_nulls_is_another_one(tmp_path):
     assert difference(indexes[1], indexes[3]) == (
         "column 'x' was double, its nulls as 0.0, and is double, its nulls as nan"
     )
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_convert_writes_a_value_for_each_null(write, form, tmp_path):
+    (tmp_path / "raw").mkdir()
+    write(tmp_path / "raw", ROWS)
+    convert(
+        f"{tmp_path}/raw",
+        f"{tmp_path}/to",
+        format=form,
+        columns=COLUMNS,
+        fill_nulls={"x": math.nan, "n": -1},
+    )
+    columns, _ = opened(config(tmp_path / "to")).read(0)
+    assert np.isnan(columns["x"]).sum() == 6 and columns["x"][0] == 0.0
+    assert columns["n"].tolist() == [-1 if row["n"] is None else row["n"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("fills", "said"),
+    [
+        ({"z": 0}, r"^fill_nulls: no column 'z' is read, but 'x', 'n', 't', 'b'"),
+        ({"n": 0.5}, r"^fill_nulls: 0\.5 does not fit column 'n', which is int64"),
+    ],
+)
+def test_convert_refuses_a_value_that_does_not_fit(fills, said, tmp_path):
+    write_parquet(tmp_path, ROWS)
+    with pytest.raises(DataError, match=said):
+        convert(f"{tmp_path}/b.parquet", f"{tmp_path}/to", fill_nulls=fills)
+    assert not (tmp_path / "to").exists()
+
+
+def test_the_command_fills_nulls_by_column_and_value(tmp_path):
+    fills = ["x=NaN", "n=0", "t=no such"]
+    said = [word for each in fills for word in ("--fill-null", each)]
+    runner = CliRunner()
+    (tmp_path / "a.jsonl").write_text('{"x": 1.5, "n": 1, "t": "a"}\n{}\n')
+    done = runner.invoke(app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/to", *said])
+    assert done.exit_code == 0, done.output
+    rows = pq.read_table(tmp_path / "to").to_pylist()
+    assert repr(rows[1]) == "{'x': nan, 'n': 0, 't': 'no such'}"
+    done = runner.invoke(
+        app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/x", "--fill-null", "x"]
+    )
+    assert done.exit_code == 2 and "is not of the form COLUMN=VALUE" in done.output

@@ -30,8 +30,8 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.kinds import lossless, plain_schema
-from elastic_dp.data.schema import is_text, leaves, top_level
+from elastic_dp.data.kinds import is_list, lossless, plain_schema
+from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, top_level
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
@@ -90,8 +90,8 @@ class Arrow:
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        nulls = _null_counts(plain_schema(schema), columns, batches)
-        return Scan(schema, rows, starts, ends, nbytes, check, tail, nulls=nulls)
+        nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
+        return Scan(schema, rows, starts, ends, nbytes, check, tail, b"", nulls, null_lists)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
@@ -277,7 +277,8 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(_stream(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
-    names = [name for name in names if name in schema.names]
+    there = set(schema.names)
+    names = [name for name in names if name in there]
     message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
@@ -315,9 +316,11 @@ def _stream(head: bytes) -> pa.Buffer:
 def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
     """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of it."""
     size = message.end - message.start
+    kinds = [kind for field in schema for kind in _node_types(field.type)]
+    lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
+    made_anew = [made for field in schema for made in _made_anew(field.type)]
+    size += sum(made * n for made, (n, _) in zip(made_anew, lengths, strict=False))
     if message.is_compressed:
-        kinds = [kind for field in schema for kind in _node_types(field.type)]
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
         size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
@@ -325,30 +328,34 @@ def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
 
 def _null_counts(
     schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
-) -> dict[str, int]:
-    """Of the leaves of `columns`, as the field nodes have them; of a list or a struct and what is in it, the most."""
-    nodes = list(_leaf_nodes(schema))
-    wanted, counts = {leaf.name for leaf in leaves(schema, columns)}, Counter[str]()
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the most."""
+    wanted = {leaf.name for leaf in leaves(schema, columns)}
+    nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
+    nulls, null_lists = Counter[str](), Counter[str]()
     for message in batches:
-        found = [nulls for _, nulls in _Table.root(message.metadata, 8).table(2).pairs(1)]
-        for name, numbers in nodes:
-            if name in wanted and numbers[-1] < len(found):
-                counts[name] += max(found[number] for number in numbers)
-    return dict(+counts)
+        found = [count for _, count in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        for name, lists, values in nodes:
+            nulls[name] += max((found[number] for number in values), default=0)
+            null_lists[name] += max((found[number] for number in lists), default=0)
+    return dict(+nulls), dict(+null_lists)
 
 
 def _leaf_nodes(
     fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each leaf with the numbers of its field nodes and of those of the structs that it lies in."""
+) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of which a null is a null
+    list, and the others."""
     for field in fields:
-        stop = first + sum(1 for _ in _node_types(field.type))
-        name = prefix + field.name
+        kinds = list(_node_types(field.type))
         if pa.types.is_struct(field.type):
-            yield from _leaf_nodes(field.type, f"{name}.", (*above, first), first + 1)
+            yield from _leaf_nodes(field.type, f"{prefix}{field.name}.", (*above, first), first + 1)
         else:
-            yield name, (*above, *range(first, stop))
-        first = stop
+            numbers = [*above, *range(first, first + len(kinds))]
+            lists = len(above) + sum(map(has_lengths, kinds))
+            lists = lists if has_lengths(field.type) else 0
+            yield prefix + field.name, numbers[:lists], numbers[lists:]
+        first += len(kinds)
 
 
 def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
@@ -361,10 +368,22 @@ def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
             yield from _node_types(kind.field(number).type)
 
 
+def _made_anew(kind: pa.DataType) -> list[int]:
+    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64, and so do offsets, which
+    are counted in lists of lists."""
+    nodes = list(_node_types(kind))
+    lists = [is_list(node) for node in nodes]
+    return [8 * (is_short_time(n) or (lists[i] and sum(lists) > 1)) for i, n in enumerate(nodes)]
+
+
 def _node_bytes(kind: pa.DataType, length: int) -> int:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
+    if (
+        pa.types.is_primitive(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_decimal(kind)
+    ):
         return length * max(8, kind.bit_width) // 8 + length // 8 + 64
     return 9 * length + 64  # offsets
 

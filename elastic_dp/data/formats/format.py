@@ -58,7 +58,8 @@ class Scan:
     `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
     decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
     end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
-    request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells.
+    request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells;
+    `null_lists`: lists of no fixed size that are null themselves.
     """
 
     schema: pa.Schema
@@ -70,6 +71,7 @@ class Scan:
     tail: int = 0
     footer: bytes = b""
     nulls: Mapping[str, int] = field(default_factory=dict)
+    null_lists: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ FOOTER_BYTES_KEPT = 64 << 20  # as they are in the shards
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Of what is stored in fewer: dates and times of day are read as they are, and then become int64.
+_WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
 _DICTIONARY_FACTOR = 4  # how often a text of a dictionary is thought to be repeated
 
 
@@ -337,13 +339,10 @@ def null_counts(
     wanted, counts = {leaf.name for leaf in leaves(fields, columns)}, dict[str, int]()
     number = 0
     for leaf in leaves(fields):
-        here, number = number, number + _num_chunks(leaf.type)
-        if leaf.name not in wanted or _has_lengths(leaf.type) or number > footer.num_columns:
+        here, number = number, number + num_chunks(leaf.type)
+        if leaf.name not in wanted or _may_be_empty(leaf.type) or number > footer.num_columns:
             continue
         if footer.schema.column(here).max_definition_level == 0:
-            continue
-        if pa.types.is_null(leaf.type):  # has no statistics
-            counts[leaf.name] = footer.num_rows
             continue
         chunks = [group.column(here) for group in groups]
         found = [c.statistics.null_count for c in chunks if c.is_stats_set]
@@ -352,20 +351,21 @@ def null_counts(
     return counts
 
 
-def _num_chunks(kind: pa.DataType) -> int:
+def num_chunks(kind: pa.DataType) -> int:
     """How many columns of Parquet a column of Arrow is."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_dictionary(kind) or kind.num_fields == 0:
         return 1
-    return sum(_num_chunks(kind.field(number).type) for number in range(kind.num_fields))
+    return sum(num_chunks(kind.field(number).type) for number in range(kind.num_fields))
 
 
-def _has_lengths(kind: pa.DataType) -> bool:
+def _may_be_empty(kind: pa.DataType) -> bool:
+    """Whether there may be lists without items, which statistics count as nulls."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_fixed_size_list(kind):
-        return kind.list_size == 0 or _has_lengths(kind.value_type)
+        return kind.list_size == 0 or _may_be_empty(kind.value_type)
     return kind.num_fields > 0
 
 
@@ -388,10 +388,9 @@ def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int
 
 
 def _value_bytes(chunk: pq.ColumnChunkMetaData, column: Any) -> int:
-    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        return int(chunk.num_values * column.length)
     if column.physical_type != "BYTE_ARRAY":
-        return int(chunk.num_values * _WIDTHS[column.physical_type])
+        width = _WIDTHS.get(column.physical_type) or column.length
+        return int(chunk.num_values * _WIDTHS_IN_MEMORY.get(column.logical_type.type, width))
     has_dictionary = any("DICTIONARY" in encoding for encoding in chunk.encodings)
     factor = _DICTIONARY_FACTOR if has_dictionary else 1
     return int(chunk.total_uncompressed_size * factor + 8 * chunk.num_values)

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.formats.format import Scan, ShardAt
-from elastic_dp.data.nulls import count_nulls
-from elastic_dp.data.schema import leaves, top_level
+from elastic_dp.data.nulls import count_null_lists, count_nulls
+from elastic_dp.data.schema import has_lengths, leaves, top_level
 
 GROUP_BYTES = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -54,7 +54,7 @@ def scan_rows(
         pieces, check = cut(shard, start, last_row_end), 0
     schema: pa.Schema | None = None
     found: list[tuple[int, int, int, int]] = []
-    nulls, given = Counter[str](), Counter[str]()  # rows in which a column is there, by its name
+    nulls, null_lists, given = Counter[str](), Counter[str](), Counter[str]()  # by column
     for first, end, content in pieces:
         if not is_compressed(shard):
             check = zlib.crc32(content, check)
@@ -70,12 +70,14 @@ def scan_rows(
         found.append((table.num_rows, first, end, 2 * len(content) + decoded))
         for name, column in flat_columns(table.select(wanted)):
             nulls[name] += count_nulls(column)
+            null_lists[name] += count_null_lists(column)
             given[name] += table.num_rows
     rows, starts, ends, nbytes = np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
     schema = schema or pa.schema([])
     for leaf in leaves(schema, columns):
-        nulls[leaf.name] += int(rows.sum()) - given[leaf.name]
-    return Scan(schema, rows, starts, ends, nbytes, check, nulls=dict(+nulls))
+        missing = int(rows.sum()) - given[leaf.name]
+        (null_lists if has_lengths(leaf.type) else nulls)[leaf.name] += missing
+    return Scan(schema, rows, starts, ends, nbytes, check, nulls=+nulls, null_lists=+null_lists)
 
 
 def cut(shard: ShardAt, start: int, last_row_end: LastRowEnd) -> Iterator[tuple[int, int, bytes]]:
