@@ -166,6 +166,17 @@ def test_column_name_that_is_not_utf8_is_refused(tmp_path):
             ask()
 
 
+def test_arrow_file_whose_footer_has_another_schema_is_refused(tmp_path):
+    """Arrow reads it by the footer, and training by its first message: a damaged name was another column."""
+    batch = pa.record_batch({"name": [1, 2]})
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    (tmp_path / "a.arrow").write_bytes(sink.getvalue().replace(b"name", b"mame", 1))
+    with pytest.raises(DataError, match=r"a\.arrow.*different schemas"):
+        read_index(config(tmp_path))
+
+
 def test_arrow_offsets_that_lead_astray_are_refused_by_convert_and_inspect(tmp_path):
     """Arrow follows them without asking: convert and inspect read other memory, or died."""
     offsets = pa.array([0, 1 << 30, 4], pa.int32()).buffers()[1]

@@ -64,7 +64,8 @@ class Arrow:
         first = bytes(shard.read(0, min(12, shard.size)))
         refuse_old_feather(shard.name, first)
         is_file, tail = first[:6] == _MAGIC, 0
-        messages = list(_listed(shard) if is_file else _walked(shard))
+        footer = _footer(shard) if is_file else b""
+        messages = list(_listed(shard, footer) if is_file else _walked(shard))
         batches = [message for message in messages if message.kind == _BATCH]
         if not batches:
             none = np.zeros(0, dtype=np.int64)
@@ -72,8 +73,8 @@ class Arrow:
         dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
         are_late = any(start > batches[0].start for start in dictionaries)
         if is_file and (are_late or first[8:] != _CONTINUES):
-            tail = len(_footer(shard))
-            head = _head_of_footer(shard)
+            tail = len(footer)
+            head = _head_of_footer(shard, footer)
         elif are_late:
             raise OSError(
                 "its dictionaries change between record batches; write it as an Arrow file, with a footer"
@@ -81,6 +82,12 @@ class Arrow:
         else:
             head = bytes(shard.read(0, batches[0].start))
         schema = pa.ipc.open_stream(_stream(head)).schema
+        if is_file and not tail:
+            of_footer = pa.ipc.open_stream(_stream(_message_of_footer(footer))).schema
+            if not schema.equals(of_footer):
+                raise OSError(
+                    "its first message and its footer have different schemas; it is damaged"
+                )
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
@@ -199,9 +206,9 @@ class _Table:
         return self.at + offset if offset else None
 
 
-def _listed(shard: ShardAt) -> list[_Message]:
+def _listed(shard: ShardAt, content: bytes) -> list[_Message]:
     """Of the file format, by its footer. The metadata of record batches is read for their rows."""
-    footer = _Table.root(_footer(shard), 0)
+    footer = _Table.root(content, 0)
     places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
     places += [(_BATCH, *block) for block in footer.blocks(3)]
 
@@ -226,9 +233,16 @@ def _footer(shard: ShardAt) -> bytes:
     return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
 
 
-def _head_of_footer(shard: ShardAt) -> bytes:
+def _head_of_footer(shard: ShardAt, content: bytes = b"") -> bytes:
     """The messages that a stream would begin with: the schema that the footer has, and the dictionaries."""
-    content = _footer(shard)
+    content = content or _footer(shard)
+    places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
+    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
+    return b"".join([_message_of_footer(content), *dictionaries])
+
+
+def _message_of_footer(content: bytes) -> bytes:
+    """A schema message with the schema that the footer has."""
     footer = _Table.root(content, 0)
     schema = _HEADER_BYTES + footer.table(1).at
     # A Message: where its table is; the places of version, type and header in it; the table; then the whole footer, into
@@ -236,9 +250,7 @@ def _head_of_footer(shard: ShardAt) -> bytes:
     message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
     message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
     message += content + bytes(-len(content) % 8)
-    places = [(at, at + metadata + body) for at, metadata, body in footer.blocks(2)]
-    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
-    return b"".join([_CONTINUES, pack("<I", len(message)), message, *dictionaries])
+    return b"".join([_CONTINUES, pack("<I", len(message)), message])
 
 
 def refuse_old_feather(name: str, first: bytes) -> None:
