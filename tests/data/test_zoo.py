@@ -41,7 +41,7 @@ def test_file_of_a_producer_has_the_rows_that_its_own_reader_has(name, tmp_path)
     url, rows = made(name, source)
     check_rows(in_place(DataConfig(url, micro_batch_size=4, **ZOO[name].options)), rows)
     if ZOO[name].converts:
-        convert(url, str(tmp_path / "to"), columns=ZOO[name].options.get("columns"))
+        convert(url, str(tmp_path / "to"), **ZOO[name].options)
         parts = sorted((tmp_path / "to").glob("*.parquet"))
         check_rows(columns_of(pa.concat_tables(pq.read_table(part) for part in parts)), rows)
 

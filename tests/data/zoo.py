@@ -35,6 +35,7 @@ from pyiceberg.catalog.memory import InMemoryCatalog
 
 from elastic_dp.errors import DataError
 
+datasets.disable_progress_bars()
 ROWS = 12
 IDS = list(range(ROWS))
 Maker = Callable[[Path], Any]
@@ -152,7 +153,7 @@ def pandas_missing(folder):
     )
 
 
-@reads("pandas", 'the same, with `fill_nulls={"n": -1}`', fill_nulls={"n": -1}, converts=False)
+@reads("pandas", 'the same, with `fill_nulls={"n": -1}`', fill_nulls={"n": -1})
 def pandas_filled(folder):
     pandas_missing(folder)
     return of_pandas(pd.read_parquet(folder / "a.parquet").fillna({"n": -1}))
@@ -162,7 +163,6 @@ def pandas_filled(folder):
     "pandas",
     'floats with NaN, which are nulls in the file, with `fill_nulls={"x": nan}`',
     fill_nulls={"x": float("nan")},
-    converts=False,
 )
 def pandas_nan(folder):
     frame().assign(x=[None if i == 3 else i / 4 for i in IDS]).to_parquet(folder / "a.parquet")
@@ -217,7 +217,7 @@ def pandas_csv_gz(folder):
     return of_pandas(pd.read_csv(folder / "a.csv.gz"))
 
 
-@refuses("pandas", "CSV with `;`", "';'", converts=True)
+@refuses("pandas", "CSV with `;`", "semicolons", converts=True)
 def pandas_csv_semicolons(folder):
     frame().to_csv(folder / "a.csv", index=False, sep=";")
 
@@ -373,7 +373,7 @@ def duckdb_nested(folder):
     return of_duckdb(f"FROM '{folder}/a.parquet'")
 
 
-@reads("DuckDB", "maps, for `collate_fn`", "objects", converts=False)
+@reads("DuckDB", "maps, for `collate_fn`", "objects")
 def duckdb_maps(folder):
     duckdb_copy(folder, "i AS id, MAP {'a': i, 'b': i + 1} AS m", "a.parquet", "FORMAT parquet")
     return of_duckdb(f"FROM '{folder}/a.parquet'")
@@ -432,7 +432,7 @@ def datasets_parquet(folder):
     return of_datasets(made)
 
 
-@reads("datasets", "`Array2D`", "its storage, lists of lists", converts=False)
+@reads("datasets", "`Array2D`", "its storage, lists of lists")
 def datasets_array2d(folder):
     features = datasets.Features(
         {"id": datasets.Value("int64"), "image": datasets.Array2D((2, 3), "float32")}
@@ -448,7 +448,6 @@ def datasets_array2d(folder):
     "datasets",
     "chat messages: a list of structs, for `collate_fn`",
     "a list of dicts for each row",
-    converts=False,
 )
 def datasets_messages(folder):
     messages = [[{"role": "user", "content": f"{n}"} for n in range(i % 3)] for i in IDS]
@@ -721,7 +720,7 @@ def parquet_bytes(folder):
     )
 
 
-@reads("pyarrow", "timestamps, dates, times, durations", "int64 in the stored unit", converts=False)
+@reads("pyarrow", "timestamps, dates, times, durations", "int64 in the stored unit")
 def parquet_times(folder):
     day = datetime.date(2024, 1, 1)
     return write(
@@ -735,7 +734,7 @@ def parquet_times(folder):
     )
 
 
-@reads("pyarrow", "decimals, for `transform` and `collate_fn`", "`decimal.Decimal`", converts=False)
+@reads("pyarrow", "decimals, for `transform` and `collate_fn`", "`decimal.Decimal`")
 def parquet_decimals(folder):
     return write(folder, {"id": IDS, "price": [decimal.Decimal(f"{i}.25") for i in IDS]})
 
@@ -755,12 +754,12 @@ def parquet_fixed_lists(folder):
     return write(folder, {"id": IDS, "v": pa.array([[[i, 1]] * 3 for i in IDS], kind)})
 
 
-@reads("pyarrow", "lists of lists of several lengths", "lists of arrays", converts=False)
+@reads("pyarrow", "lists of lists of several lengths", "lists of arrays")
 def parquet_ragged(folder):
     return write(folder, {"id": IDS, "v": [[[n] * n for n in range(i % 4)] for i in IDS]})
 
 
-@reads("pyarrow", "lists of text", "a list for each row", converts=False)
+@reads("pyarrow", "lists of text", "a list for each row")
 def parquet_texts(folder):
     return write(folder, {"id": IDS, "v": [[f"{n}" for n in range(i % 4)] for i in IDS]})
 
@@ -808,7 +807,7 @@ def parquet_missing_column(folder):
     write(folder, {"id": IDS}, "2.parquet")
 
 
-@refuses("pyarrow", "text beside numbers", "schemas differ")
+@refuses("pyarrow", "text beside numbers", "schemas differ", converts=True)
 def parquet_other_types(folder):
     write(folder, {"id": IDS}, "1.parquet")
     write(folder, {"id": [str(i) for i in IDS]}, "2.parquet")
@@ -891,7 +890,7 @@ def arrow_feather(folder):
     return pa.feather.read_table(folder / "a.feather")
 
 
-@refuses("pyarrow", "Feather of version 1", "Feather")
+@refuses("pyarrow", "Feather of version 1", "Feather", converts=True)
 def arrow_old_feather(folder):
     (folder / "a.feather").write_bytes(b"FEA1" + bytes(64) + b"FEA1")
 
