@@ -85,6 +85,12 @@ def convert(
     if not len(schema):
         raise DataError(f"{redact_url(source)!r} has no columns")
     format = format or ("arrow" if packing else "parquet")
+    empty = [field.name for field in schema if _has_lists_of_no_items(field.type)]
+    if empty and format == "parquet":
+        raise DataError(
+            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
+            "back; leave it out by columns="
+        )
     to = Destination(destination)
     with to.writing():
         writer = ShardWriter(
@@ -110,6 +116,12 @@ def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
         at = batch.schema.get_field_index(name)
         batch = batch.set_column(at, batch.schema.field(at), fill(batch.column(at), value))
     return batch
+
+
+def _has_lists_of_no_items(kind: pa.DataType) -> bool:
+    if pa.types.is_fixed_size_list(kind) and kind.list_size == 0:
+        return True
+    return any(_has_lists_of_no_items(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped, ...]) -> Converted:

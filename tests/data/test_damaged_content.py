@@ -200,6 +200,15 @@ def test_columns_that_parquet_cannot_hold_are_named_by_convert(tmp_path):
         convert(str(tmp_path), str(tmp_path / "to"))
 
 
+def test_lists_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
+    """What it wrote could not be read."""
+    batch = pa.record_batch({"v": pa.array([[], None], pa.list_(pa.int64(), 0))})
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(DataError, match="fixed size 0"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
 def test_table_without_columns_is_refused_by_convert(tmp_path):
     batch = pa.RecordBatch.from_struct_array(pa.array([{}] * 3, pa.struct([])))
     with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
