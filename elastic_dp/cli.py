@@ -166,6 +166,13 @@ def convert(
             help="With --pack: read the files of these names as text, and no others, e.g. '*.py'. May be repeated.",
         ),
     ] = None,
+    fill_null: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN=VALUE",
+            help="Write VALUE for a column's nulls: x=0.0, x=NaN, name=unknown. May be repeated.",
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Write SRC as shards that train well. DST is a data set only when all of it is there."""
@@ -186,6 +193,7 @@ def convert(
             end_of_text=end_of_text,
             pack=pack,
             text_glob=text_glob or (),
+            fill_nulls=dict(map(_fill, fill_null or ())),
             on_progress=lambda now: progress.update(task, description=_said(now)),
         )
     if as_json:
@@ -228,6 +236,17 @@ def inspect(
         print(json.dumps(asdict(found)))
     else:
         _print_inspection(found)
+
+
+def _fill(said: str) -> tuple[str, Any]:
+    """A value that is no JSON is a text."""
+    name, mark, value = said.partition("=")
+    if not mark:
+        raise typer.BadParameter(f"--fill-null {said} is not of the form COLUMN=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def main() -> None:

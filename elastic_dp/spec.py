@@ -108,6 +108,7 @@ class DataConfig(_Order):
     and torch's global generators set for (seed, step, virtual worker); `transform(batch, rng)` is given a
     `numpy.random.Generator` instead, and runs ahead of the step in a thread. `collate_fn(batch)`: makes the
     micro-batch itself from a dict of arrays. `workers`: processes that run both ahead of the step; 0: none.
+    `fill_nulls`: what stands for a column's nulls, {"x": 0.0}; those of other columns are refused, but of text are None.
     `epochs`: passes over the data, None for no limit. `shuffle`: "none"; "rows": rows within blocks of row
     groups, the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what becomes
     of the rows that do not fill the last global batch of an epoch: "drop" them, or a "short" batch with the
@@ -126,6 +127,7 @@ class DataConfig(_Order):
     shuffle: Literal["none", "rows", "full"] = field(default="rows", kw_only=True)
     memory_bytes: int = field(default=2 << 30, kw_only=True)
     on_bad_shard: Literal["fail", "skip"] = field(default="fail", kw_only=True)
+    fill_nulls: Mapping[str, Any] | None = field(default=None, kw_only=True)
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -161,6 +163,9 @@ class DataConfig(_Order):
             raise SpecError(
                 "DataConfig.columns must be a list of at least one column name, or None"
             )
+        fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
+        if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
+            raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be numbers or texts by name")
 
     def __repr__(self) -> str:
         """Without credentials."""

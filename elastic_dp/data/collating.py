@@ -20,6 +20,8 @@ from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
 from elastic_dp.spec import DataConfig
 
+_OBJECT_BYTES = 64  # that Python takes for one, beside its content
+
 
 class Collating:
     """What a `DataConfig` asks to be done with the arrays of a micro-batch. Pickles if the user's functions do."""
@@ -125,25 +127,30 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nbytes_of(batch: Any) -> int:
-    """Of the arrays and tensors in it."""
+    """Of the arrays, tensors and texts in it, roughly."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return int(batch.nbytes)
+    if isinstance(batch, str | bytes):
+        return _OBJECT_BYTES + len(batch)
     if isinstance(batch, dict):
-        return sum(nbytes_of(value) for value in batch.values())
-    if isinstance(batch, list | tuple) and isinstance(
-        next(iter(batch), None), torch.Tensor | np.ndarray
-    ):
-        return sum(nbytes_of(value) for value in batch)
-    return 0
+        return sum(map(nbytes_of, batch.values()))
+    if isinstance(batch, list | tuple):
+        if isinstance(next(iter(batch), None), int | float):
+            return _OBJECT_BYTES * len(batch)
+        return sum(map(nbytes_of, batch))
+    return _OBJECT_BYTES
 
 
 def _to_tensor(name: str, value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         plain = value.flags.c_contiguous and value.flags.writeable and is_aligned(value)
         return torch.from_numpy(value if plain else aligned_copy(value))
-    if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(value, list) and isinstance(first, np.ndarray):
         raise DataError(
-            f"column {name!r} holds lists of different lengths ({len(value[0])}, …) in one micro-batch; pad "
+            f"column {name!r} holds lists of different lengths ({len(first)}, …) in one micro-batch; pad "
             "them in DataConfig.collate_fn, or leave the column out by DataConfig.columns"
         )
     return value

@@ -1,23 +1,29 @@
 """Arrow columns to arrays, without Python per row, and without a copy where Arrow's memory is an array.
 
 - whole numbers, floats, bools: arrays [rows]
+- timestamps, dates, times of day, durations: int64 in the unit that is stored
 - fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
 - fixed-size binary: bytes as arrays uint8 [rows, size]
-- lists: where all have one length, arrays [rows, length]; else `Lists`
-- structs: their leaves, as columns "a.b"; dictionaries: what they stand for
-- strings, binary: stay Arrow's, where a null is None; nulls anywhere else are a DataError
+- lists of those: where all have one length, arrays [rows, length]; else `Lists`, also of lists
+- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their storage
+- strings, binary, and objects (schema.py): stay Arrow's, where a null is None; nulls anywhere else are filled, or a
+  DataError (nulls.py)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_dp.data.schema import is_text, type_name
+from elastic_dp.data.kinds import cast, storage_of, type_name
+from elastic_dp.data.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -28,7 +34,7 @@ Ints = npt.NDArray[np.int64]
 class Lists:
     """Row i is values[offsets[i]:offsets[i+1]]."""
 
-    values: Array
+    values: Array | Lists
     offsets: Ints
 
     @property
@@ -36,48 +42,69 @@ class Lists:
         return int(self.values.nbytes + self.offsets.nbytes)
 
 
-Column = Any  # Array, Lists, or a pa.Array of text
+Column = Any  # Array, Lists, or a pa.Array of text or objects
 
 
-def decode_table(table: pa.Table, names: list[str], where: str) -> dict[str, Column]:
-    """The columns `names`, structs as their leaves. `where` is for errors."""
-    while any(pa.types.is_struct(field.type) for field in table.schema):
+def decode_table(
+    table: pa.Table,
+    leaves: Iterable[tuple[str, pa.DataType]],
+    where: str,
+    fills: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Column]:
+    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is not there is all null.
+    `where` is for errors, `fills` for nulls."""
+    rows = table.num_rows
+    while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
+        for number, field in enumerate(table.schema):
+            if pa.types.is_struct(storage := storage_of(field.type)) and storage is not field.type:
+                table = table.set_column(number, field.name, table.column(number).cast(storage))
         table = table.flatten()
-    return {
-        name: decode_column(table.column(name), f"column {name!r} of {where}") for name in names
-    }
+    there = {name: number for number, name in enumerate(table.column_names)}
+    decoded = {}
+    for name, kind in leaves:
+        column = cast(table.column(there[name]), kind) if name in there else _nulls(rows, kind)
+        decoded[name] = decode_column(column, f"column {name!r} of {where}", fills.get(name))
+    return decoded
 
 
-def decode_column(column: pa.ChunkedArray, where: str) -> Column:
-    """Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
+def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.nulls(rows, kind)])
+
+
+def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:
+    """`value`: for nulls, None for none. Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if value is not None:
+        array = fill(array, value)
     if is_text(array.type):
         return array
-    if _is_list(array.type):
-        return _lists(array, where)
-    return _numbers(array, where)
+    if is_object(array.type):
+        plain = plain_type(array.type)
+        return array if plain.equals(array.type) else array.cast(plain)
+    return _values(array, where)
+
+
+def _values(array: pa.Array, where: str) -> Array | Lists:
+    kind = array.type
+    if pa.types.is_fixed_size_list(kind) and has_lengths(kind):
+        _refuse_nulls(array, where)
+        array = array.cast(pa.list_(kind.value_field))
+    return _lists(array, where) if _is_list(array.type) else _numbers(array, where)
 
 
 def _lists(array: pa.Array, where: str) -> Array | Lists:
     """An array [rows, length, …] where all rows have one length."""
-    _refuse_nulls(array, where)
+    if array.null_count:
+        raise DataError(f"{where} holds {array.null_count} null lists; {NULL_LISTS_WAYS_OUT}")
     offsets = array.offsets.to_numpy().astype(np.int64)
-    inner = array.flatten()
-    if _is_list(inner.type):
-        values = _lists(inner, where)
-        if isinstance(values, Lists):
-            raise DataError(
-                f"{where} holds lists of lists of different lengths, which has no tensor; flatten them in the "
-                "shards, or leave the column out by DataConfig.columns"
-            )
-    else:
-        values = _numbers(inner, where)
+    values = _values(array.flatten(), where)
     lengths = np.diff(offsets)
-    if len(lengths) and (lengths == lengths[0]).all():
+    same = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+    if same and not isinstance(values, Lists):
         return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])
     return Lists(values, offsets - offsets[0])
 
@@ -94,7 +121,9 @@ def _numbers(array: pa.Array, where: str) -> Array:
     if pa.types.is_fixed_size_list(kind):
         inner = _numbers(array.flatten(), where)
         return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
-    if pa.types.is_fixed_size_binary(kind) and not pa.types.is_decimal(kind):
+    if is_time(kind):
+        return _numbers(array.view(plain_type(kind)), where).astype(np.int64, copy=False)
+    if pa.types.is_fixed_size_binary(kind):
         content = np.frombuffer(array.buffers()[1], dtype=np.uint8)
         rows = content[array.offset * kind.byte_width :][: len(array) * kind.byte_width]
         return rows.reshape(len(array), kind.byte_width)
@@ -104,8 +133,8 @@ def _numbers(array: pa.Array, where: str) -> Array:
         bools: Array = array.to_numpy(zero_copy_only=False)
         return bools
     raise DataError(
-        f"{where} is {type_name(kind)}, which has no tensor; use numbers, lists of numbers, structs of them, "
-        "strings or binary, or leave it out by DataConfig.columns"
+        f"{where} is {type_name(kind)}, which has no tensor; use numbers, dates, text, or lists, structs and maps of "
+        "them, or leave it out by DataConfig.columns"
     )
 
 
@@ -120,8 +149,7 @@ def _view(array: pa.Array) -> Array:
 def _refuse_nulls(array: pa.Array, where: str) -> None:
     if array.null_count:
         raise DataError(
-            f"{where} holds {array.null_count} null(s), which a tensor cannot; fill them in the shards, or "
-            "leave the column out by DataConfig.columns"
+            f"{where} holds {array.null_count} null(s), which a tensor cannot; {WAYS_OUT}"
         )
 
 

@@ -6,14 +6,15 @@ destination is a data set only when all of it is there (see destination.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import pyarrow as pa
 
 from elastic_dp.data.destination import Destination
 from elastic_dp.data.intake import find_source, open_documents, open_rows
+from elastic_dp.data.nulls import Nulls, check_nulls, fill
 from elastic_dp.data.packing import Packing, Tokenizer, open_tokenizer
 from elastic_dp.data.shard_writer import Compression, Format, ShardWriter
 from elastic_dp.data.skipped import Skipped, skipped_words
@@ -50,6 +51,7 @@ def convert(
     end_of_text: str | None = None,
     pack: int | None = None,
     text_glob: Sequence[str] = (),
+    fill_nulls: Mapping[str, Any] | None = None,
     on_progress: Callable[[Converted], None] | None = None,
 ) -> Converted:
     """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
@@ -61,21 +63,34 @@ def convert(
     "bytes", a tokenizer.json, a Hugging Face name, or any `Tokenizer`. `format`: Parquet, but Arrow for tokens, where it
     takes half the bytes and no decoding. `compression`: "none" for lists, images and Arrow, else "snappy".
     `text_glob`: with `pack`, the files whose names match one of these patterns are the text, whatever their endings, and
-    no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
+    no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `fill_nulls`: what is written for a
+    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
     """
     _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
+    if fill_nulls and pack is not None:
+        raise DataError("fill_nulls goes without pack: a row without text is no document")
     wanted = None if columns is None else list(columns)
     packing: Packing | None = None
     found = find_source(source, text_glob)
     if pack is None:
         rows = open_rows(found, wanted)
-        schema, batches = rows.schema, rows.batches()
+        schema = rows.schema
+        values = check_nulls(Nulls(), fill_nulls, schema, "fill_nulls")
+        batches: Iterator[pa.RecordBatch] = (_filled(batch, values) for batch in rows.batches())
     else:
         assert tokenizer is not None
         loaded = open_tokenizer(tokenizer, end_of_text) if isinstance(tokenizer, str) else tokenizer
         packing = Packing(loaded, pack)
         schema, batches = packing.schema, packing.batches(open_documents(found, wanted))
+    if not len(schema):
+        raise DataError(f"{redact_url(source)!r} has no columns")
     format = format or ("arrow" if packing else "parquet")
+    empty = [field.name for field in schema if _has_lists_of_no_items(field.type)]
+    if empty and format == "parquet":
+        raise DataError(
+            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
+            "back; leave it out by columns="
+        )
     to = Destination(destination)
     with to.writing():
         writer = ShardWriter(
@@ -94,6 +109,19 @@ def convert(
         if not writer.rows:
             raise DataError(_nothing(source, packing, found.skipped))
     return _count(writer, packing, found.skipped)
+
+
+def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
+    for name, value in values.items():
+        at = batch.schema.get_field_index(name)
+        batch = batch.set_column(at, batch.schema.field(at), fill(batch.column(at), value))
+    return batch
+
+
+def _has_lists_of_no_items(kind: pa.DataType) -> bool:
+    if pa.types.is_fixed_size_list(kind) and kind.list_size == 0:
+        return True
+    return any(_has_lists_of_no_items(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped, ...]) -> Converted:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.schema import is_text, refuse_without_tensor
+from elastic_dp.data.schema import is_object, refuse_without_tensor
 from elastic_dp.data.survey import Survey
 from elastic_dp.errors import DataError
 from elastic_dp.sampling.mixture import row_groups_at_least
@@ -138,10 +138,8 @@ def _no_rows(survey: Survey, _: Shape) -> Iterator[Finding]:
         return
     empty = [n for n, rows in zip(survey.names, survey.shard_rows, strict=True) if not rows]
     if empty:
-        says = f"{len(empty)} of {len(survey.names)} shards hold no row: {_some(empty)}"
-        yield Finding(
-            "empty_shards", "refused", says, "remove them: a lost upload looks like this too"
-        )
+        says = f"{len(empty)} of {len(survey.names)} shards hold no row, and are passed over: {_some(empty)}"
+        yield Finding("empty_shards", "slow", says, "remove them")
 
 
 def _no_tensor(survey: Survey, _: Shape) -> Iterator[Finding]:
@@ -153,16 +151,14 @@ def _no_tensor(survey: Survey, _: Shape) -> Iterator[Finding]:
 
 
 def _nulls(survey: Survey, _: Shape) -> Iterator[Finding]:
-    for column in survey.columns:
-        if column.nulls and not _may_be_null(column.type):
-            says = f"column {column.name!r} ({column.type}) holds {column.nulls} nulls, which a tensor cannot"
-            mend = "fill them, or leave the column out by DataConfig.columns"
-            yield Finding("nulls", "refused", says, mend)
+    for leaf in survey.job_columns.wanted_leaves():
+        if said := survey.nulls.refused(leaf):
+            yield Finding("nulls", "refused", *_says_and_mend(said))
 
 
 def _ragged(survey: Survey, _: Shape) -> Iterator[Finding]:
     for column in survey.columns:
-        if column.name in survey.ragged:
+        if column.name in survey.ragged and not is_object(column.type):
             says = f"column {column.name!r} ({column.type}) holds lists of several lengths, which make no one tensor"
             mend = "pad them in DataConfig.collate_fn, or pack them: elastic-dp data convert --pack"
             yield Finding("ragged", "refused", says, mend)
@@ -317,12 +313,6 @@ def _is_tokens(kind: pa.DataType) -> bool:
 def _holds_lists(kind: pa.DataType) -> bool:
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(is_one(kind) for is_one in lists)
-
-
-def _may_be_null(kind: pa.DataType) -> bool:
-    """Text may; and of a struct it is not known which of its columns holds them."""
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return is_text(plain) or pa.types.is_struct(plain) or pa.types.is_fixed_size_binary(plain)
 
 
 def _says_and_mend(refusal: str) -> tuple[str, str]:

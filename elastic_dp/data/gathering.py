@@ -3,7 +3,7 @@
 All micro-batches that are made together share one array for each column; each is a piece of it. A row is copied
 once, straight from the decoded column, and a row group is let go of as soon as its rows are copied: no two need to
 be here at one time. A call of NumPy copies all that is wanted of a row group, so nothing is done row by row but
-for strings and for lists of several lengths.
+for strings, other objects of Python, and lists of several lengths.
 
 A micro-batch that is some rows on end of one row group needs no copy, if the row group may be kept for it.
 """
@@ -26,6 +26,7 @@ from elastic_dp.data.columns import Array, Column, Lists
 Ints = npt.NDArray[np.int64]
 Pieces = list[tuple[Ints, Ints]]  # of a row group: rows, their places
 _USED = 2  # a row group is kept if at least one part in so many of its rows need not be copied then
+_OBJECT_BYTES, _ARRAY_BYTES = 64, 256  # that Python takes for one, beside its content
 _PIECES = 8  # rows in a row of one row group, on average, from which on they are not sorted
 
 
@@ -51,7 +52,7 @@ class Gathering:
         self._out: dict[str, Array | list[Any]] = {}
         self._left_out: list[int] = []
         self._kept: dict[int, dict[str, Array]] = {}  # micro-batches, by their first row
-        self._kept_bytes = 0
+        self._kept_bytes = self._object_bytes = 0
 
     @property
     def row_groups(self) -> list[int]:
@@ -107,7 +108,9 @@ class Gathering:
         if isinstance(out, np.ndarray):
             _copy_rows(column, rows, out, places)
             return
-        for place, item in zip(places.tolist(), _objects(column, rows), strict=True):
+        items, nbytes = _objects(column, rows)
+        self._object_bytes += nbytes
+        for place, item in zip(places.tolist(), items, strict=True):
             out[place] = item
 
     def leave_out(self, row_group: int) -> None:
@@ -115,9 +118,9 @@ class Gathering:
 
     @property
     def nbytes(self) -> int:
-        """Of arrays, and of row groups that were kept."""
+        """Of arrays, of row groups that were kept, and of objects, roughly."""
         arrays = (out.nbytes for out in self._out.values() if isinstance(out, np.ndarray))
-        return self._kept_bytes + sum(arrays)
+        return self._kept_bytes + self._object_bytes + sum(arrays)
 
     def cut(self, start: int, stop: int) -> dict[str, Any] | None:
         """Rows start…stop - 1: arrays that nobody else uses, or lists. None: all of them were left out."""
@@ -199,15 +202,61 @@ def _is_run(numbers: Ints) -> bool:
     return len(numbers) < 3 or bool((np.diff(numbers) == 1).all())
 
 
-def _objects(column: Column, rows: Ints) -> list[Any]:
-    if isinstance(column, Lists):
-        starts, ends = column.offsets[rows].tolist(), column.offsets[rows + 1].tolist()
-        each = zip(starts, ends, strict=True)
-        return [aligned_copy(column.values[start:end]) for start, end in each]
+def _objects(column: Column, rows: Ints) -> tuple[list[Any], int]:
+    """One for each row, and the bytes of all, roughly."""
+    if isinstance(column, pa.Array):
+        picked = column.take(pa.array(rows))
+        return picked.to_pylist(), picked.nbytes + _OBJECT_BYTES * _num_values(picked)
+    if isinstance(column, Lists) and isinstance(values := column.values, np.ndarray):
+        starts, ends = column.offsets[rows], column.offsets[rows + 1]
+        each = zip(starts.tolist(), ends.tolist(), strict=True)
+        width = values.dtype.itemsize * math.prod(values.shape[1:])
+        nbytes = int((ends - starts).sum()) * width + _ARRAY_BYTES * len(rows)
+        return [aligned_copy(values[start:end]) for start, end in each], nbytes
+    arrays = [_row(column, row) for row in rows.tolist()]
+    return arrays, sum(_nbytes(array) for array in arrays)
+
+
+def _row(column: Array | Lists, row: int) -> Any:
+    """An array; of lists of several lengths, a list of them."""
     if isinstance(column, np.ndarray):  # lists of one length, beside a row group of others
-        return [aligned_copy(column[row]) for row in rows.tolist()]
-    picked: list[Any] = column.take(pa.array(rows)).to_pylist()
-    return picked
+        return aligned_copy(column[row])
+    start, end, values = int(column.offsets[row]), int(column.offsets[row + 1]), column.values
+    if isinstance(values, np.ndarray):
+        return aligned_copy(values[start:end])
+    if start == end:
+        return _empty(values)
+    return _joined([_row(values, item) for item in range(start, end)])
+
+
+def _empty(lists: Lists) -> Array:
+    """No list at all of those."""
+    depth, values = 2, lists.values
+    while isinstance(values, Lists):
+        depth, values = depth + 1, values.values
+    return np.empty((0,) * depth + values.shape[1:], values.dtype)
+
+
+def _joined(items: list[Any]) -> Any:
+    """Arrays of one shape as one array; anything else as it is."""
+    shapes = {item.shape if isinstance(item, np.ndarray) else None for item in items}
+    return aligned(np.stack(items)) if len(shapes) == 1 and None not in shapes else items
+
+
+def _nbytes(item: Any) -> int:
+    if isinstance(item, list):
+        return sum(map(_nbytes, item))
+    return int(item.nbytes) + _ARRAY_BYTES
+
+
+def _num_values(array: pa.Array) -> int:
+    """Of the objects that it becomes, also inside others."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        return len(array) + sum(_num_values(array.field(n)) for n in range(kind.num_fields))
+    if pa.types.is_map(kind):
+        return 2 * len(array) + _num_values(array.keys) + _num_values(array.items)
+    return len(array) + (_num_values(array.flatten()) if kind.num_fields else 0)
 
 
 def _pick(out: Array | list[Any], kept: Ints) -> Any:
@@ -220,6 +269,4 @@ def _regular(out: Array | list[Any]) -> Any:
     """Lists that have one length in this micro-batch are an array [rows, length]."""
     if isinstance(out, np.ndarray):
         return aligned(out)
-    if not out or not isinstance(out[0], np.ndarray):
-        return out
-    return aligned(np.stack(out)) if len({row.shape for row in out}) == 1 else out
+    return _joined(out) if out and isinstance(out[0], np.ndarray) else out

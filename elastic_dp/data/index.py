@@ -13,30 +13,41 @@ import io
 import itertools
 import json
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
-from elastic_dp.data.listing import Listed, list_shards, prefix_of
-from elastic_dp.data.schema import Columns, type_name
+from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.text import is_compressed
+from elastic_dp.data.kinds import type_name
+from elastic_dp.data.listing import Listed, list_shards, prefix_of, said_twice
+from elastic_dp.data.nulls import Nulls, check_nulls
+from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
-from elastic_dp.storage import Store
+from elastic_dp.storage import Store, redact_url
 
 FOOTERS_IN_FLIGHT = 32
 SCANS_IN_FLIGHT = 8
 # In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
+_COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
+
+_NAMED = 3
+_MAY_BE_BLANK = (Csv, JsonLines)  # a file of no row may have no byte
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +69,7 @@ class Index:
 
     `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py). `groups`: columns rows,
     starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row groups bounds[i]…bounds[i+1]-1.
-    `columns`: (name, type) of those that the job reads; `schema`: of the shards' columns that hold these.
+    `columns`: (name, type, and what fills its nulls) of those that the job reads; `schema`: of the shards' columns that hold these.
     """
 
     sources: tuple[Source, ...]
@@ -127,8 +138,8 @@ class Index:
             content.update(self.shards[column].to_numpy())
         for names in _chunks(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
-        for array in (self.group_bounds, self.rows, self.starts, self.ends):
-            content.update(np.ascontiguousarray(array).data)
+        for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
+            content.update(np.ascontiguousarray(numbers).data)
         return content.hexdigest()
 
     def to_bytes(self) -> bytes:
@@ -183,15 +194,18 @@ def read_index(
 ) -> Index:
     """Lists the shards and reads their footers, or scans them where their format has none.
 
-    `say` is told of a scan before it starts. Raises DataError if there is nothing that can be trained on, or if
-    one shard cannot be read: `on_bad_shard` is for what goes bad later. Raises StorageError if the store refuses,
-    or is away for `timeout_s`.
+    `say` is told of a scan before it starts. Shards without a row are left out, and said. Raises DataError if there is
+    nothing that can be trained on, or if one shard cannot be read: `on_bad_shard` is for what goes bad later. Raises
+    StorageError if the store refuses, or is away for `timeout_s`.
     """
     weights = config.url if isinstance(config.url, Mapping) else None
     sources = _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
-    columns, build, begun = Columns(config.columns), Builder(), 0
+    if twice := said_twice((s.store, s.listed, s.prefix) for s in sources):
+        _log.warning("%s", twice)
+    columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
+    empty: list[list[str]] = [[] for _ in sources]
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -199,9 +213,17 @@ def read_index(
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
-        columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
-        build.add(name, entry.size, entry.version, scan)
-    return build.finish(columns)
+        shown = sources[number].prefix + name
+        if not scan.rows.sum():  # as Spark writes a partition without a row
+            empty[number].append(shown)
+            continue
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
+        build.add(name, entry.size, entry.version, scan, kind)
+    _pass_over(config, sources, empty)
+    leaves = columns.leaves()
+    nulls.add_missing(columns.absent())
+    return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
 
 class Builder:
@@ -214,6 +236,7 @@ class Builder:
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
         self._counts: list[Ints] = []  # row groups of each shard
+        self._kinds = array("q")  # of each shard: see Columns.add
         self._num_groups = self._footer_bytes = 0
 
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
@@ -221,30 +244,44 @@ class Builder:
         self._end()
         self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
 
-    def add(self, name: str, size: int, version: str, scan: Scan) -> None:
+    def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
         source, footer = len(self._sources) - 1, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b""))
+        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
+        self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()
 
-    def finish(self, columns: Columns) -> Index:
+    def finish(self, columns: Columns, fills: Mapping[str, Any] = MappingProxyType({})) -> Index:
         self._flush()
         self._end()
-        wanted = tuple((leaf.name, type_name(leaf.type)) for leaf in columns.leaves())
+        leaves = columns.leaves()
+        filled = {name: f", its nulls as {value!r}" for name, value in fills.items()}
+        wanted = tuple((f.name, type_name(f.type) + filled.get(f.name, "")) for f in leaves)
         counts = np.concatenate(self._counts)
         return Index(
             sources=tuple(self._sources),
             shards=_joined(self._shard_batches),
-            groups=_joined(self._group_batches),
+            groups=self._with_costs(_joined(self._group_batches), counts, columns.costs()),
             group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             schema=columns.schema(),
             columns=wanted,
         )
+
+    def _with_costs(
+        self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
+    ) -> pa.RecordBatch:
+        """Row groups that are cast as they are read take more than their shards say."""
+        if all(cost == (1.0, 0) for cost in costs):
+            return groups
+        each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
+        nbytes = groups["nbytes"].to_numpy() * each[:, 0] + groups["rows"].to_numpy() * each[:, 1]
+        at = groups.schema.get_field_index("nbytes")
+        return groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes.astype(np.int64)))
 
     def _end(self) -> None:
         if self._sources:
@@ -296,9 +333,10 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[_Opened]:
     def open_one(url: str) -> _Opened:
         store = Store(url, config.storage_options, timeout_s=timeout_s)
         listed = list_shards(config, url, store)
-        if listed.skipped:
-            said = skipped_words(listed.skipped)
-            _log.warning("DataConfig.url: not read at %s, since no shards: %s", store.url, said)
+        for remark in listed.remarks:
+            _log.warning("%s", remark)
+        if listed.skipped and not listed.remarks:
+            _log.info("not read at %s: %s", store.url, skipped_words(listed.skipped))
         prefix = prefix_of(url, listed.is_file) if len(config.urls) > 1 else ""
         return _Opened(store, listed, FORMATS[listed.format](), prefix)
 
@@ -335,8 +373,11 @@ def _scan_all(sources: list[_Opened], config: DataConfig) -> Iterator[tuple[int,
 
 
 def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
-    if shard.size == 0:
-        raise DataError(f"{shard.name} is empty (0 bytes); remove it from the data set")
+    if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
+        raise DataError(
+            f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it was lost; write it again, or "
+            "remove it from the data set"
+        )
     try:
         found = chosen.scan(shard, config.columns)
     except ElasticError:
@@ -344,9 +385,24 @@ def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
     except Exception as error:  # a decoder may raise anything at bytes that are not its own
         what = "scan" if chosen.scans_content else "read the footer of"
         raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
-    if found.rows.sum() == 0:
-        raise DataError(f"{shard.name} holds no rows; remove it from the data set")
     return found
+
+
+def _pass_over(config: DataConfig, sources: list[_Opened], empty: list[list[str]]) -> None:
+    """Raises DataError where nothing is left: of a source with a weight, or else of all."""
+    every = range(len(sources))
+    for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
+        if all(len(empty[n]) == len(sources[n].listed.entries) for n in part):
+            names = [name for n in part for name in empty[n]]
+            url = redact_url(config.urls[part[0]])
+            raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {_some(names)}")
+    if names := [name for of_source in empty for name in of_source]:
+        shards = "1 shard holds" if len(names) == 1 else f"{len(names):,} shards hold"
+        _log.warning("DataConfig.url: %s no row and add nothing: %s", shards, _some(names))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
 
 
 def _announce(source: _Opened, say: Callable[[str], None]) -> None:

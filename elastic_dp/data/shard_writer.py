@@ -6,7 +6,8 @@ it to `shard_bytes`. The same rows give the same bytes.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -95,16 +96,20 @@ class ShardWriter:
         return pa.concat_batches(taken)
 
     def _write_group(self, group: pa.RecordBatch) -> None:
+        with _said_by_name(self._format):
+            self._write(group)
+        self.rows += group.num_rows
+        self.row_groups += 1
+        if self._sink.tell() >= self._shard_bytes:
+            self._end_shard()
+
+    def _write(self, group: pa.RecordBatch) -> None:
         if self._file is None:
             self._begin_shard()
         if self._format == "parquet":
             self._file.write_batch(group, row_group_size=group.num_rows)
         else:
             self._file.write_batch(group)
-        self.rows += group.num_rows
-        self.row_groups += 1
-        if self._sink.tell() >= self._shard_bytes:
-            self._end_shard()
 
     def _begin_shard(self) -> None:
         name = f"part-{self.shards:05d}.{self._format}"
@@ -133,3 +138,13 @@ class ShardWriter:
             "use_dictionary": words or False,
             "write_statistics": numbers or False,
         }
+
+
+@contextmanager
+def _said_by_name(format: Format) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+        raise DataError(
+            f"these columns cannot be written as {format}: {error}; leave some out by columns="
+        ) from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 _EXAMPLES = 3
 _ENDINGS = 6  # that are named
@@ -13,16 +14,20 @@ _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
 
 @dataclass(frozen=True)
 class Skipped:
-    """`ending`: such as ".py", "" for names without one, or "hidden" for what begins with "." or "_", of any ending.
-    `examples`: the first names, at most three."""
+    """`ending`: such as ".py", "" for names without one, "hidden" for what begins with "." or "_", of any ending, or
+    another reason. `examples`: the first names, at most three."""
 
     ending: str
     files: int
     examples: tuple[str, ...]
 
 
-def count_skipped(names: Iterable[str], hidden: Sequence[str] = ()) -> tuple[Skipped, ...]:
-    """The most frequent ending first."""
+def count_skipped(
+    names: Iterable[str],
+    hidden: Sequence[str] = (),
+    reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> tuple[Skipped, ...]:
+    """The most frequent ending first. `reasons`: names that are skipped for another reason, by its words."""
     found: dict[str, list[str]] = {}
     for name in names:
         file = name.rpartition("/")[2]
@@ -30,6 +35,7 @@ def count_skipped(names: Iterable[str], hidden: Sequence[str] = ()) -> tuple[Ski
         found.setdefault(ending, []).append(name)
     if hidden:
         found[HIDDEN] = list(hidden)
+    found |= {reason: list(those) for reason, those in reasons.items() if those}
     counted = [Skipped(key, len(of), tuple(sorted(of)[:_EXAMPLES])) for key, of in found.items()]
     return tuple(sorted(counted, key=lambda one: (-one.files, one.ending)))
 

@@ -15,10 +15,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes
-from elastic_dp.data.intake.files import Files, list_files
+from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.parquet import (
+    chunk_numbers,
+    decoded_bytes,
+    null_counts,
+    num_chunks,
+    open_footer,
+)
+from elastic_dp.data.formats.text import flat_columns
+from elastic_dp.data.intake.files import Files, list_files, reading
 from elastic_dp.data.intake.opening import find_format
-from elastic_dp.data.schema import Columns, same, top_level
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.nulls import Nulls, count_null_lists, count_nulls
+from elastic_dp.data.schema import Columns, top_level
 from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -31,14 +41,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Column:
-    """Per row group: `stored` and `decoded` bytes, and `values`, the items of lists counted. `nulls`: where known."""
+    """Per row group: `stored` and `decoded` bytes, and `values`, the items of lists counted."""
 
     name: str
     type: pa.DataType
     stored: list[int] = field(default_factory=list)
     decoded: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
-    nulls: int = 0
     codecs: set[str] = field(default_factory=set)
     encodings: set[str] = field(default_factory=set)
     chunks: int = 0  # a row group has one for each leaf
@@ -62,6 +71,7 @@ class Survey:
     footer_bytes: int = 0
     differing: str = ""  # in what the first shard that does is not like those before it
     ragged: set[str] = field(default_factory=set)  # columns of lists of several lengths
+    nulls: Nulls = field(default_factory=Nulls)  # of leaves, where known
 
     @property
     def has_row_groups(self) -> bool:
@@ -90,41 +100,55 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
+    if found.has_row_groups:
+        found.job_columns.refuse_missing()
+        found.nulls.add_missing(found.job_columns.absent())
     return found
 
 
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
-    def footer(name: str) -> pq.FileMetaData:
+    def footer(name: str) -> tuple[pq.FileMetaData, frozenset[int]]:
         with files.open(name) as raw:
-            return pq.read_metadata(raw)
+            return open_footer(raw, name, wanted)
 
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        for name, metadata in zip(files.names, pool.map(footer, files.names), strict=True):
-            _take_schema(found, name, metadata.schema.to_arrow_schema(), wanted)
+        footers = pool.map(footer, files.names)
+        for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
+            if not metadata.num_rows:  # training passes it over
+                found.shard_rows.append(0)
+                continue
+            schema = metadata.schema.to_arrow_schema()
+            _take_schema(found, name, schema, wanted, metadata.num_rows)
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
             numbers = chunk_numbers(metadata, wanted)
-            for index in range(metadata.num_row_groups):
-                _take_row_group(found, metadata.row_group(index))
-                size = decoded_bytes(metadata, metadata.row_group(index), numbers)
-                found.group_bytes.append(size)
+            owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
+            for group in groups:
+                with reading(name):
+                    _take_row_group(found, group, owners, encrypted)
+                found.group_bytes.append(decoded_bytes(metadata, group, numbers))
+    if found.schema is None:
+        schema = footer(files.names[0])[0].schema.to_arrow_schema()
+        _take_schema(found, files.names[0], schema, wanted, 0)
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)
 
 
-def _take_row_group(found: Survey, group: pq.RowGroupMetaData) -> None:
+def _take_row_group(
+    found: Survey, group: pq.RowGroupMetaData, owners: list[str], encrypted: frozenset[int]
+) -> None:
+    """`owners`: the top-level column of each chunk."""
     found.group_rows.append(group.num_rows)
     by_name = {column.name: column for column in found.columns}
     for column in found.columns:
         for per_group in (column.stored, column.decoded, column.values):
             per_group.append(0)
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        path = chunk.path_in_schema
-        owner = by_name.get(path) or by_name.get(path.split(".")[0])
-        if owner is not None:
-            _take_chunk(owner, chunk)
+    for index, owner in enumerate(owners):
+        if owner in by_name and index not in encrypted:
+            _take_chunk(by_name[owner], group.column(index))
     for column in found.columns:
         if width := _width(column.type):
             column.decoded[-1] = group.num_rows * width
@@ -137,24 +161,27 @@ def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
     column.values[-1] += chunk.num_values
     column.codecs.add(chunk.compression.lower())
     column.encodings.update(chunk.encodings)
-    if chunk.is_stats_set and chunk.statistics.has_null_count:
-        column.nulls += chunk.statistics.null_count
 
 
 def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None:
     for name in files.names:
         with files.open_mapped(name) as raw:
-            if raw.read(len(ARROW_MAGIC)) != ARROW_MAGIC:
+            refuse_old_feather(name, first := raw.read(len(ARROW_MAGIC)))
+            if first != ARROW_MAGIC:
                 found.format, found.schema = "arrow stream", None
                 return
             reader = pa.ipc.open_file(raw)
-            _take_schema(found, name, reader.schema, wanted)
+            with reading(name):
+                rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+            _take_schema(found, name, reader.schema, wanted, rows)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
-                _take_batch(found, reader.get_batch(index))
+                with reading(name):
+                    _take_batch(found, name, reader.get_batch(index))
 
 
-def _take_batch(found: Survey, batch: pa.RecordBatch) -> None:
+def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
+    batch.validate(full=True)  # Arrow follows offsets without asking
     found.group_rows.append(batch.num_rows)
     found.shard_rows[-1] += batch.num_rows
     found.group_bytes.append(batch.nbytes)
@@ -166,23 +193,33 @@ def _take_batch(found: Survey, batch: pa.RecordBatch) -> None:
         array = batch.column(column.name)
         column.stored.append(array.nbytes)
         column.decoded.append(array.nbytes)
-        column.nulls += array.null_count
         if _is_list(array.type) and len(array.value_lengths().unique()) > 1:
             found.ragged.add(column.name)
+    here = [column.name for column in found.columns if column.name in batch.schema.names]
+    each = dict(flat_columns(pa.Table.from_batches([batch.select(here)])))
+    null_lists = {name: count_null_lists(column) for name, column in each.items()}
+    nulls = {name: count_nulls(column) for name, column in each.items()}
+    found.nulls.add(shard, found.job_columns.valued(nulls), null_lists)
 
 
-def _take_schema(found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None) -> None:
-    """Raises DataError where the first shard lacks a column; what a later one has amiss is a finding."""
+def _take_schema(
+    found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None, rows: int
+) -> None:
+    """Raises DataError where the first shard cannot be read; what a later one has amiss is a finding."""
     try:
         if not found.differing:
-            found.job_columns.add(name, schema, same)
+            found.job_columns.add(name, schema, lossless, rows)
     except DataError as error:
         if found.schema is None:
             raise
         found.differing = str(error)
+    fields = [schema.field(top) for top in top_level(plain_schema(schema), wanted)]
     if found.schema is None:
-        found.schema = pa.schema([schema.field(top) for top in top_level(schema, wanted)])
-        found.columns = [Column(f.name, f.type) for f in found.schema]
+        found.schema = pa.schema(fields)
+    known, before = {column.name for column in found.columns}, len(found.group_rows)
+    for new in (f for f in fields if f.name not in known):
+        column = Column(new.name, new.type, [0] * before, [0] * before, [0] * before)
+        found.columns.append(column)
 
 
 def _lengths_differ(column: Column, found: Survey, files: Files) -> bool:

@@ -20,7 +20,7 @@ the credentials are in a file that only botocore reads, or an http URL carries i
 - No option's value and no credential of a URL is in an error, a repr or a log line.
 """
 
-from elastic_dp.storage.backend import Entry
+from elastic_dp.storage.backend import Entry, Look
 from elastic_dp.storage.faults import ObjectMissing, ObjectRewritten
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
@@ -28,6 +28,7 @@ from elastic_dp.urls import redact_url
 
 __all__ = [
     "Entry",
+    "Look",
     "ObjectMissing",
     "ObjectRewritten",
     "Store",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+ODD_KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
 SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily it moves
 
 
@@ -22,6 +23,15 @@ class Entry(NamedTuple):
     version: str
 
 
+class Look(NamedTuple):
+    """What lies in a folder. `entries`: its files, or all below it. `folders`: those directly in it, without a "/" at the
+    end, where only these were asked for. `unreadable`: paths that are there and cannot be read, by the reason."""
+
+    entries: list[Entry]
+    folders: list[str]
+    unreadable: dict[str, list[str]]
+
+
 class Backend(Protocol):
     path: str  # of the URL itself
     lists: bool
@@ -29,6 +39,9 @@ class Backend(Protocol):
 
     def find(self, folder: str, deep: bool) -> list[Entry]:
         """The files below `folder` ("" is the root), or only those directly in it; [] if there is none."""
+
+    def look(self, folder: str, deep: bool) -> Look:
+        """As `find`, in one listing; links to folders are followed."""
 
     def stat(self, path: str) -> Entry: ...
 

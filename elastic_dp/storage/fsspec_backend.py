@@ -16,7 +16,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Entry
+from elastic_dp.storage.backend import ODD_KEYS, SLOWEST_BYTES_PER_S, Entry, Look
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,6 +51,27 @@ class FsspecBackend:
             folder, maxdepth=None if deep else 1, detail=True, **self._limit(0)
         )
         return [_entry(path, info) for path, info in found.items() if path != folder]
+
+    def look(self, folder: str, deep: bool) -> Look:
+        self._system.invalidate_cache()
+        depth = None if deep else 1
+        found = self._system.find(
+            folder, maxdepth=depth, withdirs=not deep, detail=True, **self._limit(0)
+        )
+        look = Look([], [], {})
+        for path, info in found.items():
+            inside = path.removeprefix(folder).removeprefix("/")
+            if not inside or path.endswith("/"):
+                continue  # the folder itself, or the object that stands for one
+            if not deep and "/" in inside:
+                continue  # some file systems know no depth
+            if any(part in ("", ".", "..") for part in inside.split("/")):
+                look.unreadable.setdefault(ODD_KEYS, []).append(path)
+            elif info["type"] != "directory":
+                look.entries.append(_entry(path, info))
+            else:
+                look.folders.append(path)
+        return look
 
     def stat(self, path: str) -> Entry:
         self._system.invalidate_cache()

@@ -20,13 +20,14 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from elastic_dp.errors import FileDamaged, StorageError
-from elastic_dp.storage.backend import Entry
+from elastic_dp.storage.backend import Entry, Look
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MOVE = "Delete it, or move it away"
 PAGE_BYTES = 4096  # what a disk takes directly is aligned to, in memory and in the file
+LINKS = "links to nothing"
 _DIRECT_BYTES = 1 << 20  # from this size on it is worth it
 
 
@@ -38,6 +39,11 @@ class LocalBackend:
 
     def find(self, folder: str, deep: bool) -> list[Entry]:
         return list(_walk(folder or "/", deep))
+
+    def look(self, folder: str, deep: bool) -> Look:
+        found = Look([], [], {})
+        _look(folder or "/", deep, found, ())
+        return found
 
     def stat(self, path: str) -> Entry:
         found = os.stat(path)
@@ -111,6 +117,34 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
                 raise
             if S_ISREG(found.st_mode):
                 yield _entry(item.path, found)
+
+
+def _look(folder: str, deep: bool, into: Look, above: tuple[tuple[int, int], ...]) -> None:
+    """`above`: the folders around it, as the system numbers them: a link to one of them would be followed for ever."""
+    try:
+        here, inside = os.stat(folder), list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if (here.st_dev, here.st_ino) in above:
+        return
+    above = (*above, (here.st_dev, here.st_ino))
+    for item in inside:
+        if item.is_dir():
+            if deep:
+                _look(item.path, deep, into, above)
+            else:
+                into.folders.append(item.path)
+            continue
+        try:
+            found = item.stat()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
+            if item.is_symlink():  # else deleted since
+                into.unreadable.setdefault(LINKS, []).append(item.path)
+            continue
+        if S_ISREG(found.st_mode):
+            into.entries.append(_entry(item.path, found))
 
 
 def _open(path: str) -> int:

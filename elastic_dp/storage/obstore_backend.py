@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Entry
+from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, Look
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -65,6 +65,7 @@ class ObstoreBackend:
 
         self._obstore, self._make, self._stall_s = obstore, make, stall_s
         self.path, self.lists, self.creates_only = path, lists, lists
+        self.other: Callable[[], Backend] | None = None  # lists what obstore cannot
         self._clients: dict[tuple[int, bool], Any] = {}
         self._client(0)  # so that a bad option is an error now
 
@@ -75,6 +76,31 @@ class ObstoreBackend:
             return [_entry(meta) for meta in listed]
         stream = self._obstore.list(self._client(0), prefix, chunk_size=_LISTED_AT_ONCE)
         return [_entry(meta) for chunk in stream for meta in chunk]
+
+    def look(self, folder: str, deep: bool) -> Look:
+        try:
+            if deep:
+                return Look(self.find(folder, deep), [], {})
+            prefix = folder.strip("/") or None
+            found = self._obstore.list_with_delimiter(self._client(0), prefix)
+        except self._obstore.exceptions.InvalidPathError:
+            if self.other is None:
+                raise
+            return self._look_by_other(self.other(), folder, deep)
+        entries = [_entry(meta) for meta in found["objects"]]
+        return Look(entries, list(found["common_prefixes"]), {})
+
+    def _look_by_other(self, other: Backend, folder: str, deep: bool) -> Look:
+        """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b")."""
+        bucket = other.path[: len(other.path) - len(self.path)]
+        found = other.look(f"{bucket}{folder}", deep)
+        entries = [entry._replace(path=entry.path.removeprefix(bucket)) for entry in found.entries]
+        folders = [path.removeprefix(bucket) for path in found.folders]
+        unreadable = {
+            reason: [path.removeprefix(bucket) for path in paths]
+            for reason, paths in found.unreadable.items()
+        }
+        return Look(entries, folders, unreadable)
 
     def stat(self, path: str) -> Entry:
         return _entry(self._obstore.head(self._client(0), path))

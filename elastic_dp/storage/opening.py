@@ -39,6 +39,8 @@ def _choose(url: str, options: Mapping[str, Any], stall_s: float) -> Backend:
         return LocalBackend(str(LocalFileSystem._strip_protocol(url)))
     found = open_obstore(scheme, url, options, stall_s) if scheme in SCHEMES else None
     if found:
+        if found.lists:
+            found.other = lambda: FsspecBackend(scheme, url, options, stall_s)
         return found
     try:
         return FsspecBackend(scheme, url, options, stall_s)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.utils import glob_translate
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import Backend, Entry
+from elastic_dp.storage.backend import Backend, Entry, Look
 from elastic_dp.storage.faults import ObjectMissing, OtherVersion, ShortBody, fault_of
 from elastic_dp.storage.opening import open_backend
 from elastic_dp.storage.redact import redact
@@ -58,11 +58,28 @@ class Store:
         """As they are now, a copy."""
         return self._retry.counts
 
-    def find(self, path: str, *, and_named: str = "") -> list[Entry]:
+    @property
+    def lists(self) -> bool:
+        """Whether it can say what it holds; over http only single files are found."""
+        return self._backend.lists
+
+    def look(self, folder: str, *, deep: bool) -> Look:
+        """What lies in a folder, or below it, in one listing; whatever is in its name. Sorted by path."""
+        found = self._retry.run(
+            f"list {folder}", lambda: self._backend.look(folder.rstrip("/"), deep)
+        )
+        return Look(sorted(found.entries), sorted(found.folders), found.unreadable)
+
+    def look_up(self, path: str) -> Entry | None:
+        """The one file, whatever is in its name; None: there is none."""
+        try:
+            return self._retry.run(f"look up {path}", lambda: self._backend.stat(path))
+        except ObjectMissing:
+            return None
+
+    def find(self, path: str) -> list[Entry]:
         """The files below a folder, those that match a glob ("*", "?", "[…]", "**"), or the one file; by path.
         What ends with "/" is a folder, whatever is in its name.
-
-        `and_named`: of what a glob makes it list, also the files of this name.
 
         One listing, without a request per file. [] if there is nothing. A glob without "**" or "/" after its first
         mark lists one folder only. Over http only single files are found.
@@ -70,15 +87,13 @@ class Store:
         if not self._backend.lists:
             return [self._find_unlisted(path)]
         if any(mark in path for mark in _GLOB_MARKS) and not path.endswith("/"):
-            return self._glob(path, and_named)
+            return self._glob(path)
         found = self._retry.run(
             f"list {path}", lambda: self._backend.find(path.rstrip("/"), deep=True)
         )
         if not found and not path.endswith("/") and path:
-            try:
-                found = [self._retry.run(f"look up {path}", lambda: self._backend.stat(path))]
-            except ObjectMissing:
-                return []
+            entry = self.look_up(path)
+            return [entry] if entry else []
         return sorted(found)
 
     def read(self, path: str, start: int, end: int, version: str = "") -> Buffer:
@@ -164,13 +179,13 @@ class Store:
             "from it; name each file by its URL"
         )
 
-    def _glob(self, pattern: str, and_named: str) -> list[Entry]:
+    def _glob(self, pattern: str) -> list[Entry]:
         first = min(pattern.index(mark) for mark in _GLOB_MARKS if mark in pattern)
         folder, _, rest = pattern[:first].rpartition("/")
         deep = "/" in pattern[first:] or "**" in rest + pattern[first:]
         matches = re.compile(glob_translate(pattern)).match
         found = self._retry.run(f"list {pattern}", lambda: self._backend.find(folder, deep))
-        return sorted(e for e in found if matches(e.path) or e.path.rpartition("/")[2] == and_named)
+        return sorted(entry for entry in found if matches(entry.path))
 
     def _read(self, path: str, start: int, end: int | None, version: str) -> Buffer:
         return self._retry.run(

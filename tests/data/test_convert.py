@@ -549,7 +549,7 @@ def test_opening_a_folder_for_training_says_what_is_not_read_in_it(tmp_path, cap
     read_index(DataConfig(str(tmp_path), micro_batch_size=1))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    told = f"not read at {tmp_path}, since no shards: 3 files: 2 .py (such as b.py), 1 .txt"
+    told = f"not read at {tmp_path}, since no shards: 4 files: 2 .py (such as b.py), 1 .txt (such as README.txt), 1 hidden"
     assert told in record.message
     caplog.clear()
     read_index(DataConfig(f"{tmp_path}/*.parquet", micro_batch_size=1))

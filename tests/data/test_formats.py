@@ -20,6 +20,7 @@ from elastic_dp.data.formats import FORMATS, text
 from elastic_dp.data.formats.format import Place, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.index import Index, read_index
+from elastic_dp.data.inspection import inspect
 from elastic_dp.data.row_groups import ShardRowGroups
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
@@ -365,9 +366,10 @@ def test_a_shard_that_was_rewritten(name, where, tmp_path, small_groups, monkeyp
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards_that_cannot_be_indexed(name, tmp_path):
     SHARDS[name](tmp_path / name)
-    (tmp_path / f"b{name}").write_bytes(b"")
-    with pytest.raises(DataError, match=rf"b{name} is empty \(0 bytes\); remove it"):
-        read_index(config(tmp_path))
+    if name in ("a.parquet", "a.arrow", "a.tar"):
+        (tmp_path / f"b{name}").write_bytes(b"")
+        with pytest.raises(DataError, match=rf"b{name} is empty \(0 bytes\), .* was lost; write"):
+            read_index(config(tmp_path))
     (tmp_path / f"b{name}").write_bytes(b'\x00"{broken')
     with pytest.raises(DataError, match=rf"b{name}"):
         read_index(config(tmp_path))
@@ -387,20 +389,33 @@ ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})
 @pytest.mark.parametrize(
     ("shards", "changes", "said"),
     [
-        ({}, {}, r"no shard \(\*\.parquet.*\*\.tar\) at '.*'; it must be a folder"),
-        ({"a": ONE[:0], "b": ONE}, {}, r"a\.parquet holds no rows; remove it"),
+        ({}, {}, r"no shard \(\*\.parquet.*\*\.tar\) at '.*': the folder is empty"),
+        ({"a": ONE[:0], "b": ONE[:0]}, {}, r"no shard at '.*' holds a row: a\.parquet, b\.parquet"),
         ({"a": ONE}, {"columns": ["t"]}, r"no column 't' in a\.parquet, which has 'x', 's'"),
-        ({"a": ONE, "b": ONE.select(["x"])}, {}, r"'s' is string in a\.parquet and missing in b"),
-        ({"a": ONE.select(["x"]), "b": ONE}, {}, r"'s' is missing in a\.parquet and string in b"),
+        (
+            {"a": ONE, "b": ONE.select(["s"])},
+            {},
+            r"'x' \(int64\) holds 2 nulls.* \(b\.parquet has none of its values\)",
+        ),
+        (
+            {"a": ONE.select(["s"]), "b": ONE},
+            {},
+            r"'x' \(int64\) holds 2 nulls.* \(a\.parquet has none of its values\)",
+        ),
+        (
+            {"a": ONE, "b": ONE},
+            {"columns": ["t"]},
+            r"no column 't' in a\.parquet",
+        ),
         (
             {"a": ONE, "b": ONE.set_column(0, "x", [pa.array([1.0, 2.0])])},
             {},
             r"'x' is int64 in a\.parquet and double in b\.parquet; rewrite one of them",
         ),
         (
-            {"a": pa.table({"t": [pa.scalar(1, pa.timestamp("s"))]})},
+            {"a": pa.table({"t": pa.nulls(2)})},
             {},
-            r"'t' is timestamp.*no tensor",
+            r"'t' is null \(every value is null\), which has no tensor",
         ),
         ({"a": ONE.rename_columns(["x", "x"])}, {}, r"several columns named 'x'"),
     ],
@@ -410,6 +425,44 @@ def test_what_cannot_be_read(shards, changes, said, tmp_path):
         pq.write_table(content, tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path, **changes))
+
+
+DOTTED = pa.table({"id": [1, 2], "a.b": [3, 4], "a.b.c": [5, 6]})
+STRUCT = pa.array([{"b": 7, "c": 8}] * 2)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow file", "jsonl"])
+def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_path):
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in DOTTED.to_pylist()))
+    else:
+        BINARY[kind](tmp_path / "a", DOTTED)
+    assert rows_of(tmp_path)[0] == DOTTED.to_pylist()
+    for some in (["a.b"], ["a.b.c", "id"], ["id", "a.b"]):
+        assert rows_of(tmp_path, columns=some)[0] == DOTTED.select(some).to_pylist()
+    for name in ("a", "a.b.c.d", "b"):
+        with pytest.raises(
+            DataError, match=rf"no column '{name}' in a\.\w+, which has 'id', 'a\.b'"
+        ):
+            read_index(config(tmp_path, columns=["id", name]))
+
+
+def test_inspect_does_not_count_a_column_with_a_dot_in_its_name_as_part_of_another(tmp_path):
+    wide = pa.table({"a": [1] * 64, "a.b": ["long" * 1000] * 64})
+    parquet(tmp_path / "a", wide)
+    (column,) = inspect(str(tmp_path), columns=["a"]).columns
+    assert column.name == "a" and column.stored.max < 1000
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow file"])
+def test_a_name_that_means_a_column_and_a_field_of_a_struct_is_refused(kind, tmp_path):
+    """Only where it is asked for: the struct's other fields, and other columns, can be read."""
+    BINARY[kind](tmp_path / "a", DOTTED.append_column("a", STRUCT))
+    for wanted in (None, ["a.b"], ["a"]):
+        with pytest.raises(DataError, match=r"'a\.b' names 2 things in a\.\w+: columns with a dot"):
+            read_index(config(tmp_path, columns=wanted))
+    rows, _ = rows_of(tmp_path, columns=["a.c", "id", "a.b.c"])
+    assert rows == [{"a.c": 8, "id": 1, "a.b.c": 5}, {"a.c": 8, "id": 2, "a.b.c": 6}]
 
 
 def test_mixed_formats_need_a_choice(tmp_path):

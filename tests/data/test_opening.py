@@ -237,10 +237,10 @@ def not_parquet(folder: Path) -> DataConfig:
     ("make", "said"),
     [
         (nothing, r"DataConfig.url: no shard \(\*\.parquet"),
-        (empty, r"a\.parquet holds no rows"),
+        (empty, r"no shard at .* holds a row: a\.parquet"),
         (missing_column, r"no column 'tokens' in a\.parquet, which has 'id', 'weight'"),
         (differing_types, r"'x' is int64 in a\.parquet and double in b\.parquet"),
-        (differing_names, r"'x' is int64 in a\.parquet and missing in b\.parquet"),
+        (differing_names, r"'x' \(int64\) holds .* nulls, the first in b\.parquet"),
         (
             too_few,
             r"15 rows, fewer than one global batch of 16 \(2 virtual workers × micro_batch_size 8\)",
@@ -253,15 +253,9 @@ def test_what_cannot_be_opened(make: Callable[[Path], DataConfig], said: str, tm
         open_data(make(tmp_path), virtual_workers=2)
 
 
-@pytest.mark.parametrize(
-    ("column", "said"),
-    [
-        (pa.array([1, None] * 20), r"column 'x' of a\.parquet holds 20 null"),
-        (pa.array([[1], [1, 2]] * 20), r"'x' holds lists of different lengths .*collate_fn"),
-    ],
-)
-def test_what_has_no_tensor(column: pa.Array, said: str, tmp_path: Path):
-    write(tmp_path, a=pa.table({"x": column}))
+def test_lists_of_different_lengths_have_no_tensor(tmp_path: Path):
+    said = r"'x' holds lists of different lengths .*collate_fn"
+    write(tmp_path, a=pa.table({"x": pa.array([[1], [1, 2]] * 20)}))
     data = open_data(config(tmp_path, columns=None), virtual_workers=2)
     with pytest.raises(DataError, match=said):
         data.batch(1, 0)

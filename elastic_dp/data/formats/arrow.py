@@ -5,6 +5,10 @@ comes before the first record batch (schema, dictionaries) is its head, and a re
 head and batch. A file of this machine is memory mapped, and uncompressed numbers are used where they lie. A mapped
 file that is cut short in place kills the process; one that is replaced is noticed.
 
+A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own libraries write both
+before the first record batch too; Polars writes no schema message there, and its dictionaries at the end. The head of
+such a file is made from its footer.
+
 pyarrow does not say where messages are, so the few numbers needed are taken out of their flatbuffers here
 (format/Message.fbs and format/File.fbs of Apache Arrow).
 """
@@ -14,11 +18,11 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from struct import unpack_from
+from struct import pack, unpack_from
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,9 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.schema import is_text, same
+from elastic_dp.data.kinds import is_list, lossless, plain_schema
+from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, top_level
+from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
@@ -35,7 +41,9 @@ _PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
 _PROBES_IN_FLIGHT = 8
 _CONTINUES = b"\xff\xff\xff\xff"
 _END = _CONTINUES + bytes(4)
-_DICTIONARY, _BATCH = 2, 3  # MessageHeader
+_OLD_FEATHER = b"FEA1"
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # MessageHeader
+_HEADER_BYTES = 32  # of the message that a footer becomes
 _TEXT_FACTOR = 4  # how well text is thought to be compressed
 _DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
 
@@ -45,7 +53,7 @@ class Arrow:
     endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
     scans_content = False
     growth = 1.0
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._heads = Heads()
@@ -53,27 +61,47 @@ class Arrow:
         self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        is_file = bytes(shard.read(0, min(8, shard.size)))[:6] == _MAGIC
-        messages = list(_listed(shard) if is_file else _walked(shard))
+        first = bytes(shard.read(0, min(12, shard.size)))
+        refuse_old_feather(shard.name, first)
+        is_file, tail = first[:6] == _MAGIC, 0
+        footer = _footer(shard) if is_file else b""
+        messages = list(_listed(shard, footer) if is_file else _walked(shard))
         batches = [message for message in messages if message.kind == _BATCH]
         if not batches:
-            raise OSError("it holds no record batch")
+            none = np.zeros(0, dtype=np.int64)
+            return Scan(pa.schema([]), none, none, none, none, check=0)
         dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
-        if any(start > batches[0].start for start in dictionaries):
-            raise OSError("its dictionaries change between record batches; write it with one")
-        head = bytes(shard.read(0, batches[0].start))
+        are_late = any(start > batches[0].start for start in dictionaries)
+        if is_file and (are_late or first[8:] != _CONTINUES):
+            tail = len(footer)
+            head = _head_of_footer(shard, footer)
+        elif are_late:
+            raise OSError(
+                "its dictionaries change between record batches; write it as an Arrow file, with a footer"
+            )
+        else:
+            head = bytes(shard.read(0, batches[0].start))
         schema = pa.ipc.open_stream(_stream(head)).schema
+        if is_file and not tail:
+            of_footer = pa.ipc.open_stream(_stream(_message_of_footer(footer))).schema
+            if not schema.equals(of_footer):
+                raise OSError(
+                    "its first message and its footer have different schemas; it is damaged"
+                )
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
         nbytes = np.array([_decoded_bytes(schema, m) for m in batches], dtype=np.int64)
+        if _has_views(schema, columns):
+            nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        return Scan(schema, rows, starts, ends, nbytes, check)
+        nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
+        return Scan(schema, rows, starts, ends, nbytes, check, tail, b"", nulls, null_lists)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        head = self._heads.read(shard, shard.head)
+        head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
         path = shard.local
         if path is None:
             content = shard.read(place.start, place.end)
@@ -178,13 +206,9 @@ class _Table:
         return self.at + offset if offset else None
 
 
-def _listed(shard: ShardAt) -> list[_Message]:
+def _listed(shard: ShardAt, content: bytes) -> list[_Message]:
     """Of the file format, by its footer. The metadata of record batches is read for their rows."""
-    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
-    if end[4:] != _MAGIC:
-        raise OSError("it does not end as an Arrow file does; it was cut off")
-    length = int.from_bytes(end[:4], "little")
-    footer = _Table.root(bytes(shard.read(shard.size - 10 - length, shard.size - 10)), 0)
+    footer = _Table.root(content, 0)
     places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
     places += [(_BATCH, *block) for block in footer.blocks(3)]
 
@@ -196,6 +220,46 @@ def _listed(shard: ShardAt) -> list[_Message]:
 
     with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
         return list(pool.map(message, places))
+
+
+def _footer(shard: ShardAt) -> bytes:
+    """Of the file format: a flatbuffer."""
+    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
+    if end[4:] != _MAGIC:
+        raise OSError("it does not end as an Arrow file does; it was cut off")
+    length = int.from_bytes(end[:4], "little")
+    if length > shard.size - 10:
+        raise OSError(f"its footer would be {length} bytes long, longer than itself")
+    return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
+
+
+def _head_of_footer(shard: ShardAt, content: bytes = b"") -> bytes:
+    """The messages that a stream would begin with: the schema that the footer has, and the dictionaries."""
+    content = content or _footer(shard)
+    places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
+    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
+    return b"".join([_message_of_footer(content), *dictionaries])
+
+
+def _message_of_footer(content: bytes) -> bytes:
+    """A schema message with the schema that the footer has."""
+    footer = _Table.root(content, 0)
+    schema = _HEADER_BYTES + footer.table(1).at
+    # A Message: where its table is; the places of version, type and header in it; the table; then the whole footer, into
+    # which the header points.
+    message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
+    message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
+    message += content + bytes(-len(content) % 8)
+    return b"".join([_CONTINUES, pack("<I", len(message)), message])
+
+
+def refuse_old_feather(name: str, first: bytes) -> None:
+    """`first`: the file's first bytes. Raises DataError."""
+    if first[:4] == _OLD_FEATHER:
+        raise DataError(
+            f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again as version 2 "
+            "(`pyarrow.feather.write_feather(pyarrow.feather.read_table(path), new_path)`)"
+        )
 
 
 def _walked(shard: ShardAt) -> Iterator[_Message]:
@@ -221,10 +285,12 @@ def _walked(shard: ShardAt) -> Iterator[_Message]:
 
 
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
-    """A record batch's columns `names`; nothing is copied that is not compressed, packed or in dictionaries."""
+    """Those of the columns `names` that a record batch has; nothing is copied that is not compressed, packed or in dictionaries."""
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(_stream(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
+    there = set(schema.names)
+    names = [name for name in names if name in there]
     message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
@@ -245,6 +311,12 @@ def _has_dictionaries(schema: pa.Schema) -> bool:
     return any(pa.types.is_dictionary(kind) for kind in kinds)
 
 
+def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
+    read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
+    kinds = [kind for field in read for kind in _node_types(field.type)]
+    return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
+
+
 def _messages(head: bytes) -> bytes:
     return head[8:] if head[:6] == _MAGIC else head
 
@@ -256,12 +328,46 @@ def _stream(head: bytes) -> pa.Buffer:
 def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
     """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of it."""
     size = message.end - message.start
+    kinds = [kind for field in schema for kind in _node_types(field.type)]
+    lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
+    made_anew = [made for field in schema for made in _made_anew(field.type)]
+    size += sum(made * n for made, (n, _) in zip(made_anew, lengths, strict=False))
     if message.is_compressed:
-        kinds = [kind for field in schema for kind in _node_types(field.type)]
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
         size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
+
+
+def _null_counts(
+    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the most."""
+    wanted = {leaf.name for leaf in leaves(schema, columns)}
+    nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
+    nulls, null_lists = Counter[str](), Counter[str]()
+    for message in batches:
+        found = [count for _, count in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        for name, lists, values in nodes:
+            nulls[name] += max((found[number] for number in values), default=0)
+            null_lists[name] += max((found[number] for number in lists), default=0)
+    return dict(+nulls), dict(+null_lists)
+
+
+def _leaf_nodes(
+    fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
+) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of which a null is a null
+    list, and the others."""
+    for field in fields:
+        kinds = list(_node_types(field.type))
+        if pa.types.is_struct(field.type):
+            yield from _leaf_nodes(field.type, f"{prefix}{field.name}.", (*above, first), first + 1)
+        else:
+            numbers = [*above, *range(first, first + len(kinds))]
+            lists = len(above) + sum(map(has_lengths, kinds))
+            lists = lists if has_lengths(field.type) else 0
+            yield prefix + field.name, numbers[:lists], numbers[lists:]
+        first += len(kinds)
 
 
 def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
@@ -274,10 +380,22 @@ def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
             yield from _node_types(kind.field(number).type)
 
 
+def _made_anew(kind: pa.DataType) -> list[int]:
+    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64, and so do offsets, which
+    are counted in lists of lists."""
+    nodes = list(_node_types(kind))
+    lists = [is_list(node) for node in nodes]
+    return [8 * (is_short_time(n) or (lists[i] and sum(lists) > 1)) for i, n in enumerate(nodes)]
+
+
 def _node_bytes(kind: pa.DataType, length: int) -> int:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if pa.types.is_primitive(kind) or pa.types.is_fixed_size_binary(kind):
+    if (
+        pa.types.is_primitive(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_decimal(kind)
+    ):
         return length * max(8, kind.bit_width) // 8 + length // 8 + 64
     return 9 * length + 64  # offsets
 

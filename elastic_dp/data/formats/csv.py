@@ -41,7 +41,7 @@ class Csv:
         self._heads = Heads()
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        header = b"" if is_compressed(shard) else _read_header(shard)
+        header = b"" if is_compressed(shard) or not shard.size else _read_header(shard)
 
         def parse(content: bytes) -> pa.Table:
             return _parse(header + content)
@@ -67,7 +67,9 @@ def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         pa.BufferReader(content),
         pa.csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _BLOCK_LIMIT)),
         pa.csv.ParseOptions(newlines_in_values=True),
-        pa.csv.ConvertOptions(column_types=types, include_columns=list(types) or None),
+        pa.csv.ConvertOptions(
+            column_types=types, include_columns=list(types) or None, include_missing_columns=True
+        ),
     )
 
 

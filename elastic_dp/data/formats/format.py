@@ -6,8 +6,8 @@ decides what an error means: whatever a decoder raises is turned into words wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +58,8 @@ class Scan:
     `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
     decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
     end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
-    request.
+    request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells;
+    `null_lists`: lists of no fixed size that are null themselves.
     """
 
     schema: pa.Schema
@@ -69,6 +70,8 @@ class Scan:
     check: int
     tail: int = 0
     footer: bytes = b""
+    nulls: Mapping[str, int] = field(default_factory=dict)
+    null_lists: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,10 @@ class Format(Protocol):
         """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """The type under which two shards' columns are read; None: they are not the same data."""
+        """The type under which two shards' columns are read, which are plain (kinds.py); None: they are not the same data."""
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        """The columns of `schema`, or of each struct in it at least the `leaves` ("a.b").
+        """Those of the columns of `schema` that the shard has, or of each struct in it at least the `leaves` ("a.b").
 
         Raises ObjectRewritten where the shard is not the one that the index was made of.
         """

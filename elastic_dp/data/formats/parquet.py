@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.encryption import (
+    encrypted_chunks,
+    refuse_encrypted_columns,
+    refuse_encrypted_footer,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.schema import same
+from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
+from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.schema import is_text, leaves
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
@@ -31,17 +38,19 @@ FOOTER_BYTES_KEPT = 64 << 20  # as they are in the shards
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+# Of what is stored in fewer: dates and times of day are read as they are, and then become int64.
+_WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
 _DICTIONARY_FACTOR = 4  # how often a text of a dictionary is thought to be repeated
 
 
 class Parquet:
     name = "parquet"
-    endings: tuple[str, ...] = (".parquet", ".pq")
+    endings: tuple[str, ...] = (".parquet", ".pq", ".parq")
     scans_content = False
     # Arrow's buffers of lists and texts grow by doubling, and those before are there until its allocator gives them back:
     # measured with pyarrow 26 up to 2.2 times, for lengths just above a power of two.
     growth = 2.25
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,20 +61,24 @@ class Parquet:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
         footer = _parse(tail)
-        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        refuse_what_ends_the_process(tail, footer)
         wanted = chunk_numbers(footer, columns)
+        refuse_encrypted_columns(shard.name, footer, encrypted_chunks(footer, tail), wanted)
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
         nbytes = [decoded_bytes(footer, group, wanted) for group in groups]
+        schema = footer.schema.to_arrow_schema()
         return Scan(
-            schema=footer.schema.to_arrow_schema(),
+            schema=schema,
             rows=np.array([group.num_rows for group in groups], dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             ends=np.array(ends, dtype=np.int64),
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
+            nulls=null_counts(footer, groups, schema, columns),
             # What the index keeps is as good as the shard's own only where each read asks for the same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
@@ -76,11 +89,15 @@ class Parquet:
         held = _Held(shard)
         footer = self._footer(shard, place, held, None).metadata
         group = footer.row_group(place.group)
-        held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, leaves)])
+
+        def fetch(columns: list[str]) -> None:
+            held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
+
+        fetch(leaves)
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return file.read_row_group(place.group, columns=leaves, use_threads=False)
+        return checked(_read_group(file, place.group, leaves, fetch))
 
     def close(self) -> None:
         with self._lock:
@@ -96,7 +113,7 @@ class Parquet:
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return file.read_row_group(place.group, columns=leaves, use_threads=False)
+            return checked(_read_group(file, place.group, leaves))
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -226,9 +243,37 @@ class _Held:
         self.closed = True
 
 
+def _read_group(
+    file: pq.ParquetFile,
+    number: int,
+    leaves: list[str],
+    fetch: Callable[[list[str]], None] = lambda columns: None,
+) -> pa.Table:
+    """Arrow reads no part of a struct that is an extension type registered in this process; then all of it is read."""
+    try:
+        return file.read_row_group(number, columns=leaves, use_threads=False)
+    except pa.ArrowInvalid:
+        whole = list(_extension_structs(file.schema_arrow))
+        each = (next((n for n in whole if leaf.startswith(n + ".")), leaf) for leaf in leaves)
+        columns = list(dict.fromkeys(each))
+        if columns == leaves:
+            raise
+        fetch(columns)
+        return file.read_row_group(number, columns=columns, use_threads=False)
+
+
+def _extension_structs(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[str]:
+    for each in fields:
+        if isinstance(each.type, pa.BaseExtensionType):
+            yield prefix + each.name
+        elif pa.types.is_struct(each.type):
+            yield from _extension_structs(each.type, f"{prefix}{each.name}.")
+
+
 def _read_tail(shard: ShardAt) -> memoryview:
     """The footer with its length and magic."""
     end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
+    refuse_encrypted_footer(shard.name, end)
     if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
         raise OSError("it does not end as a Parquet file does; it was cut off, or is not one")
     length = int.from_bytes(end[-8:-4], "little") + 8
@@ -243,6 +288,39 @@ def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
 
 
+def open_footer(
+    raw: Any, name: str, columns: Sequence[str] | None
+) -> tuple[pq.FileMetaData, frozenset[int]]:
+    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
+    raw.seek(-8, os.SEEK_END)
+    end = raw.read(8)
+    refuse_encrypted_footer(name, end)
+    footer = pq.read_metadata(raw)
+    size = 8 + int.from_bytes(end[:4], "little")
+    raw.seek(-size, os.SEEK_END)
+    refuse_what_ends_the_process(raw.read(size), footer)
+    encrypted = encrypted_chunks(footer, end)
+    refuse_encrypted_columns(name, footer, encrypted, chunk_numbers(footer, columns))
+    return footer, encrypted
+
+
+def checked(table: pa.Table) -> pa.Table:
+    """Text is UTF-8: Arrow reads bytes of any kind from Parquet. Raises ArrowInvalid."""
+    for column in table.columns:
+        if _has_text(column.type):
+            column.validate(full=True)
+    return table
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return is_text(kind) or any(_has_text(one) for one in inner)
+
+
 def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:
     """Of the leaf columns that belong to `columns`."""
     paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
@@ -251,6 +329,44 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
     wanted = tuple(columns)
     inside = tuple(name + "." for name in wanted)
     return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
+
+
+def null_counts(
+    footer: pq.FileMetaData, groups: list[Any], schema: pa.Schema, columns: Sequence[str] | None
+) -> dict[str, int]:
+    """Of the leaves of `columns`, by statistics. Lists of any length are left out: their empty ones are counted, too."""
+    fields = plain_schema(schema)
+    wanted, counts = {leaf.name for leaf in leaves(fields, columns)}, dict[str, int]()
+    number = 0
+    for leaf in leaves(fields):
+        here, number = number, number + num_chunks(leaf.type)
+        if leaf.name not in wanted or _may_be_empty(leaf.type) or number > footer.num_columns:
+            continue
+        if footer.schema.column(here).max_definition_level == 0:
+            continue
+        chunks = [group.column(here) for group in groups]
+        found = [c.statistics.null_count for c in chunks if c.is_stats_set]
+        if total := sum(count for count in found if count is not None):
+            counts[leaf.name] = total
+    return counts
+
+
+def num_chunks(kind: pa.DataType) -> int:
+    """How many columns of Parquet a column of Arrow is."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind) or kind.num_fields == 0:
+        return 1
+    return sum(num_chunks(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _may_be_empty(kind: pa.DataType) -> bool:
+    """Whether there may be lists without items, which statistics count as nulls."""
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_fixed_size_list(kind):
+        return kind.list_size == 0 or _may_be_empty(kind.value_type)
+    return kind.num_fields > 0
 
 
 def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
@@ -272,10 +388,9 @@ def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int
 
 
 def _value_bytes(chunk: pq.ColumnChunkMetaData, column: Any) -> int:
-    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        return int(chunk.num_values * column.length)
     if column.physical_type != "BYTE_ARRAY":
-        return int(chunk.num_values * _WIDTHS[column.physical_type])
+        width = _WIDTHS.get(column.physical_type) or column.length
+        return int(chunk.num_values * _WIDTHS_IN_MEMORY.get(column.logical_type.type, width))
     has_dictionary = any("DICTIONARY" in encoding for encoding in chunk.encodings)
     factor = _DICTIONARY_FACTOR if has_dictionary else 1
     return int(chunk.total_uncompressed_size * factor + 8 * chunk.num_values)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.schema import same
+from elastic_dp.data.kinds import lossless
 
 GROUP_BYTES = 4 << 20
 _BLOCK = 512
@@ -36,10 +37,11 @@ class Tar:
     endings: tuple[str, ...] = (".tar",)
     scans_content = True
     growth = 1.0
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        names: dict[str, None] = {_KEY: None}
+        names = Counter({_KEY: 0})  # in how many samples
+        here: set[str] = set()  # in this sample
         groups: list[list[int]] = []
         check, last_key = 0, None
         for member in _members(_Scanned(shard)):
@@ -51,13 +53,18 @@ class Tar:
                 if not groups or groups[-1][2] - groups[-1][1] >= GROUP_BYTES:
                     groups.append([0, member.offset, end])
                 groups[-1][0] += 1
+                here = {_KEY}
+                names[_KEY] += 1
             groups[-1][2] = min(end, shard.size)
-            names[ending], last_key = None, key
+            names[ending] += ending not in here
+            here.add(ending)
+            last_key = key
             check = zlib.crc32(f"{member.name} {member.size} {member.mtime}".encode(), check)
         rows, starts, ends = np.array(groups, dtype=np.int64).reshape(-1, 3).T.copy()
         schema = pa.schema([(name, _KINDS.get(name, pa.large_binary())) for name in names])
         nbytes = 2 * (ends - starts) + rows * 16 * len(names)
-        return Scan(schema, rows, starts, ends, nbytes, check)
+        nulls = {name: names[_KEY] - count for name, count in names.items()}
+        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = memoryview(shard.read(place.start, place.end))
@@ -125,6 +132,15 @@ def _members(file: Any) -> Iterator[tarfile.TarInfo]:
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
             if member.isfile() and not member.name.rsplit("/", 1)[-1].startswith("."):
+                if member.issparse():
+                    raise tarfile.ReadError(
+                        f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
+                        "without --sparse"
+                    )
+                if _split(member.name)[1] == _KEY:
+                    raise tarfile.ReadError(
+                        f"{member.name} has the ending {_KEY!r}, which names the sample; rename it"
+                    )
                 yield member
         buffered.seek(members.offset)
         if buffered.read(_BLOCK).strip(b"\0"):

@@ -7,14 +7,15 @@ pinned that hold for all shards. A compressed shard cannot be cut: it is one row
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.formats.format import Scan, ShardAt
-from elastic_dp.data.schema import top_level
-from elastic_dp.errors import DataError
+from elastic_dp.data.nulls import count_null_lists, count_nulls
+from elastic_dp.data.schema import has_lengths, leaves, top_level
 
 GROUP_BYTES = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
@@ -53,6 +54,7 @@ def scan_rows(
         pieces, check = cut(shard, start, last_row_end), 0
     schema: pa.Schema | None = None
     found: list[tuple[int, int, int, int]] = []
+    nulls, null_lists, given = Counter[str](), Counter[str](), Counter[str]()  # by column
     for first, end, content in pieces:
         if not is_compressed(shard):
             check = zlib.crc32(content, check)
@@ -66,10 +68,16 @@ def scan_rows(
         wanted = top_level(table.schema, columns)
         decoded = sum(table.column(name).nbytes for name in wanted)
         found.append((table.num_rows, first, end, 2 * len(content) + decoded))
-    if schema is None:
-        raise DataError(f"{shard.name} holds no rows; remove it from the data set")
-    rows, starts, ends, nbytes = np.array(found, dtype=np.int64).T.copy()
-    return Scan(schema, rows, starts, ends, nbytes, check)
+        for name, column in flat_columns(table.select(wanted)):
+            nulls[name] += count_nulls(column)
+            null_lists[name] += count_null_lists(column)
+            given[name] += table.num_rows
+    rows, starts, ends, nbytes = np.array(found, dtype=np.int64).reshape(-1, 4).T.copy()
+    schema = schema or pa.schema([])
+    for leaf in leaves(schema, columns):
+        missing = int(rows.sum()) - given[leaf.name]
+        (null_lists if has_lengths(leaf.type) else nulls)[leaf.name] += missing
+    return Scan(schema, rows, starts, ends, nbytes, check, nulls=+nulls, null_lists=+null_lists)
 
 
 def cut(shard: ShardAt, start: int, last_row_end: LastRowEnd) -> Iterator[tuple[int, int, bytes]]:
@@ -84,8 +92,15 @@ def cut(shard: ShardAt, start: int, last_row_end: LastRowEnd) -> Iterator[tuple[
             kept, first = kept[end:], first + end
 
 
+def flat_columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    """Structs as their leaves; a null of a struct is one of each leaf."""
+    while any(pa.types.is_struct(field.type) for field in table.schema):
+        table = table.flatten()
+    return zip(table.schema.names, table.columns, strict=True)
+
+
 def without_times(kind: pa.DataType) -> pa.DataType:
-    """Dates and times have no tensor; as text they are what the shard says, in every row group."""
+    """Which texts are dates is a guess for each row group; as text they are what the shard says, in every one."""
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -96,5 +111,5 @@ def without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _codec(shard: ShardAt) -> str | None:
-    lower = shard.path.lower().split("?", 1)[0]
+    lower = shard.name.lower()  # which has no query
     return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)

@@ -5,7 +5,7 @@ What is said of a URL or by a store goes through `redact`, and hides the foreign
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from elastic_dp.data.destination import INCOMPLETE, not_whole
 from elastic_dp.data.skipped import Skipped, count_skipped
+from elastic_dp.data.table_formats import refuse_table, table_above, tables_among
 from elastic_dp.errors import DataError, ElasticError, StorageError
 from elastic_dp.storage import redact, redact_url
 
@@ -67,7 +68,7 @@ class Files:
         """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
         path = self.path(name)
         with reading(name), self.system.open(path, "rb") as raw:
-            codec = next((c for end, c in _UNPACKED.items() if name.endswith(end)), None)
+            codec = next((c for end, c in _UNPACKED.items() if name.lower().endswith(end)), None)
             if codec:
                 yield pa.CompressedInputStream(raw, codec)
             else:
@@ -103,6 +104,8 @@ def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
     }
     if any(name.rpartition("/")[2] == INCOMPLETE for name in sizes):
         raise DataError(not_whole(url))
+    if "http" not in _protocols(system):
+        _refuse_table(url, system, path, root, sizes)
     hidden = [name for name in sorted(sizes) if _is_hidden(name, text_globs)]
     names = sorted(sizes.keys() - set(hidden))
     if not names:
@@ -115,10 +118,10 @@ def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
 
 def kind_of(name: str) -> str:
     """The ending that tells the format: "jsonl" of "a/b.jsonl.gz"."""
+    file = name.rpartition("/")[2].lower()
     for packed in _UNPACKED:
-        name = name.removesuffix(packed)
-    file = name.rpartition("/")[2]
-    return file.rpartition(".")[2].lower() if "." in file else ""
+        file = file.removesuffix(packed)
+    return file.rpartition(".")[2] if "." in file else ""
 
 
 @contextmanager
@@ -133,11 +136,33 @@ def reading(name: str) -> Iterator[None]:
 
 def _split(system: Any, path: str) -> tuple[str, str]:
     """In a path of http a "?" is no glob's."""
-    kinds = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
-    if "http" not in kinds:
+    if "http" not in _protocols(system):
         return path, ""
     path, mark, query = path.partition("?")
     return path, mark + query
+
+
+def _protocols(system: Any) -> Sequence[str]:
+    protocol: Sequence[str] | str = system.protocol
+    return (protocol,) if isinstance(protocol, str) else protocol
+
+
+def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[str]) -> None:
+    """Also where a glob, or the name of one file, leaves its log out."""
+
+    def names_in(folder: str) -> list[str]:
+        try:
+            return [path.rstrip("/").rpartition("/")[2] for path in system.ls(folder, detail=False)]
+        except OSError:
+            return []
+
+    files = [f"{root}/{name}" for name in names]
+    is_deep_glob = any(mark in path for mark in _GLOB_MARKS) and "/" in path[len(root) + 1 :]
+    for found in sorted(tables_among(system.find(root) if is_deep_glob else files)):
+        if any(file.startswith(f"{found.root}/") for file in files):
+            refuse_table(found, redact_url(url), found.root)
+    table = table_above(root, names_in, itself=True)
+    refuse_table(table, redact_url(url), table.root if table else "")
 
 
 def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:

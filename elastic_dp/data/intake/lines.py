@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from elastic_dp.data.formats.jsonl import refuse_null_rows
 from elastic_dp.data.intake.files import Files, reading
 from elastic_dp.data.intake.rows import Rows, choose
 from elastic_dp.errors import DataError
@@ -98,7 +99,10 @@ def _parse_json(block: bytes, schema: pa.Schema | None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer"
     )
     size = pa.json.ReadOptions(block_size=len(block) + 1, use_threads=False)
-    return pa.json.read_json(pa.BufferReader(block), size, options)
+    refuse_null_rows(block)
+    table = pa.json.read_json(pa.BufferReader(block), size, options)
+    table.validate(full=True)  # Arrow's reader takes text that is not UTF-8
+    return table
 
 
 def _parse_csv(block: bytes, names: list[str] | None, schema: pa.Schema | None) -> pa.Table:

@@ -19,7 +19,7 @@ from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
 _FORMATS = {
-    "parquet": "parquet",
+    **dict.fromkeys(("parquet", "pq", "parq"), "parquet"),
     **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
     **dict.fromkeys(("jsonl", "ndjson", "json"), "jsonl"),
     "csv": "csv",

@@ -1,0 +1,154 @@
+"""A Parquet footer is checked before pyarrow is asked about its column chunks, since some answers would end the process.
+
+`RowGroupMetaData.column` and `ColumnChunkMetaData.statistics` call C++ code whose exceptions nobody catches. A damaged
+footer, or one by a writer with an error, would kill the worker without a word. The footer is Thrift's compact protocol;
+field numbers are those of parquet.thrift.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pyarrow.parquet as pq
+
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)
+_TYPES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")  # fmt: skip
+_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
+_CODECS = 8
+_MOST = 1 << 48
+_VARINT = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
+
+
+def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaData) -> None:
+    """`tail`: the footer's bytes as they lie in the file. Raises OSError."""
+    leaves = [footer.schema.column(number) for number in range(footer.num_columns)]
+    facts = [
+        (leaf.physical_type, leaf.length, leaf.max_repetition_level, leaf.max_definition_level)
+        for leaf in leaves
+    ]
+    try:
+        for number, group in enumerate(_struct(bytes(tail), 0)[0].get(4, [])):
+            if not 0 <= group.get(3, 0) <= _MOST:
+                raise OSError(f"row group {number} has {group[3]} rows")
+            chunks = group.get(1, [])
+            if len(chunks) != len(leaves):
+                raise OSError(
+                    f"row group {number} has {len(chunks)} columns, and its schema {len(leaves)}"
+                )
+            for chunk, leaf, fact in zip(chunks, leaves, facts, strict=True):
+                if said := _amiss(chunk.get(3), group.get(3, 0), *fact):
+                    raise OSError(
+                        f"its footer contradicts itself: column {leaf.path!r} of row group {number} has {said}"
+                    )
+    except (AttributeError, IndexError, RecursionError, TypeError) as error:
+        raise OSError(f"its footer is not as Parquet has it: {error}") from error
+
+
+def _amiss(
+    facts: dict[int, Any] | None,
+    rows: int,
+    physical: str,
+    length: int,
+    repetition: int,
+    definition: int,
+) -> str:
+    """ "" where nothing is."""
+    if facts is None:
+        return ""  # it is encrypted: see encryption.py
+    kind = facts.get(1, -1)
+    if not 0 <= kind < len(_TYPES) or _TYPES[kind] != physical:
+        return f"the type {kind}, and {physical} in the schema"
+    if not 0 <= facts.get(4, 0) < _CODECS:
+        return f"the unknown compression {facts[4]}"
+    for field in (5, 6, 7):  # values, bytes decompressed, bytes compressed
+        if not 0 <= facts.get(field, 0) <= _MOST:
+            return f"{facts[field]} values or bytes"
+    values = facts.get(5, 0)
+    if values < rows or (values > rows and not repetition):
+        return f"{values} values for {rows} rows"  # some of them would be left out
+    if sizes := facts.get(16):
+        for field, level in ((2, repetition), (3, definition)):
+            if (count := len(sizes.get(field, ()))) not in (0, level + 1):
+                return f"{count} counts for levels up to {level}"
+        if 1 in sizes and physical != "BYTE_ARRAY":
+            return f"the size of texts, and is {physical}"
+    if statistics := facts.get(12):
+        needed = length if physical == "FIXED_LEN_BYTE_ARRAY" else _BYTES.get(physical, 0)
+        for field in (1, 2, 5, 6):
+            if len(statistics.get(field, b"")) < needed and field in statistics:
+                return f"a bound of {len(statistics[field])} bytes, and is {physical}"
+    return ""
+
+
+def _struct(content: bytes, at: int) -> tuple[dict[int, Any], int]:
+    """Its fields by number, and where it ends. An integer is decoded, a list of integers is not."""
+    fields: dict[int, Any] = {}
+    last = 0
+    while head := content[at]:
+        at += 1
+        kind = head & 15
+        if head > 15:
+            last += head >> 4
+        else:
+            number, at = _varint(content, at)
+            last = (number >> 1) ^ -(number & 1)
+        if kind in _INTEGERS:
+            number = content[at]
+            if number > 127:
+                number, at = _varint(content, at)
+            else:
+                at += 1
+            fields[last] = (number >> 1) ^ -(number & 1)
+        elif kind == _STRUCT:
+            fields[last], at = _struct(content, at)
+        else:
+            fields[last], at = _value(content, at, kind)
+    return fields, at + 1
+
+
+def _value(content: bytes, at: int, kind: int) -> tuple[Any, int]:
+    if kind == _BINARY:
+        size, at = _varint(content, at)
+        if at + size > len(content):
+            raise IndexError("a text goes past its end")
+        return content[at : at + size], at + size
+    if kind in (_LIST, _SET):
+        return _list(content, at)
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if kind in (_BYTE, _DOUBLE):
+        size = 1 if kind == _BYTE else 8
+        return content[at : at + size], at + size
+    raise IndexError(f"there is a field of type {kind}")
+
+
+def _list(content: bytes, at: int) -> tuple[Any, int]:
+    size, kind = content[at] >> 4, content[at] & 15
+    at += 1
+    if size == 15:
+        size, at = _varint(content, at)
+    if size > len(content):
+        raise IndexError(f"a list would have {size} items")
+    items: list[Any] = []
+    for _ in range(size):
+        item: Any = None
+        if kind in _INTEGERS:
+            found = _VARINT.match(content, at)
+            if found is None:
+                raise IndexError("an integer goes past its end")
+            at = found.end()
+        elif kind == _STRUCT:
+            item, at = _struct(content, at)
+        else:
+            item, at = _value(content, at, _BYTE if kind in (_TRUE, _FALSE) else kind)
+        items.append(item)
+    return items, at
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    number = shift = 0
+    while (byte := content[at]) > 127:
+        at, number, shift = at + 1, number | (byte & 127) << shift, shift + 7
+    return number | byte << shift, at + 1

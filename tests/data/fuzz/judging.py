@@ -1,0 +1,232 @@
+"""What must hold of any bytes: rows as the producer's own reader has them, or an error of this package.
+
+`judge(kind, damaged, folder)` reads them in place, through `convert` and by `inspect`, and raises `Finding` for an
+exception of anyone else's, and for rows that differ from the ones that the reference reader has.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import shutil
+import tarfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from elastic_dp.data import convert, inspect, read_index
+from elastic_dp.data.formats import tar as tar_format
+from elastic_dp.data.formats import text as text_format
+from elastic_dp.data.intake import lines
+from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.errors import DataError, ElasticError
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Store
+from tests.data.fuzz.mutations import ENDINGS, Damaged
+from tests.data.values import Columns, columns_of, plain, same
+
+MEMORY_BYTES = 256 << 20
+_TEXT_FORMATS = ("csv", "jsonl")
+
+
+class Finding(Exception):
+    """One input for which something does not hold."""
+
+
+def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[str], None]) -> str:
+    """ "rows", or the name of the error, for each way of reading. `say` is told which way is tried next."""
+    path = folder / f"a{ENDINGS[kind]}"
+    path.write_bytes(damaged.content)
+    _cut_small(random.Random(seed))
+    found = []
+    ways = {"read": _in_place, "convert": _converted, "inspect": _inspected}
+    for name, way in ways.items():
+        if kind == "tar" and name == "convert":
+            continue
+        say(name)
+        outcome = _tried(name, way, path, folder)
+        found.append(outcome if isinstance(outcome, str) else "rows")
+        if isinstance(outcome, dict):
+            say(f"{name}: reference")
+            _compare(name, kind, damaged, path, outcome)
+        elif damaged.whole and kind == "tar" and name == "read":
+            raise Finding(f"{name}: a whole tar is refused: {outcome}")
+    return " ".join(found)
+
+
+def _cut_small(rng: random.Random) -> None:
+    """Row groups of text are cut often, so that cuts are tried too."""
+    size = rng.choice((64, 200, 4 << 20))
+    text_format.GROUP_BYTES = size
+    tar_format.GROUP_BYTES = size * 16
+    lines.BLOCK_BYTES = size
+
+
+def _tried(
+    name: str, way: Callable[[Path, Path], Columns], path: Path, folder: Path
+) -> Columns | str:
+    try:
+        return way(path, folder)
+    except ElasticError as error:
+        return type(error).__name__
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
+        raise Finding(f"{name}: an untyped error: {said}") from error
+
+
+def _in_place(path: Path, folder: Path) -> Columns:
+    config = DataConfig(str(path), micro_batch_size=4)
+    index = read_index(config)
+    groups = ShardRowGroups(config, index, [Store(str(path))])
+    found: Columns = {name: [] for name, _ in index.columns}
+    try:
+        if groups.reading_bytes.max(initial=0) > MEMORY_BYTES:  # as open_data does, without torch
+            raise DataError("a row group takes more than DataConfig.memory_bytes")
+        for number in range(len(index.rows)):
+            for name, column in groups.read(number)[0].items():
+                found[name] += plain(column)
+    finally:
+        groups.close()
+    return found
+
+
+def _converted(path: Path, folder: Path) -> Columns:
+    to = folder / "converted"
+    shutil.rmtree(to, ignore_errors=True)
+    convert(str(path), str(to))
+    tables = [pq.read_table(part) for part in sorted(to.glob("*.parquet"))]
+    return columns_of(pa.concat_tables(tables))
+
+
+def _inspected(path: Path, folder: Path) -> Columns:
+    inspect(str(path))
+    return {}
+
+
+# ------------------------------------------------------------------------------------ the other side
+
+
+def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -> None:
+    if not ours:
+        return
+    try:
+        theirs = _REFERENCES[kind](path, damaged, ours)
+    except (
+        Exception
+    ):  # a reference reader may raise anything: then there is nothing to compare with
+        return
+    rows = {len(values) for values in ours.values()}
+    for name, values in ours.items():
+        if name not in theirs:
+            raise Finding(
+                f"{way}: a column {name!r} that the reference does not have: {sorted(theirs)}"
+            )
+        if len(values) != len(theirs[name]):
+            raise Finding(f"{way}: {len(values)} rows for {len(theirs[name])} of column {name!r}")
+        for number, (one, other) in enumerate(zip(values, theirs[name], strict=True)):
+            if not same(one, other):
+                raise Finding(
+                    f"{way}: row {number} of {name!r} is {one!r:.80}, must be {other!r:.80}"
+                )
+    if len(rows) > 1:
+        raise Finding(f"{way}: columns of {sorted(rows)} rows")
+
+
+def _reference_parquet(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    return columns_of(pq.ParquetFile(path).read(use_threads=False))
+
+
+def _reference_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    content = pa.py_buffer(damaged.content)
+    is_file = damaged.content[:6] == b"ARROW1"
+    reader = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+    return columns_of(reader.read_all())
+
+
+def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    """Whole files by Python's reader, which is not ours; others by pyarrow in one piece."""
+    kinds = {name: pa.array(values).type for name, values in ours.items()}
+    if damaged.whole:
+        text = damaged.content.decode("utf-8-sig")
+        header, *rows = (row for row in csv.reader(io.StringIO(text, newline="")) if row)
+        texts = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
+        return {name: [_of_text(v, kinds[name]) for v in values] for name, values in texts.items()}
+    table = pa.csv.read_csv(
+        pa.BufferReader(damaged.content),
+        pa.csv.ReadOptions(use_threads=False, block_size=len(damaged.content) + 1),
+        pa.csv.ParseOptions(newlines_in_values=True),
+        pa.csv.ConvertOptions(column_types=kinds),
+    )
+    return columns_of(table)
+
+
+def _of_text(value: str, kind: pa.DataType) -> Any:
+    if pa.types.is_integer(kind):
+        return int(value)
+    if pa.types.is_floating(kind):
+        return float(value or "nan")
+    if pa.types.is_boolean(kind):
+        return value.lower() in ("true", "1")
+    return value
+
+
+def _reference_jsonl(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    text = damaged.content.decode("utf-8-sig")
+    rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    assert all(isinstance(row, dict) for row in rows)
+    return {name: [_inside(row, name.split(".")) for row in rows] for name in ours}
+
+
+def _inside(value: Any, names: list[str]) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _reference_tar(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    samples: list[dict[str, Any]] = []
+    with tarfile.open(path, "r:") as members:
+        for member in members:
+            folder, slash, file = member.name.rpartition("/")
+            if not member.isfile() or file.startswith("."):
+                continue
+            key, _, ending = file.partition(".")
+            key, ending = folder + slash + key, ending.lower()
+            if not samples or samples[-1]["__key__"] != key:
+                samples.append({"__key__": key})
+            reading = members.extractfile(member)
+            assert reading is not None
+            content = reading.read()
+            assert len(content) == member.size
+            samples[-1][ending] = content
+    return {
+        name: [
+            _member(sample.get(name), values[n] if n < len(values) else None)
+            for n, sample in enumerate(samples)
+        ]
+        for name, values in ours.items()
+    }
+
+
+def _member(content: Any, ours: Any) -> Any:
+    """Text and numbers as they are read; the rest is bytes."""
+    if isinstance(content, bytes) and isinstance(ours, str):
+        return content.decode()
+    return int(content) if isinstance(content, bytes) and isinstance(ours, int | float) else content
+
+
+_REFERENCES: dict[str, Callable[[Path, Damaged, Columns], Columns]] = {
+    "parquet": _reference_parquet,
+    "arrow": _reference_arrow,
+    "csv": _reference_csv,
+    "jsonl": _reference_jsonl,
+    "tar": _reference_tar,
+}

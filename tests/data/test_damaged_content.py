@@ -1,0 +1,238 @@
+"""What fuzzing found, one small file each: content that a decoder takes, or that ended the process."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.data import convert, inspect, read_index
+from elastic_dp.errors import BadShard, DataError
+from tests.data.fuzz import thrift
+from tests.data.test_index import config, opened
+
+TRIED = """
+import json, sys
+from elastic_dp.data import inspect, read_index
+from elastic_dp.errors import DataError
+from elastic_dp.spec import DataConfig
+
+said = []
+for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)), inspect):
+    try:
+        ask(sys.argv[1])
+    except DataError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def spoilt_footer(path: Path, field: int, change) -> None:
+    """`change` the metadata of the first column chunk; `field` of it must be there."""
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": pa.array([1.5, None, 2.5])}), sink)
+    content = sink.getvalue()
+    length = int.from_bytes(content[-8:-4], "little")
+    footer, _ = thrift.decode(content[-8 - length : -8])
+    group = thrift.field(footer, 4)[1][0]
+    chunk = [thrift.STRUCT, thrift.field(thrift.field(group, 1)[1][0], 3)]
+    node = next(node for number, node in chunk[1] if number == field)
+    change(node)
+    packed = thrift.encode(footer)
+    end = len(packed).to_bytes(4, "little") + b"PAR1"
+    path.write_bytes(content[: -8 - length] + packed + end)
+
+
+def one_count_more(sizes) -> None:
+    thrift.field(sizes, 3)[1].append([thrift.I64, 1])
+
+
+def short_bound(statistics) -> None:
+    next(node for number, node in statistics[1] if number == 5)[1] = b"\0"
+
+
+def unknown(codec) -> None:
+    codec[1] = -7
+
+
+def fewer(count) -> None:
+    count[1] = 2
+
+
+def negative(count) -> None:
+    count[1] = -3
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "words"),
+    [
+        (16, one_count_more, "3 counts for levels up to 1"),
+        (12, short_bound, "a bound of 1 bytes, and is DOUBLE"),
+        (4, unknown, "the unknown compression -7"),
+        (5, negative, "-3 values or bytes"),
+        (5, fewer, "2 values for 3 rows"),
+    ],
+)
+def test_parquet_footer_that_contradicts_itself_is_refused_and_ends_no_process(
+    field, change, words, tmp_path
+):
+    path = tmp_path / "a.parquet"
+    spoilt_footer(path, field, change)
+    done = subprocess.run(
+        [sys.executable, "-c", TRIED, str(path)], capture_output=True, text=True, check=True
+    )
+    assert [words in said for said in json.loads(done.stdout)] == [True, True], done.stdout
+
+
+def test_parquet_footer_by_every_writer_option_is_taken(tmp_path):
+    """The check knows what is right, too."""
+    table = pa.table(
+        {
+            "b": [True, None],
+            "i": pa.array([1, 2], pa.int8()),
+            "f": pa.array([b"ab", None], pa.binary(2)),
+            "s": ["", "é"],
+            "l": [[1, None], None],
+            "m": [{"a": [1.5]}, None],
+            "t": pa.array([1000, 2000], pa.timestamp("ns")),
+            "n": pa.array([None, None], pa.string()),
+        }
+    )
+    options: list[dict] = [{}, {"version": "1.0"}, {"use_deprecated_int96_timestamps": True}]
+    options += [{"write_statistics": False}, {"data_page_version": "2.0", "row_group_size": 1}]
+    for number, chosen in enumerate(options):
+        pq.write_table(table, tmp_path / f"{number}.parquet", **chosen)
+    pq.write_table(table.slice(0, 0), tmp_path / "5.parquet")
+    for number in range(6):
+        inspect(str(tmp_path / f"{number}.parquet"))
+
+
+def not_utf8() -> pa.Array:
+    offsets = pa.array([0, 2, 4], pa.int32()).buffers()[1]
+    return pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ok\xff\xfe"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parquet_text_that_is_not_utf8_is_a_bad_shard(nested, tmp_path):
+    column = pa.StructArray.from_arrays([not_utf8()], ["s"]) if nested else not_utf8()
+    pq.write_table(pa.table({"a": column}), tmp_path / "a.parquet", use_dictionary=False)
+    groups = opened(config(tmp_path))
+    with pytest.raises(BadShard, match="UTF8"):
+        groups.read(0)
+    with pytest.raises(DataError, match="UTF8"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_json_text_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"s": "ok"}\n{"s": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl.*UTF-?8"):
+        read_index(config(tmp_path))
+    with pytest.raises(DataError, match=r"a\.jsonl.*UTF-?8"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+@pytest.mark.parametrize("content", [b'null\n{"a": 1}', b'{"a": 1}\n \n null', b'{"a": 1}null\n'])
+def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(content + b"\n")
+    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|no JSON object)"):
+        read_index(config(tmp_path))
+    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|no JSON object)"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"a": "} null"}\n{"a": "b"}\n{"a": null}\n{"a": "\xc2\xbf null"}'
+    )
+    assert read_index(config(tmp_path)).num_rows == 4
+
+
+def test_column_name_that_is_not_utf8_is_refused(tmp_path):
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, pa.schema({"name": pa.int64()})) as writer:
+        writer.write_batch(pa.record_batch({"name": [1, 2]}))
+    path = tmp_path / "a.arrow"
+    path.write_bytes(sink.getvalue().replace(b"name", b"na\xffe"))
+    for ask in (
+        lambda: read_index(config(tmp_path)),
+        lambda: convert(str(path), str(tmp_path / "to")),
+    ):
+        with pytest.raises(DataError, match=r"a\.arrow.*(?i:utf-8)"):
+            ask()
+
+
+def test_arrow_file_whose_footer_has_another_schema_is_refused(tmp_path):
+    """Arrow reads it by the footer, and training by its first message: a damaged name was another column."""
+    batch = pa.record_batch({"name": [1, 2]})
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    (tmp_path / "a.arrow").write_bytes(sink.getvalue().replace(b"name", b"mame", 1))
+    with pytest.raises(DataError, match=r"a\.arrow.*different schemas"):
+        read_index(config(tmp_path))
+
+
+def test_arrow_offsets_that_lead_astray_are_refused_by_convert_and_inspect(tmp_path):
+    """Arrow follows them without asking: convert and inspect read other memory, or died."""
+    offsets = pa.array([0, 1 << 30, 4], pa.int32()).buffers()[1]
+    column = pa.ListArray.from_buffers(
+        pa.list_(pa.int64()), 2, [None, offsets], children=[pa.array([1, 2, 3, 4])]
+    )
+    batch = pa.RecordBatch.from_arrays([column], ["a"])
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    for ask in (
+        lambda: convert(str(tmp_path), str(tmp_path / "to")),
+        lambda: inspect(str(tmp_path)),
+    ):
+        with pytest.raises(DataError, match=r"cannot read a\.arrow"):
+            ask()
+
+
+def test_columns_that_parquet_cannot_hold_are_named_by_convert(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "deep": {}}\n')
+    with pytest.raises(DataError, match="'deep'"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_lists_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
+    """What it wrote could not be read."""
+    batch = pa.record_batch({"v": pa.array([[], None], pa.list_(pa.int64(), 0))})
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(DataError, match="fixed size 0"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_table_without_columns_is_refused_by_convert(tmp_path):
+    batch = pa.RecordBatch.from_struct_array(pa.array([{}] * 3, pa.struct([])))
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(DataError, match="has no columns"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_sparse_tar_member_is_refused(tmp_path):
+    """tarfile makes zeros of the holes; what lies in the tar is something else."""
+    member = tarfile.TarInfo("1.bin")
+    member.type, member.size = tarfile.GNUTYPE_SPARSE, 4
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.addfile(member, io.BytesIO(b"1234"))
+    with pytest.raises(DataError, match=r"1\.bin is a sparse member"):
+        read_index(config(tmp_path))
+
+
+def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
+    """Its content became the sample's key, and two samples one."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("1.__key__", "1.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"7"))
+    with pytest.raises(DataError, match=r"1\.__key__ has the ending '__key__'"):
+        read_index(config(tmp_path))

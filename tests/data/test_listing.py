@@ -1,0 +1,374 @@
+"""What a URL means: which files are shards, what is said of those that are not, and why there is none."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import logging
+import os
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.data.convert import convert
+from elastic_dp.data.index import Index, read_index
+from elastic_dp.data.inspection import inspect
+from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.errors import DataError
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Store
+from tests.storage.conftest import send
+from tests.storage.servers import s3_options
+
+_numbers = itertools.count()
+
+
+def rows(start: int, count: int) -> pa.Table:
+    return pa.table({"id": pa.array(range(start, start + count), pa.int64())})
+
+
+def put(path: Path, start: int = 0, count: int = 2) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(rows(start, count), path)
+    return path
+
+
+def config(url: Path | str | list | dict, **options) -> DataConfig:
+    return DataConfig(str(url) if isinstance(url, Path) else url, micro_batch_size=1, **options)
+
+
+def names(index: Index) -> list[str]:
+    return [index.name(number) for number in range(index.num_shards)]
+
+
+def ids(wanted: DataConfig) -> list[int]:
+    """As a worker reads them, which lists nothing."""
+    index = read_index(wanted)
+    groups = ShardRowGroups(wanted, index, [Store(u, wanted.storage_options) for u in wanted.urls])
+    found = [groups.read(number)[0]["id"] for number in range(len(index.rows))]
+    return np.concatenate(found).tolist()
+
+
+@pytest.fixture
+def said(caplog):
+    """What opening a data set warns of."""
+
+    def of(wanted: DataConfig) -> list[str]:
+        caplog.clear()
+        read_index(wanted)
+        return [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+
+    return of
+
+
+# --------------------------------------------------------------- nothing is dropped without a word
+
+
+def test_folder_named_like_a_shard_is_said_to_be_left_out(tmp_path, said):
+    put(tmp_path / "a.parquet")
+    put(tmp_path / "b.parquet" / "part-0.parquet", 2)
+    for url in (tmp_path, tmp_path / "*.parquet"):
+        (line,) = said(config(url))
+        assert "1 folder, with whatever lies below (b.parquet/)" in line
+        assert f"'{tmp_path}/**' reads all of it" in line
+    assert sorted(ids(config(f"{tmp_path}/**"))) == [0, 1, 2, 3]
+    assert said(config(f"{tmp_path}/**")) == []
+    assert ids(config(tmp_path / "b.parquet")) == [2, 3]
+
+
+def test_linked_folder_is_read_by_a_deep_glob(tmp_path):
+    put(tmp_path / "set" / "a.parquet")
+    put(tmp_path / "elsewhere" / "b.parquet", 2)
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set" / "round").symlink_to(tmp_path / "set")
+    wanted = config(f"{tmp_path}/set/**/*.parquet")
+    assert names(read_index(wanted)) == ["a.parquet", "link/b.parquet"]
+    assert ids(wanted) == [0, 1, 2, 3]
+
+
+def test_link_to_nothing_is_named(tmp_path, said):
+    put(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").symlink_to("gone.parquet")
+    (line,) = said(config(tmp_path))
+    assert "1 file: 1 links to nothing (such as b.parquet)" in line
+
+
+@pytest.mark.parametrize("name", ["what?.parquet", "a[1].parquet", "a*.parquet", "[ab].parquet"])
+def test_marks_of_patterns_in_names_of_files_are_part_of_the_name(name, tmp_path, said):
+    put(tmp_path / name)
+    put(tmp_path / "z.parquet", 2)
+    assert sorted(ids(config(tmp_path))) == [0, 1, 2, 3]
+    assert ids(config(tmp_path / name)) == [0, 1]
+    assert ids(config([str(tmp_path / name)])) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["x[1]", "x?", "x*"])
+def test_marks_of_patterns_in_names_of_folders_are_part_of_the_name(name, tmp_path):
+    put(tmp_path / name / "a.parquet")
+    put(tmp_path / name / "deeper" / "b.parquet", 2)
+    for url in (tmp_path / name, f"{tmp_path / name}/", tmp_path / name / "a.parquet"):
+        assert ids(config(url)) == [0, 1]
+
+
+def test_name_that_is_a_file_and_a_pattern_is_refused(tmp_path):
+    put(tmp_path / "a[1].parquet")
+    put(tmp_path / "a1.parquet")
+    with pytest.raises(DataError, match=r"name of a file, and also a pattern that matches a1\.par"):
+        read_index(config(tmp_path / "a[1].parquet"))
+    assert names(read_index(config(f"{tmp_path}/a[[]1].parquet"))) == ["a[1].parquet"]
+
+
+@pytest.mark.parametrize("name", ["a.parq", "a.pq", "A.PARQUET", "a.Parq"])
+def test_other_endings_of_parquet_are_read_and_converted(name, tmp_path):
+    put(tmp_path / "set" / name)
+    assert ids(config(tmp_path / "set")) == [0, 1]
+    assert convert(str(tmp_path / "set"), str(tmp_path / "out")).rows == 2
+
+
+def test_compressed_files_with_upper_case_endings_are_read_and_converted(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "A.CSV.GZ").write_bytes(gzip.compress(b"id\n0\n1\n", mtime=0))
+    assert ids(config(tmp_path / "set")) == [0, 1]
+    assert convert(str(tmp_path / "set"), str(tmp_path / "out")).rows == 2
+
+
+@pytest.mark.parametrize("more", [{}, {"s3_additional_kwargs": {}}], ids=["obstore", "s3fs"])
+def test_keys_of_s3_that_are_no_paths_do_not_hide_the_others(more, moto, said):
+    bucket = f"keys-{next(_numbers)}{len(more)}"
+    send("PUT", f"{moto}/{bucket}")
+    buffer = pa.BufferOutputStream()
+    pq.write_table(rows(0, 2), buffer)
+    for key in ("set/a.parquet", "set//b.parquet", "set/x/../c.parquet"):
+        send("PUT", f"{moto}/{bucket}/{key}", buffer.getvalue().to_pybytes())
+    options = {"storage_options": s3_options(moto) | more}
+    folder = config(f"s3://{bucket}/set", **options)
+    assert names(read_index(folder))[0] == "a.parquet"
+    deep = config(f"s3://{bucket}/set/**/*.parquet", **options)
+    assert ids(folder) == [0, 1]
+    (line,) = said(deep)
+    assert "2 keys with an empty, '.' or '..' part, which cannot be read (such as /b.par" in line
+    assert ids(deep) == [0, 1]
+
+
+# ------------------------------------------------------------------------------------ empty parts
+
+
+def spark(folder: Path) -> None:
+    """A folder as Spark leaves it: most partitions without a row, notes, and checksums."""
+    for number, count in enumerate([0, 3, 0, 2]):
+        put(folder / f"part-{number:05d}-a.snappy.parquet", 10 * number, count)
+        (folder / f".part-{number:05d}-a.snappy.parquet.crc").write_bytes(b"crc")
+    for name in ("_SUCCESS", "_metadata", "_common_metadata"):
+        (folder / name).write_bytes(b"")
+
+
+def test_empty_parts_are_passed_over_and_counted(tmp_path, said, caplog):
+    spark(tmp_path)
+    (line,) = said(config(tmp_path))
+    assert "2 shards hold no row and add nothing: part-00000-a.snappy.parquet, part-00002" in line
+    assert ids(config(tmp_path)) == [10, 11, 12, 30, 31]
+    caplog.set_level(logging.INFO)
+    read_index(config(tmp_path))
+    assert "7 files: 7 hidden by a leading '.' or '_'" in caplog.text
+    findings = {f.name: f for f in inspect(str(tmp_path)).findings}
+    assert findings["empty_shards"].kind == "slow"
+
+
+def write_arrow(path: Path, table: pa.Table) -> None:
+    with pa.ipc.new_file(path, table.schema) as file:
+        for batch in table.to_batches():
+            file.write_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("ending", "empty"),
+    [
+        ("csv", b"id\n"),
+        ("csv", b""),
+        ("csv.gz", gzip.compress(b"id\n", mtime=0)),
+        ("jsonl", b""),
+        ("jsonl", b"\n"),
+        ("arrow", None),
+    ],
+)
+def test_parts_of_other_formats_without_a_row_are_passed_over(ending, empty, tmp_path, said):
+    full = {"csv": b"id\n0\n1\n", "jsonl": b'{"id": 0}\n{"id": 1}\n'}
+    full["csv.gz"] = gzip.compress(full["csv"], mtime=0)
+    if empty is None:
+        write_arrow(tmp_path / "a.arrow", rows(0, 0))
+        write_arrow(tmp_path / "b.arrow", rows(0, 2))
+    else:
+        (tmp_path / f"a.{ending}").write_bytes(empty)
+        (tmp_path / f"b.{ending}").write_bytes(full[ending])
+    (line,) = said(config(tmp_path))
+    assert f"1 shard holds no row and add nothing: a.{ending}" in line
+    assert ids(config(tmp_path)) == [0, 1]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "csv.gz", "tar"])
+def test_file_of_no_byte_is_named_where_its_format_has_none(ending, tmp_path):
+    (tmp_path / f"a.{ending}").write_bytes(b"")
+    with pytest.raises(DataError, match=rf"a\.{ending} is empty \(0 bytes\), which no .* file is"):
+        read_index(config(tmp_path))
+
+
+def test_source_without_a_row_is_refused_only_where_it_has_a_weight(tmp_path):
+    put(tmp_path / "none" / "a.parquet", 0, 0)
+    put(tmp_path / "some" / "a.parquet", 0, 2)
+    none, some = str(tmp_path / "none"), str(tmp_path / "some")
+    assert ids(config([some, none])) == ids(config([none, some])) == [0, 1]
+    with pytest.raises(DataError, match=rf"no shard at '{none}' holds a row: .*/none/a\.parquet"):
+        read_index(config({some: 1, none: 1}))
+
+
+# ------------------------------------------------------------------------- what is read too often
+
+
+def test_splits_in_one_folder_are_said_with_the_glob_of_one(tmp_path, said):
+    for split, count in ("train", 3), ("test", 2), ("validation", 1):
+        for number in range(count):
+            put(tmp_path / f"{split}-{number:05d}-of-{count:05d}.parquet")
+    (line,) = said(config(tmp_path))
+    assert "several splits, and all of them are read" in line
+    for words in ("3 of train (such as train-", "2 of test (such as", "1 of validation (such as"):
+        assert words in line
+    assert line.endswith(f"such as '{tmp_path}/train*'")
+    assert said(config(f"{tmp_path}/train*")) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "glob"),
+    [
+        (["imagenet-train-0.parquet", "imagenet-val-0.parquet"], "imagenet-train*"),
+        (["train/0.parquet", "dev/0.parquet"], "train/**"),
+        (["trainer.parquet", "contest.parquet"], None),
+        (["train-0.parquet", "train-1.parquet", "retest.parquet"], None),
+    ],
+)
+def test_splits_are_known_by_whole_words(files, glob, tmp_path, said):
+    for name in files:
+        put(tmp_path / name)
+    lines = said(config(f"{tmp_path}/**/*.parquet"))
+    assert [line.rpartition("such as ")[2] for line in lines] == (
+        [f"'{tmp_path}/{glob}'"] if glob else []
+    )
+
+
+def twice(line: str) -> str:
+    assert "1 file is read several times, and the rows count as often" in line
+    return line
+
+
+def test_file_by_two_names_is_said_to_count_twice(tmp_path, said):
+    one, other = str(put(tmp_path / "a.parquet")), str(put(tmp_path / "b.parquet", 2))
+    os.utime(other, ns=(os.stat(one).st_mtime_ns,) * 2)  # of one size and time
+    assert said(config([one, other])) == []
+    for url in (
+        [one, one],
+        [one, f"{tmp_path}//a.parquet"],
+        [one, str(tmp_path)],
+        [f"{tmp_path}/a*", one],
+        {one: 1, f"file://{one}": 2},
+    ):
+        (line,) = said(config(url))
+        assert "a.parquet" in twice(line) and "b.parquet" not in line
+    (tmp_path / "latest.parquet").symlink_to("a.parquet")
+    (line,) = said(config(tmp_path))
+    assert "a.parquet and latest.parquet" in twice(line)
+
+
+def test_object_by_two_names_is_said_to_count_twice(tmp_path, said):
+    system = fsspec.filesystem("memory")
+    for name in ("a", "b"):
+        system.pipe_file(f"/twice/{name}.parquet", put(tmp_path / "a.parquet").read_bytes())
+    (line,) = said(config(["memory://twice", "memory://twice/a.parquet"]))
+    assert "a.parquet" in twice(line)
+
+
+# ---------------------------------------------------------------------------- why there is no shard
+
+
+def no_shard(url: Path | str, **options) -> str:
+    with pytest.raises(DataError) as error:
+        read_index(config(url, **options))
+    assert str(error.value).startswith("DataConfig.url: no shard (*.")
+    return str(error.value)
+
+
+def test_no_shard_where_there_is_nothing(tmp_path):
+    for url in (tmp_path / "gone", tmp_path / "gone.parquet", tmp_path / "gone" / "*.parquet"):
+        assert "there is no such file or folder; look at its spelling" in no_shard(url)
+    words = no_shard("memory://nothing-of-that-name")
+    assert "there is no object of that name or below it; look at the spelling of the buck" in words
+
+
+def test_no_shard_in_an_empty_folder(tmp_path):
+    assert no_shard(tmp_path).endswith(f"at '{tmp_path}': the folder is empty")
+    assert no_shard(tmp_path / "*.parquet").endswith(f"the folder '{tmp_path}/' is empty")
+
+
+def test_no_shard_of_known_endings(tmp_path):
+    for name in ("a.json", "b.json", "README"):
+        (tmp_path / name).write_text("{}")
+    words = no_shard(tmp_path)
+    assert "none of the files has such an ending: 3 files: 2 .json (such as a.json)" in words
+    assert f"name them by a glob, such as '{tmp_path}/*', and set DataConfig.format" in words
+    put(tmp_path / "c.parquet")
+    assert "1 .parquet (such as c.parquet)" in no_shard(tmp_path, format="csv")
+
+
+def test_no_shard_but_hidden_ones(tmp_path):
+    put(tmp_path / "_part-0.parquet")
+    (tmp_path / "_SUCCESS").write_text("")
+    for url in (tmp_path, f"{tmp_path}/*"):
+        words = no_shard(url)
+        assert "only 2 files: 2 hidden by a leading '.' or '_' (such as _SUCCESS)" in words
+        assert "rename them if they are shards" in words
+
+
+def test_no_shard_that_a_glob_matches(tmp_path):
+    for number in range(5):
+        put(tmp_path / f"part-{number}.parquet")
+    words = no_shard(f"{tmp_path}/shard-*.parquet")
+    assert "no file matches the pattern" in words
+    assert "holds 5 other names: part-0.parquet, part-1.parquet, part-2.parquet, …" in words
+
+
+def test_no_shard_directly_in_the_folder_but_below_it(tmp_path):
+    put(tmp_path / "set" / "x" / "y" / "a.snappy.parquet")
+    (tmp_path / "set" / "README.md").write_text("")
+    words = no_shard(tmp_path / "set")
+    assert "the shards lie in its subfolders, such as x/y/a.snappy.parquet" in words
+    (way_out,) = [part for part in words.split("'") if "**" in part]
+    assert way_out == f"{tmp_path}/set/**/*.parquet" and ids(config(way_out)) == [0, 1]
+
+
+def test_no_shard_but_partitions_of_hive_names_the_columns_that_are_lost(tmp_path):
+    put(tmp_path / "day=1" / "hour=2" / "a.parquet")
+    words = no_shard(tmp_path)
+    assert f"'{tmp_path}/**/*.parquet' reads them, without the columns 'day', 'hour'" in words
+
+
+def test_no_shard_in_many_folders_below_is_said_after_a_few_looks(tmp_path):
+    for number in range(30):
+        (tmp_path / f"folder-{number:02}").mkdir()
+    words = no_shard(tmp_path)
+    assert (
+        "30 other names: folder-00/, folder-01/, folder-02/, …, and no shard was found in" in words
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mended"),
+    [("**.parquet", "**/*.parquet"), ("part**", "part*"), ("a**b/*.parquet", "a*b/*.parquet")],
+)
+def test_two_stars_in_a_name_are_refused_with_the_pattern_that_was_meant(pattern, mended, tmp_path):
+    put(tmp_path / "part.parquet")
+    with pytest.raises(DataError, match=r"'\*\*' is part of a name") as error:
+        read_index(config(f"{tmp_path}/{pattern}"))
+    assert f"write '{tmp_path}/{mended}'" in str(error.value)

@@ -1,0 +1,310 @@
+"""Nulls: said when a data set is opened, or filled, in every format."""
+
+import json
+import math
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from elastic_dp.cli import app
+from elastic_dp.data import convert, open_data, open_evaluation
+from elastic_dp.data.difference import difference
+from elastic_dp.data.index import read_index
+from elastic_dp.data.inspection import inspect
+from elastic_dp.data.nulls import fill
+from elastic_dp.errors import DataError, SpecError
+from elastic_dp.spec import DataConfig
+from tests.data.test_formats import plain_values, write_arrow
+from tests.data.test_index import config, opened
+
+ROWS = [
+    {"x": None if i % 7 == 3 else i / 2, "n": None if i == 30 else i, "t": None, "b": i % 2 == 0}
+    for i in range(40)
+]
+
+
+def write_parquet(folder: Path, rows: list[dict]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), folder / "b.parquet", row_group_size=16)
+
+
+def write_stream(folder: Path, rows: list[dict]) -> None:
+    write_arrow(folder / "b.arrow", pa.Table.from_pylist(rows, SCHEMA), stream=True)
+
+
+def write_file(folder: Path, rows: list[dict]) -> None:
+    table = pa.Table.from_pylist(rows, SCHEMA)
+    write_arrow(folder / "b.arrow", table, stream=False, compression="lz4")
+
+
+def write_jsonl(folder: Path, rows: list[dict]) -> None:
+    """Those of every other row are left out rather than null."""
+    lines = [{k: v for k, v in row.items() if n % 2 or v is not None} for n, row in enumerate(rows)]
+    (folder / "b.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def write_csv(folder: Path, rows: list[dict]) -> None:
+    said = [",".join("" if v is None else str(v).lower() for v in row.values()) for row in rows]
+    (folder / "b.csv").write_text("x,n,t,b\n" + "".join(f"{line}\n" for line in said))
+
+
+SCHEMA = pa.schema({"x": pa.float64(), "n": pa.int64(), "t": pa.string(), "b": pa.bool_()}.items())
+WRITERS = [write_parquet, write_stream, write_file, write_jsonl, write_csv]
+COLUMNS = ["x", "n", "b"]
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 300)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_nulls_are_refused_at_open_with_column_count_and_shard(write, tmp_path):
+    write(tmp_path, ROWS)
+    (shard,) = tmp_path.iterdir()
+    shard.rename(shard.with_name(f"z{shard.suffix}"))
+    write(tmp_path, [row for row in ROWS if None not in (row["x"], row["n"])])
+    with pytest.raises(DataError) as caught:
+        read_index(config(tmp_path, columns=COLUMNS))
+    said = str(caught.value)
+    assert said.startswith(f"column 'x' (double) holds 6 nulls, the first in z{shard.suffix}, ")
+    assert "DataConfig.fill_nulls, fill them in the shards, or leave the column out by" in said
+    with pytest.raises(DataError, match=r"'n' \(int64\) holds 1 nulls"):
+        read_index(config(tmp_path, columns=["n"]))
+    read_index(config(tmp_path, columns=["b"]))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("missing", [-1.5, math.nan, 3])
+def test_filled_nulls_are_read_in_training_and_in_evaluation(write, missing, tmp_path):
+    write(tmp_path, ROWS)
+    wanted = config(
+        tmp_path,
+        columns=COLUMNS,
+        fill_nulls={"x": missing, "n": -1},
+        tail="short",
+        shuffle="none",
+        epochs=1,
+    )
+    xs = np.array([missing if row["x"] is None else row["x"] for row in ROWS], np.float64)
+    ns = [-1 if row["n"] is None else row["n"] for row in ROWS]
+    evaluation = open_evaluation(wanted)
+    found = [evaluation.batch(number) for number in range(evaluation.num_batches)]
+    evaluation.close()
+    training = open_data(wanted, virtual_workers=1)
+    assert training.steps_per_epoch == len(found)
+    again = [training.batch(step + 1, 0) for step in range(len(found))]
+    training.close()
+    for batches in (found, again):
+        assert np.array_equal(np.concatenate([b["x"] for b in batches]), xs, equal_nan=True)
+        assert np.concatenate([b["n"] for b in batches]).tolist() == ns
+        assert np.concatenate([b["b"] for b in batches]).tolist() == [row["b"] for row in ROWS]
+
+
+def test_samples_of_tar_without_a_class_are_counted_and_filled(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for number in range(6):
+            for ending in ("txt", "cls", "cls")[: 1 + number % 3]:
+                member = tarfile.TarInfo(f"{number}.{ending}")
+                member.size = 1
+                tar.addfile(member, BytesIO(b"7"))
+    with pytest.raises(DataError, match=r"'cls' \(int64\) holds 2 nulls, the first in a\.tar"):
+        read_index(config(tmp_path))
+    columns, _ = opened(config(tmp_path, fill_nulls={"cls": -1})).read(0)
+    assert columns["cls"].tolist() == [-1, 7, 7, -1, 7, 7]
+
+
+def test_nulls_that_no_statistics_count_are_refused_with_shard_and_row_group(tmp_path):
+    """Also those in lists, of which Parquet's count includes empty ones."""
+    table = pa.table(
+        {"x": [1.0] * 20 + [None], "l": [[1], []] * 10 + [[None]], "m": [[1]] * 20 + [None]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=8, write_statistics=False)
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=8)
+    for file, column, said in (
+        (
+            "a",
+            "x",
+            "1 null.s., which a tensor cannot; give a value for them by DataConfig.fill_nulls",
+        ),
+        (
+            "b",
+            "l",
+            "1 null.s., which a tensor cannot; give a value for them by DataConfig.fill_nulls",
+        ),
+        ("b", "m", "1 null lists; write an empty list for each of them in the shards"),
+    ):
+        groups = opened(config(tmp_path / f"{file}.parquet", columns=[column]))
+        groups.read(1)
+        where = rf"column '{column}' of row group 2 of {file}\.parquet holds "
+        with pytest.raises(DataError, match=where + said):
+            groups.read(2)
+    filled = opened(config(tmp_path / "b.parquet", columns=["l"], fill_nulls={"l": 5}))
+    assert plain_values(filled.read(2)[0]["l"]) == [[1], [], [1], [], [5]]
+
+
+def test_a_list_that_may_be_empty_is_not_taken_for_one_with_nulls(tmp_path):
+    lists = pa.array([[1], [], [2, 3]] * 8)
+    pq.write_table(pa.table({"x": lists}), tmp_path / "a.parquet")
+    read_index(config(tmp_path))
+    assert "nulls" not in {finding.name for finding in inspect(str(tmp_path)).findings}
+
+
+@pytest.mark.parametrize("form", ["arrow file", "jsonl"])
+def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(form, tmp_path):
+    """Also where they are null because a line has no such key, or the struct around them is null."""
+    rows = [{"l": [1, None], "s": {"m": [[2]]}}] * 9 + [{"l": None, "s": None}] * 2
+    if form == "jsonl":
+        lines = [*rows[:9], {}, {"s": {"m": [None]}}]
+        (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+    else:
+        write_arrow(tmp_path / "a.arrow", pa.Table.from_pylist(rows), stream=False)
+    for column, said in (
+        ("l", r"'l' \(list<int64>\) holds 2 null lists, the first in a\.\w+; write an empty list"),
+        (
+            "s",
+            r"'s\.m' \(list<list<int64>>\) holds 2 null lists, the first in a\.\w+; write an empty",
+        ),
+    ):
+        for fills in (None, {"l": 0}) if column == "l" else (None,):
+            with pytest.raises(DataError, match=said):
+                read_index(config(tmp_path, columns=[column], fill_nulls=fills))
+
+
+def test_inspect_counts_nulls_of_fields_of_structs(tmp_path):
+    points = pa.array([{"x": 1.0, "y": None}, None, {"x": None, "y": 2}] * 8)
+    pq.write_table(pa.table({"p": points}), tmp_path / "a.parquet")
+    for form in ("parquet", "arrow"):
+        if form == "arrow":
+            (tmp_path / "a.parquet").unlink()
+            write_arrow(tmp_path / "a.arrow", pa.table({"p": points}), stream=False)
+        found = [f for f in inspect(str(tmp_path)).findings if f.name == "nulls"]
+        assert [f.says.split(",")[0] for f in found] == [
+            "column 'p.x' (double) holds 16 nulls",
+            "column 'p.y' (int64) holds 16 nulls",
+        ]
+        with pytest.raises(DataError, match=r"column 'p.x' \(double\) holds \d+ nulls"):
+            read_index(config(tmp_path))
+        filled = opened(config(tmp_path, fill_nulls={"p.x": 0.0, "p.y": 9})).read(0)[0]
+        assert filled["p.x"].tolist()[:3] == [1.0, 0.0, 0.0] and filled["p.y"].tolist()[:3] == [
+            9,
+            9,
+            2,
+        ]
+
+
+SMALL = pa.list_(pa.list_(pa.int16(), 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "value", "filled"),
+    [
+        ([1, None, 3], pa.uint8(), 255, [1, 255, 3]),
+        ([1.5, None], pa.float16(), -1.0, [1.5, -1.0]),
+        ([True, None], pa.bool_(), False, [True, False]),
+        ([b"ab", None], pa.binary(2), b"zz", [b"ab", b"zz"]),
+        (["a", None], pa.string(), "", ["a", ""]),
+        (["a", None], pa.string_view(), "?", ["a", "?"]),
+        ([[1, None], [], [None]], pa.list_(pa.int32()), 7, [[1, 7], [], [7]]),
+        ([[[None], [1]], [[]]], pa.large_list(pa.list_(pa.int64())), 0, [[[0], [1]], [[]]]),
+        ([None, [1, None]], pa.list_(pa.int8(), 2), 3, [[3, 3], [1, 3]]),
+        ([None, [None, [1, None]]], SMALL, 3, [[[3, 3]] * 2, [[3, 3], [1, 3]]]),
+        ([None, [1]], pa.list_(pa.int8()), 3, [None, [1]]),
+    ],
+)
+def test_fill_puts_the_value_for_each_null_and_keeps_the_type(values, kind, value, filled):
+    whole = pa.array([*values[:1], *values, *values[:1]], kind)
+    done = fill(whole.slice(1, len(values)), value)
+    assert done.type == kind and done.to_pylist() == filled
+    done.validate(full=True)
+
+
+@pytest.mark.parametrize(
+    ("fills", "said"),
+    [
+        ({"y": 0}, r"DataConfig.fill_nulls: no column 'y' is read, but 'x', 'i', 'f', 's', 'l'"),
+        ({"i": 300}, r"300 does not fit column 'i', which is int8"),
+        ({"i": 0.5}, r"0\.5 does not fit column 'i', which is int8"),
+        ({"i": True}, r"True does not fit column 'i'"),
+        ({"i": math.nan}, r"nan does not fit column 'i'"),
+        ({"f": 2**24 + 1}, r"16777217 does not fit column 'f', which is float"),
+        ({"f": 1e300}, r"1e\+300 does not fit column 'f', which is float"),
+        ({"f": True}, r"True does not fit column 'f'"),
+        ({"f": "0"}, r"'0' does not fit column 'f'"),
+        ({"s": 0}, r"0 does not fit column 's', which is string"),
+        ({"s": b"a"}, r"b'a' does not fit column 's', which is string"),
+        ({"l": 1.5}, r"1\.5 does not fit column 'l', which is list<int64>"),
+    ],
+)
+def test_a_value_that_does_not_fit_its_column_is_refused_at_open(fills, said, tmp_path):
+    kinds = {"x": "double", "i": "int8", "f": "float", "s": "string"}
+    table = pa.table({n: pa.array([None], k) for n, k in kinds.items()} | {"l": [[1]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=said):
+        read_index(config(tmp_path, fill_nulls=fills))
+
+
+@pytest.mark.parametrize("fills", [["x"], {"x": None}, {"x": [1]}, "x"])
+def test_fill_nulls_of_another_kind_is_refused_by_the_config(fills):
+    with pytest.raises(SpecError, match=r"DataConfig\.fill_nulls is .*, must be numbers or texts"):
+        DataConfig("x", micro_batch_size=1, fill_nulls=fills)
+
+
+def test_a_data_set_with_other_values_for_nulls_is_another_one(tmp_path):
+    pq.write_table(pa.table({"x": [1.0, None]}), tmp_path / "a.parquet")
+    indexes = [read_index(config(tmp_path, fill_nulls={"x": v})) for v in (0, 0.0, 1.0, math.nan)]
+    assert len({index.digest for index in indexes}) == 3 and indexes[0].digest == indexes[1].digest
+    assert difference(indexes[1], indexes[3]) == (
+        "column 'x' was double, its nulls as 0.0, and is double, its nulls as nan"
+    )
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_convert_writes_a_value_for_each_null(write, form, tmp_path):
+    (tmp_path / "raw").mkdir()
+    write(tmp_path / "raw", ROWS)
+    convert(
+        f"{tmp_path}/raw",
+        f"{tmp_path}/to",
+        format=form,
+        columns=COLUMNS,
+        fill_nulls={"x": math.nan, "n": -1},
+    )
+    columns, _ = opened(config(tmp_path / "to")).read(0)
+    assert np.isnan(columns["x"]).sum() == 6 and columns["x"][0] == 0.0
+    assert columns["n"].tolist() == [-1 if row["n"] is None else row["n"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("fills", "said"),
+    [
+        ({"z": 0}, r"^fill_nulls: no column 'z' is read, but 'x', 'n', 't', 'b'"),
+        ({"n": 0.5}, r"^fill_nulls: 0\.5 does not fit column 'n', which is int64"),
+    ],
+)
+def test_convert_refuses_a_value_that_does_not_fit(fills, said, tmp_path):
+    write_parquet(tmp_path, ROWS)
+    with pytest.raises(DataError, match=said):
+        convert(f"{tmp_path}/b.parquet", f"{tmp_path}/to", fill_nulls=fills)
+    assert not (tmp_path / "to").exists()
+
+
+def test_the_command_fills_nulls_by_column_and_value(tmp_path):
+    fills = ["x=NaN", "n=0", "t=no such"]
+    said = [word for each in fills for word in ("--fill-null", each)]
+    runner = CliRunner()
+    (tmp_path / "a.jsonl").write_text('{"x": 1.5, "n": 1, "t": "a"}\n{}\n')
+    done = runner.invoke(app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/to", *said])
+    assert done.exit_code == 0, done.output
+    rows = pq.read_table(tmp_path / "to").to_pylist()
+    assert repr(rows[1]) == "{'x': nan, 'n': 0, 't': 'no such'}"
+    done = runner.invoke(
+        app, ["data", "convert", f"{tmp_path}/a.jsonl", f"{tmp_path}/x", "--fill-null", "x"]
+    )
+    assert done.exit_code == 2 and "is not of the form COLUMN=VALUE" in done.output

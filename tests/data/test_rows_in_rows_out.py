@@ -1,0 +1,219 @@
+"""Of every kind of file: rows in are rows out, by id and value: read in place and converted, in training's order and in
+an evaluation, dealt to one worker and to three; and once with processes, one of which is killed."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_dp.data import convert, open_data, open_evaluation
+from elastic_dp.spec import DataConfig
+from elastic_dp.train.faults import Fault
+from tests.runs import group, local, spec_of
+
+ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
+Row = dict[str, Any]
+
+
+def row(i: int) -> Row:
+    text = ('5" pipe', "a\nb", "a,b", "é", "", "plain")[i % 6]
+    return {"id": i, "x": i / 4, "s": f"{text} {i}"}
+
+
+def table(ids: range) -> pa.Table:
+    return pa.Table.from_pylist([row(i) for i in ids])
+
+
+def parquet(path: Path, ids: range) -> None:
+    pq.write_table(table(ids), path.with_suffix(".parquet"), row_group_size=7)
+
+
+def parquet_by_pandas(path: Path, ids: range) -> None:
+    pd.DataFrame([row(i) for i in ids]).to_parquet(path.with_suffix(".parquet"), row_group_size=5)
+
+
+def arrow_by_polars(path: Path, ids: range) -> None:
+    pl.DataFrame([row(i) for i in ids]).write_ipc(path.with_suffix(".arrow"), record_batch_size=6)
+
+
+def arrow_stream(path: Path, ids: range) -> None:
+    made = table(ids)
+    with pa.ipc.new_stream(path.with_suffix(".arrow"), made.schema) as writer:
+        writer.write_table(made, max_chunksize=9)
+
+
+def csv_by_python(path: Path, ids: range) -> None:
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["id", "x", "s"])
+        writer.writeheader()
+        writer.writerows(row(i) for i in ids)
+
+
+def csv_gz_by_pandas(path: Path, ids: range) -> None:
+    pd.DataFrame([row(i) for i in ids]).to_csv(path.with_suffix(".csv.gz"), index=False)
+
+
+def jsonl(path: Path, ids: range) -> None:
+    path.with_suffix(".jsonl").write_text("\n".join(json.dumps(row(i)) for i in ids))
+
+
+def tar(path: Path, ids: range) -> None:
+    """`x` is text there, and the id a class."""
+    with tarfile.open(path.with_suffix(".tar"), "w") as made:
+        for i in ids:
+            one = row(i)
+            for ending, content in (("cls", str(i)), ("x.txt", str(one["x"])), ("txt", one["s"])):
+                member = tarfile.TarInfo(f"{i:04}.{ending}")
+                member.size = len(content.encode())
+                made.addfile(member, io.BytesIO(content.encode()))
+
+
+def of_tar(batch: Row) -> Row:
+    return {
+        "id": batch["cls"],
+        "x": np.array([float(bytes(x)) for x in batch["x.txt"]]),
+        "s": batch["txt"],
+    }
+
+
+KINDS: dict[str, Callable[[Path, range], None]] = {
+    write.__name__: write
+    for write in (
+        parquet,
+        parquet_by_pandas,
+        arrow_by_polars,
+        arrow_stream,
+        csv_by_python,
+        csv_gz_by_pandas,
+        jsonl,
+        tar,
+    )
+}
+
+
+def written(kind: str, folder: Path) -> DataConfig:
+    folder.mkdir()
+    for shard in range(SHARDS):
+        first, end = ROWS * shard // SHARDS, ROWS * (shard + 1) // SHARDS
+        KINDS[kind](folder / f"part-{shard}", range(first, end))
+    return DataConfig(str(folder), micro_batch_size=B, transform=of_tar if kind == "tar" else None)
+
+
+def rows_of(batch: Row) -> list[Row]:
+    columns = {name: list(values) for name, values in batch.items()}
+    plain = {
+        name: [v.item() if isinstance(v, torch.Tensor) else v for v in values]
+        for name, values in columns.items()
+    }
+    return [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+
+
+def dealt(config: DataConfig, workers: int) -> list[list[Row]]:
+    """The rows of each step of an epoch, from data sets of as many workers, each asked for its own virtual workers."""
+    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
+    for number, one in enumerate(data):
+        one.read_ahead(1, range(number, V, workers))
+    steps = []
+    for step in range(1, data[0].steps_per_epoch + 1):
+        found = []
+        for v in range(V):
+            owner = data[v % workers]
+            if owner.rows(step, v):
+                found += rows_of(owner.batch(step, v))
+        steps.append(found)
+    for one in data:
+        one.close()
+    return steps
+
+
+def evaluated(config: DataConfig, workers: int) -> list[Row]:
+    data = [open_evaluation(config) for _ in range(workers)]
+    found = []
+    for number in range(data[0].num_batches):
+        found += rows_of(data[number % workers].batch(number))
+    for one in data:
+        one.close()
+    return found
+
+
+WANTED = [row(i) for i in range(ROWS)]
+
+
+def check(config: DataConfig) -> None:
+    alone, three = dealt(config, 1), dealt(config, 3)
+    assert alone == three
+    epoch = [one for step in alone for one in step]
+    assert sorted(epoch, key=lambda one: one["id"]) == WANTED
+    assert evaluated(config, 1) == evaluated(config, 3) == WANTED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_in_are_rows_out_of_files_read_in_place(kind, tmp_path):
+    check(written(kind, tmp_path / "in"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [*((kind, "parquet") for kind in KINDS if kind != "tar"), ("csv_by_python", "arrow")],
+)
+def test_rows_in_are_rows_out_of_files_that_are_converted(kind, format, tmp_path):
+    source = written(kind, tmp_path / "in")
+    done = convert(str(source.url), str(tmp_path / "out"), format=format, rows_per_group=10)
+    assert done.rows == ROWS
+    check(DataConfig(str(tmp_path / "out"), micro_batch_size=B))
+
+
+def train(ctx: Any) -> None:
+    """Writes down the rows of each forward pass: its step, and what a row says of itself."""
+    model = torch.nn.Linear(1, 1)
+    with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
+
+        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+            log.write(json.dumps(rows_of(batch)) + "\n")
+            return m(batch["x"].float()[:, None] / 100).square().mean()
+
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn):
+            pass
+
+
+def test_every_row_of_a_mixed_set_is_trained_on_by_processes_of_which_one_is_killed(tmp_path):
+    """Parquet by pandas, and Arrow by Polars of the same rows, as two sources; by the same weights, with a kill."""
+    weights = {
+        str(written(kind, tmp_path / kind).url): 1.0
+        for kind in ("parquet_by_pandas", "arrow_by_polars")
+    }
+    (tmp_path / "log").mkdir()
+    config = DataConfig(weights, micro_batch_size=B)
+    steps = 2 * ROWS // (V * B)  # an epoch of each
+    spec = spec_of(
+        steps=steps, workers=3, min_workers=3, virtual=V, config={"folder": str(tmp_path / "log")}
+    )
+    spec = dataclasses.replace(spec, data=config)
+    fault = Fault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, train, faults=(fault,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    found: dict[int, set[str]] = {}
+    for file in (tmp_path / "log").iterdir():
+        for line in file.read_text().splitlines(keepends=True):
+            for one in json.loads(line) if line.endswith("\n") else ():
+                assert one == row(one["id"])
+                found.setdefault(one["id"], set()).add(file.name)
+    assert sorted(found) == list(range(ROWS))
+    (tmp_path / "calm").mkdir()
+    calm = dataclasses.replace(spec, config={"folder": str(tmp_path / "calm")})
+    assert outcome.digest == local(calm, train).digest

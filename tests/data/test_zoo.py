@@ -1,0 +1,77 @@
+"""Files of every producer are read as the producer reads them, or refused by name, as docs/data-formats.md has it.
+
+python -m tests.data.test_zoo    # prints the table of the page
+"""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.data import convert
+from elastic_dp.spec import DataConfig
+from tests.data.values import columns_of, in_place, same
+from tests.data.zoo import ZOO, At
+
+PAGE = Path(__file__).parents[2] / "docs" / "data-formats.md"
+READ = [name for name, cell in ZOO.items() if cell.error is None]
+REFUSED = [name for name, cell in ZOO.items() if cell.error is not None]
+
+
+def made(name, folder):
+    """What to read, and the rows that must be there."""
+    found = ZOO[name].make(folder)
+    at = found if isinstance(found, At) else At(folder, found)
+    rows = columns_of(at.rows) if isinstance(at.rows, pa.Table) else at.rows
+    return str(at.url) if isinstance(at.url, Path) else at.url, rows
+
+
+def check_rows(found, wanted):
+    assert sorted(found) == sorted(wanted)
+    for name, values in wanted.items():
+        pairs = zip(found[name], values, strict=True)
+        assert not [pair for pair in pairs if not same(*pair)], name
+
+
+@pytest.mark.parametrize("name", READ)
+def test_file_of_a_producer_has_the_rows_that_its_own_reader_has(name, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    url, rows = made(name, source)
+    check_rows(in_place(DataConfig(url, micro_batch_size=4, **ZOO[name].options)), rows)
+    if ZOO[name].converts:
+        convert(url, str(tmp_path / "to"), **ZOO[name].options)
+        parts = sorted((tmp_path / "to").glob("*.parquet"))
+        check_rows(columns_of(pa.concat_tables(pq.read_table(part) for part in parts)), rows)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_file_of_a_producer_is_refused_by_name(name, tmp_path):
+    source, cell = tmp_path / "source", ZOO[name]
+    source.mkdir()
+    url, _ = made(name, source)
+    with pytest.raises(cell.error) as refused:
+        in_place(DataConfig(url, micro_batch_size=4, **cell.options))
+    assert cell.words in str(refused.value), refused.value
+    if cell.converts:
+        with pytest.raises(cell.error) as refused:
+            convert(url, str(tmp_path / "to"))
+        assert cell.words in str(refused.value), refused.value
+
+
+def table():
+    rows = ["| producer | what it writes | outcome | |", "|---|---|---|---|"]
+    for cell in ZOO.values():
+        outcome = "refused" if cell.error else "read"
+        note = f"`{cell.error.__name__}`: “… {cell.words} …”" if cell.error else cell.note
+        rows.append(f"| {cell.producer} | {cell.what.replace('|', '¦')} | {outcome} | {note} |")
+    return "\n".join(rows)
+
+
+def test_page_of_data_formats_has_the_rows_that_are_tried_here():
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,934 @@
+"""Files as their real producers write them, for test_zoo.py and the table in docs/data-formats.md.
+
+Each maker writes into an empty folder. `reads`: it returns what the producer's own reader gives, and what to read where
+that is not the folder. `refuses`: it may return what to read.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.json
+import pyarrow.orc
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as crypto
+import webdataset
+from deltalake import DeltaTable, write_deltalake
+from pyiceberg.catalog.memory import InMemoryCatalog
+
+from elastic_dp.errors import DataError
+
+datasets.disable_progress_bars()
+ROWS = 12
+IDS = list(range(ROWS))
+Maker = Callable[[Path], Any]
+
+
+@dataclass(frozen=True)
+class At:
+    """What is read, where it is not the whole folder."""
+
+    url: Any
+    rows: Any = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`words`: of the error where it is refused. `converts`: `convert` reads it, too, with the same outcome."""
+
+    producer: str
+    what: str
+    make: Maker
+    error: type[Exception] | None = None
+    words: str = ""
+    note: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    converts: bool = True
+
+
+ZOO: dict[str, Cell] = {}
+
+
+def reads(
+    producer: str, what: str, note: str = "", *, converts: bool = True, **options: Any
+) -> Any:
+    return _listed(producer, what, note=note, options=options, converts=converts)
+
+
+def refuses(
+    producer: str,
+    what: str,
+    words: str,
+    error: type[Exception] = DataError,
+    *,
+    converts: bool = False,
+    **options: Any,
+) -> Any:
+    return _listed(producer, what, error=error, words=words, options=options, converts=converts)
+
+
+def _listed(producer: str, what: str, **more: Any) -> Any:
+    def add(make: Maker) -> Maker:
+        assert make.__name__ not in ZOO
+        ZOO[make.__name__] = Cell(producer, what, make, **more)
+        return make
+
+    return add
+
+
+def write(
+    folder: Path, table: pa.Table | dict[str, Any], name: str = "a.parquet", **options: Any
+) -> pa.Table:
+    """A Parquet file by pyarrow, as pyarrow reads it."""
+    table = pa.table(table) if isinstance(table, dict) else table
+    pq.write_table(table, folder / name, **options)
+    return pq.ParquetFile(folder / name).read()
+
+
+# ------------------------------------------------------------------------------------ pandas
+
+
+def frame() -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "id": IDS,
+            "x": [i / 4 for i in IDS],
+            "s": [f"é{i}" for i in IDS],
+            "b": [i % 2 == 0 for i in IDS],
+        }
+    )
+
+
+def of_pandas(found: pd.DataFrame) -> pa.Table:
+    return pa.Table.from_pandas(found, preserve_index=False)
+
+
+@reads("pandas", "`to_parquet`: numbers, text, bools")
+def pandas_parquet(folder):
+    frame().to_parquet(folder / "a.parquet")
+    return of_pandas(pd.read_parquet(folder / "a.parquet"))
+
+
+@reads("pandas", "`to_parquet` with an index that has a name", "the index is a column")
+def pandas_index(folder):
+    frame().assign(id=[7 * i % 13 for i in IDS]).set_index("id").to_parquet(folder / "a.parquet")
+    return of_pandas(pd.read_parquet(folder / "a.parquet").reset_index())
+
+
+@reads("pandas", "categories", "what they stand for")
+def pandas_categories(folder):
+    frame().assign(c=pd.Categorical([f"c{i % 3}" for i in IDS])).to_parquet(folder / "a.parquet")
+    return of_pandas(pd.read_parquet(folder / "a.parquet").astype({"c": str}))
+
+
+@reads("pandas", "`datetime64`", "int64 in the stored unit")
+def pandas_datetimes(folder):
+    frame().assign(t=pd.date_range("2024-01-01", periods=ROWS, freq="h")).to_parquet(
+        folder / "a.parquet"
+    )
+    return of_pandas(pd.read_parquet(folder / "a.parquet"))
+
+
+@refuses("pandas", "`Int64` with missing values", "column 'n' (int64) holds 3 nulls")
+def pandas_missing(folder):
+    frame().assign(n=pd.array([None if i % 4 == 0 else i for i in IDS], "Int64")).to_parquet(
+        folder / "a.parquet"
+    )
+
+
+@reads("pandas", 'the same, with `fill_nulls={"n": -1}`', fill_nulls={"n": -1})
+def pandas_filled(folder):
+    pandas_missing(folder)
+    return of_pandas(pd.read_parquet(folder / "a.parquet").fillna({"n": -1}))
+
+
+@reads(
+    "pandas",
+    'floats with NaN, which are nulls in the file, with `fill_nulls={"x": nan}`',
+    fill_nulls={"x": float("nan")},
+)
+def pandas_nan(folder):
+    frame().assign(x=[None if i == 3 else i / 4 for i in IDS]).to_parquet(folder / "a.parquet")
+    return of_pandas(pd.read_parquet(folder / "a.parquet"))
+
+
+@reads("pandas", "missing text", "None")
+def pandas_missing_text(folder):
+    frame().assign(s=[None if i % 3 else "a" for i in IDS]).to_parquet(folder / "a.parquet")
+    return of_pandas(pd.read_parquet(folder / "a.parquet"))
+
+
+@reads("pandas", "`to_feather`")
+def pandas_feather(folder):
+    frame().to_feather(folder / "a.feather")
+    return of_pandas(pd.read_feather(folder / "a.feather"))
+
+
+@refuses("pandas", "`to_orc`", ".orc")
+def pandas_orc(folder):
+    pa.orc.write_table(of_pandas(frame()), folder / "a.orc")
+
+
+@reads("pandas", "`to_csv(index=False)`")
+def pandas_csv(folder):
+    frame().to_csv(folder / "a.csv", index=False)
+    return of_pandas(pd.read_csv(folder / "a.csv"))
+
+
+@reads("pandas", "`to_csv`, whose index has a column without a name")
+def pandas_csv_index(folder):
+    frame().to_csv(folder / "a.csv")
+    return of_pandas(pd.read_csv(folder / "a.csv").rename(columns={"Unnamed: 0": ""}))
+
+
+@reads("pandas", "CSV with quotes, and newlines and commas in them")
+def pandas_csv_quotes(folder):
+    texts = ['5" pipe', "a\nb", "a,b", 'say "x"', "\r\n", "'", "é", ";", "\t", " a ", "-", "z"]
+    frame().assign(s=texts).to_csv(folder / "a.csv", index=False)
+    return of_pandas(pd.read_csv(folder / "a.csv"))
+
+
+@reads("pandas", "CSV with a byte order mark and CRLF (`utf-8-sig`)")
+def pandas_csv_mark(folder):
+    frame().to_csv(folder / "a.csv", index=False, encoding="utf-8-sig", lineterminator="\r\n")
+    return of_pandas(pd.read_csv(folder / "a.csv"))
+
+
+@reads("pandas", "CSV, compressed (`.csv.gz`)")
+def pandas_csv_gz(folder):
+    frame().to_csv(folder / "a.csv.gz", index=False)
+    return of_pandas(pd.read_csv(folder / "a.csv.gz"))
+
+
+@refuses("pandas", "CSV with `;`", "semicolons", converts=True)
+def pandas_csv_semicolons(folder):
+    frame().to_csv(folder / "a.csv", index=False, sep=";")
+
+
+@refuses("pandas", "CSV with tabs", "tab", converts=True)
+def pandas_csv_tabs(folder):
+    frame().to_csv(folder / "a.csv", index=False, sep="\t")
+
+
+@refuses("pandas", "CSV in Latin-1", "UTF-8", converts=True)
+def pandas_csv_latin(folder):
+    frame().to_csv(folder / "a.csv", index=False, encoding="latin-1")
+
+
+@refuses("pandas", "CSV with two columns of one name", "'x'", converts=True)
+def pandas_csv_twice(folder):
+    found = frame()
+    found.columns = ["id", "x", "x", "b"]
+    found.to_csv(folder / "a.csv", index=False)
+
+
+@reads("pandas", '`to_json(orient="records", lines=True)`')
+def pandas_jsonl(folder):
+    frame().to_json(folder / "a.jsonl", orient="records", lines=True)
+    return of_pandas(pd.read_json(folder / "a.jsonl", lines=True))
+
+
+@refuses("pandas", '`to_json(orient="records")`: one array', "a.jsonl", converts=True)
+def pandas_json_array(folder):
+    frame().to_json(folder / "a.jsonl", orient="records")
+
+
+# ------------------------------------------------------------------------------------ Polars
+
+
+def polars_frame() -> pl.DataFrame:
+    return pl.DataFrame(
+        {
+            "id": IDS,
+            "x": [i / 4 for i in IDS],
+            "s": [f"a text that is no short one, {i}" for i in IDS],
+        }
+    )
+
+
+@reads("Polars", "`write_parquet`: numbers and text")
+def polars_parquet(folder):
+    polars_frame().write_parquet(folder / "a.parquet")
+    return pl.read_parquet(folder / "a.parquet").to_arrow()
+
+
+@reads("Polars", "lists, `Array`, structs")
+def polars_nested(folder):
+    made = polars_frame().with_columns(
+        pl.Series("l", [[i] * (i % 3) for i in IDS]),
+        pl.Series("v", [[i, 1] for i in IDS], dtype=pl.Array(pl.Float32, 2)),
+        pl.Series("p", [{"a": i, "b": str(i)} for i in IDS]),
+    )
+    made.write_parquet(folder / "a.parquet")
+    return pl.read_parquet(folder / "a.parquet").to_arrow()
+
+
+@reads("Polars", "`Categorical` and `Enum`", "what they stand for")
+def polars_categories(folder):
+    words = [f"c{i % 3}" for i in IDS]
+    made = polars_frame().with_columns(
+        pl.Series("c", words, dtype=pl.Categorical),
+        pl.Series("e", words, dtype=pl.Enum(["c0", "c1", "c2"])),
+    )
+    made.write_parquet(folder / "a.parquet")
+    return pl.read_parquet(folder / "a.parquet").cast({"c": pl.String, "e": pl.String}).to_arrow()
+
+
+@reads("Polars", "`write_ipc`: an Arrow file, `string_view`")
+def polars_ipc(folder):
+    polars_frame().write_ipc(folder / "a.arrow")
+    return pl.read_ipc(folder / "a.arrow").to_arrow()
+
+
+@reads("Polars", '`write_ipc(compression="zstd")` with categories')
+def polars_ipc_categories(folder):
+    made = polars_frame().with_columns(
+        pl.Series("c", [f"c{i % 3}" for i in IDS], dtype=pl.Categorical)
+    )
+    made.write_ipc(folder / "a.arrow", compression="zstd")
+    return pl.read_ipc(folder / "a.arrow").cast({"c": pl.String}).to_arrow()
+
+
+@reads("Polars", "`write_ipc_stream`")
+def polars_stream(folder):
+    polars_frame().write_ipc_stream(folder / "a.arrow")
+    return pl.read_ipc_stream(folder / "a.arrow").to_arrow()
+
+
+@reads("Polars", "`write_csv`")
+def polars_csv(folder):
+    polars_frame().write_csv(folder / "a.csv")
+    return pl.read_csv(folder / "a.csv").to_arrow()
+
+
+@reads("Polars", "`write_ndjson`")
+def polars_ndjson(folder):
+    polars_frame().write_ndjson(folder / "a.ndjson")
+    return pl.read_ndjson(folder / "a.ndjson").to_arrow()
+
+
+@reads("Polars beside pandas", "one column as `string_view` and as `string`")
+def polars_beside_pandas(folder):
+    frame().drop(columns="b").to_parquet(folder / "a.parquet")
+    polars_frame().write_parquet(folder / "b.parquet")
+    both = [
+        of_pandas(pd.read_parquet(folder / "a.parquet")),
+        pl.read_parquet(folder / "b.parquet").to_arrow(),
+    ]
+    return pa.concat_tables(both, promote_options="permissive")
+
+
+# ------------------------------------------------------------------------------------ DuckDB
+
+
+def of_duckdb(query: str) -> pa.Table:
+    with duckdb.connect() as connection:
+        found = connection.sql(query)
+        return None if found is None else found.to_arrow_table()
+
+
+def duckdb_copy(folder: Path, columns: str, name: str, options: str = "") -> None:
+    of_duckdb(f"COPY (SELECT {columns} FROM range({ROWS}) t(i)) TO '{folder / name}' ({options})")
+
+
+@reads("DuckDB", "`COPY … TO` Parquet: numbers, text, bools")
+def duckdb_parquet(folder):
+    duckdb_copy(
+        folder, "i AS id, i / 4 AS x, 'é' || i AS s, i % 2 = 0 AS b", "a.parquet", "FORMAT parquet"
+    )
+    return of_duckdb(f"FROM '{folder}/a.parquet'")
+
+
+@reads("DuckDB", "`JSON` columns", "text")
+def duckdb_json(folder):
+    duckdb_copy(folder, "i AS id, json_object('a', i) AS j", "a.parquet", "FORMAT parquet")
+    return of_duckdb(f"SELECT id, j::VARCHAR AS j FROM '{folder}/a.parquet'")
+
+
+@reads("DuckDB", "lists, structs, timestamps", "int64 in the stored unit")
+def duckdb_nested(folder):
+    duckdb_copy(
+        folder,
+        "i AS id, range(i % 3) AS l, {'a': i, 'b': i / 2} AS p, TIMESTAMP '2024-01-01' + INTERVAL (i) HOUR AS t",
+        "a.parquet",
+        "FORMAT parquet",
+    )
+    return of_duckdb(f"FROM '{folder}/a.parquet'")
+
+
+@reads("DuckDB", "maps, for `collate_fn`", "objects")
+def duckdb_maps(folder):
+    duckdb_copy(folder, "i AS id, MAP {'a': i, 'b': i + 1} AS m", "a.parquet", "FORMAT parquet")
+    return of_duckdb(f"FROM '{folder}/a.parquet'")
+
+
+@refuses("DuckDB", "`PARTITION_BY`: a folder of folders", "**")
+def duckdb_partitions(folder):
+    duckdb_copy(folder, "i AS id, i % 2 AS k", "t", "FORMAT parquet, PARTITION_BY (k)")
+    return At(folder / "t")
+
+
+@reads(
+    "DuckDB",
+    "the same by a glob: `t/**/*.parquet`",
+    "without the columns that are in the names of folders",
+)
+def duckdb_partitions_glob(folder):
+    duckdb_partitions(folder)
+    return At(str(folder / "t" / "**" / "*.parquet"), {"id": IDS[::2] + IDS[1::2]})
+
+
+@reads("DuckDB", "`COPY … TO` CSV")
+def duckdb_csv(folder):
+    duckdb_copy(folder, "i AS id, 'a \"quote\" and, a comma' AS s", "a.csv", "FORMAT csv")
+    return of_duckdb(f"FROM '{folder}/a.csv'")
+
+
+@reads("DuckDB", "`COPY … TO` JSON: lines (`.ndjson`)")
+def duckdb_ndjson(folder):
+    duckdb_copy(folder, "i AS id, [i, i] AS v", "a.ndjson", "FORMAT json")
+    return of_duckdb(f"FROM read_ndjson('{folder}/a.ndjson')")
+
+
+# ------------------------------------------------------------------------------------ datasets
+
+
+def dataset(**more: Any) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"id": IDS, "text": [f"text {i}" for i in IDS], **more})
+
+
+def of_datasets(made: datasets.Dataset) -> pa.Table:
+    return made.with_format("arrow")[:]
+
+
+@reads("datasets", "`save_to_disk`: `folder/*.arrow`")
+def datasets_saved(folder):
+    dataset().save_to_disk(folder / "d", num_shards=2)
+    return At(folder / "d", of_datasets(datasets.load_from_disk(folder / "d")))
+
+
+@reads("datasets", "`to_parquet`, `ClassLabel`, lists")
+def datasets_parquet(folder):
+    made = dataset(label=[i % 3 for i in IDS], ids=[[i] * (i % 4) for i in IDS])
+    made = made.cast_column("label", datasets.ClassLabel(names=["a", "b", "c"]))
+    made.to_parquet(folder / "a.parquet")
+    return of_datasets(made)
+
+
+@reads("datasets", "`Array2D`", "its storage, lists of lists")
+def datasets_array2d(folder):
+    features = datasets.Features(
+        {"id": datasets.Value("int64"), "image": datasets.Array2D((2, 3), "float32")}
+    )
+    made = datasets.Dataset.from_dict(
+        {"id": IDS, "image": [[[i, 1, 2], [3, 4, i]] for i in IDS]}, features=features
+    )
+    made.to_parquet(folder / "a.parquet")
+    return {"id": IDS, "image": [[[i, 1, 2], [3, 4, i]] for i in IDS]}
+
+
+@reads(
+    "datasets",
+    "chat messages: a list of structs, for `collate_fn`",
+    "a list of dicts for each row",
+)
+def datasets_messages(folder):
+    messages = [[{"role": "user", "content": f"{n}"} for n in range(i % 3)] for i in IDS]
+    dataset(messages=messages).to_parquet(folder / "a.parquet")
+    return {"id": IDS, "text": [f"text {i}" for i in IDS], "messages": messages}
+
+
+@reads("datasets", "`to_json`")
+def datasets_jsonl(folder):
+    dataset().to_json(folder / "a.jsonl")
+    return of_datasets(dataset())
+
+
+@refuses("datasets", "`DatasetDict.save_to_disk`: splits", "**/*.arrow")
+def datasets_splits(folder):
+    datasets.DatasetDict({"train": dataset(), "test": dataset()}).save_to_disk(folder / "d")
+    return At(folder / "d")
+
+
+# ------------------------------------------------------------------------------------ tables of a lake
+
+
+def delta_with_deletes(folder: Path) -> DeltaTable:
+    write_deltalake(folder / "t", pa.table({"id": IDS}))
+    write_deltalake(folder / "t", pa.table({"id": [90, 91]}), mode="append")
+    DeltaTable(folder / "t").delete("id >= 90 or id < 3")
+    return DeltaTable(folder / "t")
+
+
+@refuses("deltalake", "a table's folder", "file_uris()", converts=True)
+def delta_folder(folder):
+    delta_with_deletes(folder)
+    return At(folder / "t")
+
+
+@reads(
+    "deltalake",
+    "the same by `DeltaTable(url).file_uris()`",
+    "rows that were deleted are not there",
+    converts=False,
+)
+def delta_files(folder):
+    table = delta_with_deletes(folder)
+    return At(table.file_uris(), {"id": IDS[3:]})
+
+
+def iceberg_with_deletes(folder: Path) -> Any:
+    catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
+    catalog.create_namespace("space")
+    made = catalog.create_table("space.name", schema=pa.table({"id": IDS}).schema)
+    made.append(pa.table({"id": IDS}))
+    made.delete("id < 3")
+    return catalog.load_table("space.name")
+
+
+@refuses("pyiceberg", "a table's folder", "plan_files()", converts=True)
+def iceberg_folder(folder):
+    iceberg_with_deletes(folder)
+    return At(folder / "space" / "name")
+
+
+@reads(
+    "pyiceberg",
+    "the same by `scan().plan_files()`",
+    "rows that were deleted are not there",
+    converts=False,
+)
+def iceberg_files(folder):
+    scan = iceberg_with_deletes(folder).scan()
+    return At([task.file.file_path for task in scan.plan_files()], scan.to_arrow())
+
+
+# ------------------------------------------------------------------------------------ WebDataset
+
+
+def samples(path: Path, **more: Any) -> dict[str, Any]:
+    with webdataset.TarWriter(str(path)) as tar:
+        for i in IDS:
+            tar.write(
+                {"__key__": f"{i:03}", "txt": f"é{i}", "cls": i % 3, "json": {"a": i}, **more}
+            )
+    with path.open("rb") as stream:
+        members = webdataset.tariterators.tar_file_expander([{"url": str(path), "stream": stream}])
+        rows = list(webdataset.tariterators.group_by_keys(members))
+    names = [name for name in rows[0] if not name.startswith("__") or name == "__key__"]
+    return {name: [_value(name, row[name]) for row in rows] for name in names}
+
+
+def _value(name: str, content: Any) -> Any:
+    if name == "cls":
+        return int(content)
+    return content.decode() if name in ("txt", "json") else content
+
+
+@reads("webdataset", "`TarWriter`: text, classes, JSON, bytes", converts=False)
+def webdataset_tar(folder):
+    return samples(folder / "a.tar", bin=b"\0\1")
+
+
+@reads("webdataset", "`ShardWriter`: several tars", converts=False)
+def webdataset_shards(folder):
+    with webdataset.ShardWriter(str(folder / "%03d.tar"), maxcount=5, verbose=0) as tar:
+        for i in IDS:
+            tar.write({"__key__": f"{i:03}", "cls": i})
+    return {"__key__": [f"{i:03}" for i in IDS], "cls": IDS}
+
+
+def add_member(path: Path, *members: tuple[str, bytes]) -> None:
+    with tarfile.open(path, "a") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+@refuses("webdataset", "a member twice in one sample", "011.txt")
+def webdataset_twice(folder):
+    samples(folder / "a.tar")
+    add_member(folder / "a.tar", ("011.txt", b"another"))
+
+
+@reads(
+    "webdataset",
+    "a member without an ending, such as `LICENSE`",
+    "passed over, and said",
+    converts=False,
+)
+def webdataset_license(folder):
+    rows = samples(folder / "a.tar")
+    add_member(folder / "a.tar", ("LICENSE", b"do what you like"))
+    return rows
+
+
+@refuses("webdataset", "`.cls` that holds words", "'012.cls' of a.tar holds 'cat'")
+def webdataset_words(folder):
+    samples(folder / "a.tar")
+    add_member(folder / "a.tar", ("012.cls", b"cat"))
+
+
+@refuses("webdataset", "a tar that was cut off", "cut off")
+def webdataset_cut(folder):
+    samples(folder / "a.tar")
+    content = (folder / "a.tar").read_bytes()
+    (folder / "a.tar").write_bytes(content[: ROWS * 3 * 1024 - 1024 + 513])
+
+
+# ------------------------------------------------------------------------------------ Spark's layout
+
+
+def spark(folder: Path, parts: list[list[int]]) -> None:
+    """As Spark's committer leaves it; the files by pyarrow."""
+    for number, ids in enumerate(parts):
+        name = f"part-{number:05}-9d4e1e0c-c000.snappy.parquet"
+        write(
+            folder,
+            {
+                "id": pa.array(ids, pa.int64()),
+                "s": [str(i) for i in ids] or pa.array([], pa.string()),
+            },
+            name,
+            compression="snappy",
+        )
+        (folder / f".{name}.crc").write_bytes(b"crc\0")
+    (folder / "_SUCCESS").write_bytes(b"")
+    (folder / "._SUCCESS.crc").write_bytes(b"crc\0")
+
+
+@reads("Spark", "`part-….snappy.parquet`, `_SUCCESS`, `.crc`")
+def spark_folder(folder):
+    spark(folder, [IDS[:5], IDS[5:]])
+    return {"id": IDS, "s": [str(i) for i in IDS]}
+
+
+@reads("Spark", "parts without rows", "passed over")
+def spark_empty_parts(folder):
+    spark(folder, [[], IDS[:5], [], IDS[5:]])
+    return {"id": IDS, "s": [str(i) for i in IDS]}
+
+
+@refuses("Spark", "nothing but parts without rows", "holds a row")
+def spark_all_empty(folder):
+    spark(folder, [[], []])
+
+
+@reads(
+    "Spark", "a job that has not finished: `_temporary/`", "not read: only what was committed is"
+)
+def spark_temporary(folder):
+    spark(folder, [IDS])
+    (folder / "_temporary" / "0").mkdir(parents=True)
+    write(folder / "_temporary" / "0", {"id": [99], "s": ["late"]}, "part-00001.parquet")
+    return {"id": IDS, "s": [str(i) for i in IDS]}
+
+
+@refuses("Spark", "a part that was cut off while it was written", "part-00001", converts=True)
+def spark_cut(folder):
+    spark(folder, [IDS, IDS])
+    part = sorted(folder.glob("part-*"))[1]
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+# ------------------------------------------------------------------------------------ pyarrow, Parquet
+
+
+@reads("pyarrow", "Parquet: uncompressed, snappy, gzip, brotli, zstd, lz4")
+def parquet_codecs(folder):
+    codecs = ("none", "snappy", "gzip", "brotli", "zstd", "lz4")
+    return pa.concat_tables(
+        write(folder, {"id": IDS, "s": list("abcdefghijkl")}, f"{n}.parquet", compression=codec)
+        for n, codec in enumerate(codecs)
+    )
+
+
+@reads("pyarrow", "data pages of version 1 and 2, with checksums")
+def parquet_pages(folder):
+    one = write(folder, {"id": IDS}, "1.parquet", data_page_version="1.0", write_page_checksum=True)
+    return pa.concat_tables(
+        [
+            one,
+            write(
+                folder, {"id": IDS}, "2.parquet", data_page_version="2.0", write_page_checksum=True
+            ),
+        ]
+    )
+
+
+@reads("pyarrow", "encodings: delta, byte stream split, dictionaries")
+def parquet_encodings(folder):
+    encodings = {"id": "DELTA_BINARY_PACKED", "s": "DELTA_BYTE_ARRAY", "x": "BYTE_STREAM_SPLIT"}
+    columns = {"id": IDS, "s": [f"prefix {i}" for i in IDS], "x": [i / 4 for i in IDS]}
+    return write(folder, columns, use_dictionary=False, column_encoding=encodings)
+
+
+@reads("pyarrow", "one large row group, and row groups of one row")
+def parquet_row_groups(folder):
+    large = write(folder, {"id": range(50_000)}, "1.parquet", row_group_size=50_000)
+    return pa.concat_tables([large, write(folder, {"id": IDS}, "2.parquet", row_group_size=1)])
+
+
+@reads("pyarrow", "int8 … uint64, float16 … float64, bools")
+def parquet_numbers(folder):
+    kinds = [
+        pa.int8(),
+        pa.uint8(),
+        pa.int16(),
+        pa.uint16(),
+        pa.int32(),
+        pa.uint32(),
+        pa.int64(),
+        pa.uint64(),
+        pa.float16(),
+        pa.float32(),
+        pa.float64(),
+    ]
+    return write(
+        folder,
+        {str(kind): pa.array(np.array(IDS), kind) for kind in kinds}
+        | {"bool": [i % 2 == 0 for i in IDS]},
+    )
+
+
+@reads("pyarrow", "bytes, and bytes of a fixed size", "of a fixed size: uint8 [rows, size]")
+def parquet_bytes(folder):
+    return write(
+        folder,
+        {
+            "b": [bytes([i]) * i for i in IDS],
+            "f": pa.array([bytes([i, 1]) for i in IDS], pa.binary(2)),
+        },
+    )
+
+
+@reads("pyarrow", "timestamps, dates, times, durations", "int64 in the stored unit")
+def parquet_times(folder):
+    day = datetime.date(2024, 1, 1)
+    return write(
+        folder,
+        {
+            "t": pa.array(IDS, pa.timestamp("us", "UTC")),
+            "d": pa.array([day + datetime.timedelta(i) for i in IDS]),
+            "c": pa.array(IDS, pa.time32("ms")),
+            "e": pa.array(IDS, pa.duration("us")),
+        },
+    )
+
+
+@reads("pyarrow", "decimals, for `transform` and `collate_fn`", "`decimal.Decimal`")
+def parquet_decimals(folder):
+    return write(folder, {"id": IDS, "price": [decimal.Decimal(f"{i}.25") for i in IDS]})
+
+
+@reads(
+    "pyarrow",
+    "lists of one length and of several",
+    "arrays [rows, length], or an array for each row",
+)
+def parquet_lists(folder):
+    return write(folder, {"one": [[i, 1] for i in IDS], "several": [[i] * (i % 3) for i in IDS]})
+
+
+@reads("pyarrow", "fixed-size lists, nested too", "arrays [rows, size, …]")
+def parquet_fixed_lists(folder):
+    kind = pa.list_(pa.list_(pa.float32(), 2), 3)
+    return write(folder, {"id": IDS, "v": pa.array([[[i, 1]] * 3 for i in IDS], kind)})
+
+
+@reads("pyarrow", "lists of lists of several lengths", "lists of arrays")
+def parquet_ragged(folder):
+    return write(folder, {"id": IDS, "v": [[[n] * n for n in range(i % 4)] for i in IDS]})
+
+
+@reads("pyarrow", "lists of text", "a list for each row")
+def parquet_texts(folder):
+    return write(folder, {"id": IDS, "v": [[f"{n}" for n in range(i % 4)] for i in IDS]})
+
+
+@reads("pyarrow", "fixed-shape tensors", converts=False)
+def parquet_tensors(folder):
+    values = np.arange(ROWS * 6, dtype=np.float32).reshape(ROWS, 2, 3)
+    write(folder, {"id": IDS, "v": pa.FixedShapeTensorArray.from_numpy_ndarray(values)})
+    return {"id": IDS, "v": values.tolist()}
+
+
+@reads("pyarrow", "structs, also in structs", "their leaves: `a.b`")
+def parquet_structs(folder):
+    return write(folder, {"id": IDS, "p": [{"a": i, "q": {"b": i / 2}} for i in IDS]})
+
+
+@reads("pyarrow", "dictionaries", "what they stand for")
+def parquet_dictionaries(folder):
+    table = write(folder, {"c": pa.array([f"c{i % 3}" for i in IDS]).dictionary_encode()})
+    return table.cast(pa.schema({"c": pa.string()}))
+
+
+@reads("pyarrow", "names with dots", "a name means one column")
+def parquet_dots(folder):
+    return write(folder, {"id": IDS, "a.b": IDS, "a": [f"{i}" for i in IDS]})
+
+
+@reads("pyarrow", "int32 beside int64", "the wider type", converts=False)
+def parquet_widened(folder):
+    write(folder, {"id": pa.array(IDS, pa.int32())}, "1.parquet")
+    write(folder, {"id": pa.array(IDS, pa.int64())}, "2.parquet")
+    return {"id": IDS + IDS}
+
+
+@reads("pyarrow", "a column of nothing but nulls beside one with text", "None", converts=False)
+def parquet_all_null(folder):
+    write(folder, {"id": IDS, "s": pa.nulls(ROWS)}, "1.parquet")
+    write(folder, {"id": IDS, "s": [str(i) for i in IDS]}, "2.parquet")
+    return {"id": IDS + IDS, "s": [None] * ROWS + [str(i) for i in IDS]}
+
+
+@refuses("pyarrow", "a column of numbers that some shards lack", "'x'")
+def parquet_missing_column(folder):
+    write(folder, {"id": IDS, "x": IDS}, "1.parquet")
+    write(folder, {"id": IDS}, "2.parquet")
+
+
+@refuses("pyarrow", "text beside numbers", "schemas differ", converts=True)
+def parquet_other_types(folder):
+    write(folder, {"id": IDS}, "1.parquet")
+    write(folder, {"id": [str(i) for i in IDS]}, "2.parquet")
+
+
+@refuses("pyarrow", "two columns of one name", "several columns named 'x'")
+def parquet_twice(folder):
+    write(folder, pa.table([IDS, IDS], names=["x", "x"]))
+
+
+class Kms(crypto.KmsClient):
+    def __init__(self, connection: Any) -> None:
+        super().__init__()
+
+    def wrap_key(self, key: bytes, master_key: str) -> str:
+        return base64.b64encode(key).decode()
+
+    def unwrap_key(self, wrapped: str, master_key: str) -> bytes:
+        return base64.b64decode(wrapped)
+
+
+def encrypted(folder: Path, *, plaintext_footer: bool) -> None:
+    wanted = crypto.EncryptionConfiguration(
+        footer_key="f", column_keys={"c": ["x"]}, plaintext_footer=plaintext_footer
+    )
+    properties = crypto.CryptoFactory(Kms).file_encryption_properties(
+        crypto.KmsConnectionConfig(), wanted
+    )
+    table = pa.table({"id": IDS, "x": IDS})
+    with pq.ParquetWriter(
+        folder / "a.parquet", table.schema, encryption_properties=properties
+    ) as writer:
+        writer.write_table(table)
+
+
+@refuses("pyarrow", "encrypted Parquet", "encrypted", converts=True)
+def parquet_encrypted(folder):
+    encrypted(folder, plaintext_footer=False)
+
+
+@refuses("pyarrow", "Parquet with an encrypted column", "column 'x'", converts=True)
+def parquet_encrypted_column(folder):
+    encrypted(folder, plaintext_footer=True)
+
+
+@reads("pyarrow", 'the same without that column: `columns=["id"]`', columns=["id"])
+def parquet_encrypted_other(folder):
+    encrypted(folder, plaintext_footer=True)
+    return {"id": IDS}
+
+
+@refuses("pyarrow", "an empty file", "empty (0 bytes)")
+def parquet_no_bytes(folder):
+    write(folder, {"id": IDS})
+    (folder / "b.parquet").write_bytes(b"")
+
+
+# ------------------------------------------------------------------------------------ pyarrow, others
+
+
+def ipc(path: Path, table: pa.Table, make: Any, codec: str | None = None) -> pa.Table:
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    with make(path, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return table
+
+
+@reads("pyarrow", "an Arrow file, an Arrow stream: plain, lz4, zstd")
+def arrow_kinds(folder):
+    table = pa.table({"id": IDS, "s": [f"é{i}" for i in IDS], "v": [[i, 1] for i in IDS]})
+    for make in (pa.ipc.new_file, pa.ipc.new_stream):
+        for codec in (None, "lz4", "zstd"):
+            ipc(folder / f"{make.__name__} {codec}.arrow", table, make, codec)
+    return pa.concat_tables([table] * 6)
+
+
+@reads("pyarrow", "Feather (version 2)")
+def arrow_feather(folder):
+    pa.feather.write_feather(pa.table({"id": IDS}), str(folder / "a.feather"))
+    return pa.feather.read_table(folder / "a.feather")
+
+
+@refuses("pyarrow", "Feather of version 1", "Feather", converts=True)
+def arrow_old_feather(folder):
+    (folder / "a.feather").write_bytes(b"FEA1" + bytes(64) + b"FEA1")
+
+
+@refuses("pyarrow", "an Arrow file that was cut off", "cut off")
+def arrow_cut(folder):
+    ipc(folder / "a.arrow", pa.table({"id": IDS}), pa.ipc.new_file)
+    (folder / "a.arrow").write_bytes((folder / "a.arrow").read_bytes()[:-30])
+
+
+@reads("pyarrow", "`write_csv`: all text is in quotes")
+def pyarrow_csv(folder):
+    pa.csv.write_csv(pa.table({"id": IDS, "s": [f'"{i}",\n' for i in IDS]}), folder / "a.csv")
+    return pa.csv.read_csv(
+        folder / "a.csv", parse_options=pa.csv.ParseOptions(newlines_in_values=True)
+    )
+
+
+@reads("Python", "`json.dumps`, a line each: CRLF, blank lines, a byte order mark, nested")
+def python_jsonl(folder):
+    rows = [{"id": i, "s": f"é{i}", "v": [i, i], "p": {"a": i}} for i in IDS]
+    lines = "\r\n\r\n".join(json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows))
+    (folder / "a.jsonl").write_text(lines, encoding="utf-8-sig", newline="")
+    return pa.Table.from_pylist(rows)
+
+
+@reads("Python", "JSON Lines with dates", "text, as in the file")
+def python_jsonl_dates(folder):
+    rows = [{"id": i, "day": f"2024-01-{i + 1:02}T00:00:00"} for i in IDS]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return pa.Table.from_pylist(rows)
+
+
+@refuses(
+    "Python",
+    "JSON Lines with text beside numbers in one column",
+    "Column(/x) changed from number to string",
+    converts=True,
+)
+def python_jsonl_mixed(folder):
+    (folder / "a.jsonl").write_text('{"x": 1}\n{"x": "one"}\n')
