@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
     decoded_bytes,
@@ -24,7 +25,7 @@ from elastic_dp.data.formats.parquet import (
     open_footer,
 )
 from elastic_dp.data.formats.text import flat_columns
-from elastic_dp.data.intake.files import Files, list_files
+from elastic_dp.data.intake.files import Files, list_files, reading
 from elastic_dp.data.intake.opening import find_format
 from elastic_dp.data.kinds import lossless, plain_schema
 from elastic_dp.data.nulls import Nulls, count_null_lists, count_nulls
@@ -114,20 +115,35 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = pool.map(footer, files.names)
         for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
-            schema = metadata.schema.to_arrow_schema()
-            _take_schema(found, name, schema, wanted, metadata.num_rows)
-            found.footer_bytes += metadata.serialized_size
-            found.shard_rows.append(metadata.num_rows)
-            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-            found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
-            numbers = chunk_numbers(metadata, wanted)
-            owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
-            for group in groups:
-                _take_row_group(found, group, owners, encrypted)
-                found.group_bytes.append(decoded_bytes(metadata, group, numbers))
+            with reading(name):
+                _take_footer(found, name, metadata, encrypted, wanted)
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)
+
+
+def _take_footer(
+    found: Survey,
+    name: str,
+    metadata: pq.FileMetaData,
+    encrypted: frozenset[int],
+    wanted: list[str] | None,
+) -> None:
+    schema = metadata.schema.to_arrow_schema()
+    _take_schema(found, name, schema, wanted, metadata.num_rows)
+    found.footer_bytes += metadata.serialized_size
+    found.shard_rows.append(metadata.num_rows)
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
+    numbers = chunk_numbers(metadata, wanted)
+    owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
+    by_name = {column.name: column for column in found.columns}
+    for index, owner in enumerate(owners if groups else ()):
+        if owner in by_name and index not in encrypted:
+            by_name[owner].codecs.add(codec_of(metadata, index).lower())
+    for group in groups:
+        _take_row_group(found, group, owners, encrypted)
+        found.group_bytes.append(decoded_bytes(metadata, group, numbers))
 
 
 def _take_row_group(
@@ -152,7 +168,6 @@ def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
     column.stored[-1] += chunk.total_compressed_size
     column.decoded[-1] += chunk.total_uncompressed_size
     column.values[-1] += chunk.num_values
-    column.codecs.add(chunk.compression.lower())
     column.encodings.update(chunk.encodings)
 
 

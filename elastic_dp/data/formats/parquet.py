@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.encryption import (
-    encrypted_chunks,
-    refuse_encrypted_columns,
     refuse_encrypted_footer,
+    refuse_unreadable,
+    unreadable_chunks,
 )
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.kinds import lossless, plain_schema
@@ -61,7 +61,7 @@ class Parquet:
         tail = _read_tail(shard)
         footer = _parse(tail)
         wanted = chunk_numbers(footer, columns)
-        refuse_encrypted_columns(shard.name, footer, encrypted_chunks(footer, tail), wanted)
+        refuse_unreadable(shard.name, footer, unreadable_chunks(footer, wanted), wanted)
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
@@ -290,13 +290,12 @@ def open_footer(
     raw: Any, name: str, columns: Sequence[str] | None
 ) -> tuple[pq.FileMetaData, frozenset[int]]:
     """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
-    raw.seek(-8, os.SEEK_END)
-    end = raw.read(8)
-    refuse_encrypted_footer(name, end)
+    raw.seek(-4, os.SEEK_END)
+    refuse_encrypted_footer(name, raw.read(4))
     footer = pq.read_metadata(raw)
-    encrypted = encrypted_chunks(footer, end)
-    refuse_encrypted_columns(name, footer, encrypted, chunk_numbers(footer, columns))
-    return footer, encrypted
+    unreadable = unreadable_chunks(footer, range(footer.num_columns))
+    refuse_unreadable(name, footer, unreadable, chunk_numbers(footer, columns))
+    return footer, frozenset(unreadable)
 
 
 def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:
@@ -323,6 +322,9 @@ def null_counts(
         if footer.schema.column(here).max_definition_level == 0:
             continue
         chunks = [group.column(here) for group in groups]
+        stored = footer.schema.column(here).physical_type
+        if any(chunk.physical_type != stored for chunk in chunks):  # its statistics end the process
+            raise OSError(f"its footer is damaged: column {leaf.name!r} has two physical types")
         found = [c.statistics.null_count for c in chunks if c.is_stats_set]
         if total := sum(count for count in found if count is not None):
             counts[leaf.name] = total
