@@ -179,8 +179,7 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
                 found.format, found.schema = "arrow stream", None
                 return
             reader = pa.ipc.open_file(raw)
-            rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
-            _take_schema(found, name, reader.schema, wanted, rows)
+            _take_schema(found, name, reader.schema, wanted, 0)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
                 _take_batch(found, name, reader.get_batch(index))
@@ -189,6 +188,7 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
 def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
     found.group_rows.append(batch.num_rows)
     found.shard_rows[-1] += batch.num_rows
+    found.job_columns.add_rows(batch.num_rows)
     found.group_bytes.append(batch.nbytes)
     for column in found.columns:
         if column.name not in batch.schema.names:
