@@ -15,7 +15,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_dp.data.formats.parquet import chunk_numbers, decoded_bytes, null_counts, num_chunks
+from elastic_dp.data.formats.parquet import (
+    chunk_numbers,
+    countable,
+    decoded_bytes,
+    null_counts,
+    num_chunks,
+)
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
@@ -107,7 +113,7 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-            found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
+            found.nulls.add(name, null_counts(groups, countable(metadata, schema, wanted)), {})
             numbers = chunk_numbers(metadata, wanted)
             owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
             for group in groups:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
+from elastic_dp.data.nulls import may_be_null
 from elastic_dp.data.schema import leaves, same
 from elastic_dp.storage import ObjectRewritten
 
@@ -50,6 +51,7 @@ class Parquet:
         self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # oldest use first
         self._footer_bytes = 0
         self._gates: dict[ShardKey, threading.Lock] = {}  # of footers that a thread is reading
+        self._counted: tuple[pa.Schema, list[tuple[str, int]]] | None = None
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
@@ -69,10 +71,19 @@ class Parquet:
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
-            nulls=null_counts(footer, groups, schema, columns),
+            nulls=null_counts(groups, self._countable(footer, schema, columns)),
             # What the index keeps is as good as the shard's own only where each read asks for the same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
+
+    def _countable(
+        self, footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
+    ) -> list[tuple[str, int]]:
+        """Of the shard before, if the schemas are equal."""
+        before = self._counted
+        if before is None or not before[0].equals(schema):
+            before = self._counted = schema, countable(footer, schema, columns)
+        return before[1]
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         if shard.local is not None:
@@ -257,22 +268,26 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
     return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
 
 
-def null_counts(
-    footer: pq.FileMetaData, groups: list[Any], schema: pa.Schema, columns: Sequence[str] | None
-) -> dict[str, int]:
-    """Of the leaves of `columns`, by statistics. Lists of any length are left out: their empty ones are counted, too."""
-    wanted, counts = {leaf.name for leaf in leaves(schema, columns)}, dict[str, int]()
-    number = 0
+def countable(
+    footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
+) -> list[tuple[str, int]]:
+    """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the numbers of their chunks.
+    Lists of any length are left out: their empty ones are counted, too."""
+    wanted, found, number = {leaf.name for leaf in leaves(schema, columns)}, [], 0
     for leaf in leaves(schema):
-        here, number = number, number + num_chunks(leaf.type)
-        if leaf.name not in wanted or _may_be_empty(leaf.type) or number > footer.num_columns:
-            continue
-        if footer.schema.column(here).max_definition_level == 0:
-            continue
-        chunks = [group.column(here) for group in groups]
-        found = [c.statistics.null_count for c in chunks if c.is_stats_set]
-        if total := sum(count for count in found if count is not None):
-            counts[leaf.name] = total
+        if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
+            found.append((leaf.name, number))
+        number += num_chunks(leaf.type)
+    return found if number == footer.num_columns else []
+
+
+def null_counts(groups: list[Any], countable: list[tuple[str, int]]) -> dict[str, int]:
+    counts = dict[str, int]()
+    for name, number in countable:
+        for group in groups:
+            chunk = group.column(number)
+            if chunk.is_stats_set and (nulls := chunk.statistics.null_count):
+                counts[name] = counts.get(name, 0) + nulls
     return counts
 
 
