@@ -157,10 +157,17 @@ def test_shards_are_judged_as_training_judges_them(tmp_path):
     assert "'point.when' is null" in none.says
     found(folder, columns=["tokens", "point.x"])
     shard(folder, {"tokens": tokens(4096), "point": points, "more": range(4096)}, "b.parquet")
-    said = str(found(folder, "no_tensor", "schemas_differ"))
-    assert "'more' is missing in a.parquet and int64 in b.parquet" in said
-    with pytest.raises(DataError, match=r"'more' is missing in a\.parquet and int64 in b\.parquet"):
+    said = str(found(folder, "no_tensor", "nulls"))
+    assert (
+        "'more' (int64) holds 4096 nulls, the first in a.parquet (a.parquet has none of its values)"
+        in said
+    )
+    with pytest.raises(DataError, match=r"'point\.when' is null"):
         read_index(DataConfig(str(folder), micro_batch_size=1))
+    with pytest.raises(
+        DataError, match=r"'more' \(int64\) holds 4096 nulls, the first in a\.parquet"
+    ):
+        read_index(DataConfig(str(folder), micro_batch_size=1, columns=["tokens", "more"]))
 
 
 def test_heavy_compression_and_dictionaries_of_tokens(tmp_path):
@@ -210,9 +217,9 @@ def test_schemas_that_differ_and_shards_without_rows(tmp_path):
     shard(folder, {"tokens": tokens(0)}, "b.parquet")
     (empty,) = found(folder, "empty_shards")
     assert empty.kind == "refused" and "1 of 2 shards hold no row: b.parquet" in empty.says
-    shard(folder, {"tokens": tokens(256, kind=np.int64)}, "c.parquet")
+    shard(folder, {"tokens": tokens(256, kind=np.uint64)}, "c.parquet")
     differ = next(f for f in found(folder, "schemas_differ", "empty_shards") if "int64" in f.says)
-    assert "int32>[2048] in a.parquet and list<int64>[2048] in c.parquet" in differ.says
+    assert "int32>[2048] in a.parquet and list<uint64>[2048] in c.parquet" in differ.says
     nothing = shard(tmp_path / "nothing", {"tokens": tokens(0)})
     found(nothing, "no_rows")
 

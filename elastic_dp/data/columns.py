@@ -5,14 +5,14 @@
 - fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
 - fixed-size binary: bytes as arrays uint8 [rows, size]
 - lists of those: where all have one length, arrays [rows, length]; else `Lists`, also of lists
-- structs: their leaves, as columns "a.b"; dictionaries: what they stand for
+- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their storage
 - strings, binary, and objects (schema.py): stay Arrow's, where a null is None; nulls anywhere else are filled, or a
   DataError (nulls.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from elastic_dp.data.kinds import cast, storage_of, type_name
 from elastic_dp.data.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
-from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type, type_name
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type
 from elastic_dp.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -46,17 +47,28 @@ Column = Any  # Array, Lists, or a pa.Array of text or objects
 
 def decode_table(
     table: pa.Table,
-    names: list[str],
+    leaves: Iterable[tuple[str, pa.DataType]],
     where: str,
     fills: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Column]:
-    """The columns `names`, structs as their leaves. `where` is for errors, `fills` for nulls."""
-    while any(pa.types.is_struct(field.type) for field in table.schema):
+    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is not there is all null.
+    `where` is for errors, `fills` for nulls."""
+    rows = table.num_rows
+    while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
+        for number, field in enumerate(table.schema):
+            if pa.types.is_struct(storage := storage_of(field.type)) and storage is not field.type:
+                table = table.set_column(number, field.name, table.column(number).cast(storage))
         table = table.flatten()
-    return {
-        name: decode_column(table.column(name), f"column {name!r} of {where}", fills.get(name))
-        for name in names
-    }
+    there = {name: number for number, name in enumerate(table.column_names)}
+    decoded = {}
+    for name, kind in leaves:
+        column = cast(table.column(there[name]), kind) if name in there else _nulls(rows, kind)
+        decoded[name] = decode_column(column, f"column {name!r} of {where}", fills.get(name))
+    return decoded
+
+
+def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.nulls(rows, kind)])
 
 
 def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +27,10 @@ import pyarrow as pa
 
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.kinds import type_name
 from elastic_dp.data.listing import Listed, list_shards, prefix_of
 from elastic_dp.data.nulls import Nulls, check_nulls
-from elastic_dp.data.schema import Columns, type_name
+from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
@@ -38,6 +40,7 @@ FOOTERS_IN_FLIGHT = 32
 SCANS_IN_FLIGHT = 8
 # In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
+_COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
 
 _log = logging.getLogger(__name__)
@@ -129,8 +132,8 @@ class Index:
             content.update(self.shards[column].to_numpy())
         for names in _chunks(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
-        for array in (self.group_bounds, self.rows, self.starts, self.ends):
-            content.update(np.ascontiguousarray(array).data)
+        for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
+            content.update(np.ascontiguousarray(numbers).data)
         return content.hexdigest()
 
     def to_bytes(self) -> bytes:
@@ -201,10 +204,13 @@ def read_index(
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
-        columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
-        nulls.add(sources[number].prefix + name, scan.nulls, scan.null_lists)
-        build.add(name, entry.size, entry.version, scan)
-    return build.finish(columns, check_nulls(nulls, config.fill_nulls, columns.leaves()))
+        shown = sources[number].prefix + name
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
+        build.add(name, entry.size, entry.version, scan, kind)
+    leaves = columns.leaves()
+    nulls.add_missing(columns.absent())
+    return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
 
 class Builder:
@@ -217,6 +223,7 @@ class Builder:
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
         self._counts: list[Ints] = []  # row groups of each shard
+        self._kinds = array("q")  # of each shard: see Columns.add
         self._num_groups = self._footer_bytes = 0
 
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
@@ -224,13 +231,14 @@ class Builder:
         self._end()
         self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
 
-    def add(self, name: str, size: int, version: str, scan: Scan) -> None:
+    def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
         source, footer = len(self._sources) - 1, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b"", nulls={}, null_lists={}))
+        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
+        self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
             self._flush()
@@ -245,11 +253,22 @@ class Builder:
         return Index(
             sources=tuple(self._sources),
             shards=_joined(self._shard_batches),
-            groups=_joined(self._group_batches),
+            groups=self._with_costs(_joined(self._group_batches), counts, columns.costs()),
             group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             schema=columns.schema(),
             columns=wanted,
         )
+
+    def _with_costs(
+        self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
+    ) -> pa.RecordBatch:
+        """Row groups that are cast as they are read take more than their shards say."""
+        if all(cost == (1.0, 0) for cost in costs):
+            return groups
+        each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
+        nbytes = groups["nbytes"].to_numpy() * each[:, 0] + groups["rows"].to_numpy() * each[:, 1]
+        at = groups.schema.get_field_index("nbytes")
+        return groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes.astype(np.int64)))
 
     def _end(self) -> None:
         if self._sources:

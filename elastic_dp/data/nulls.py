@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type, type_name
+from elastic_dp.data.kinds import type_name
+from elastic_dp.data.schema import has_lengths, is_object, is_text, is_time, plain_type
 from elastic_dp.errors import DataError
 
 WAYS_OUT = (
@@ -32,6 +33,7 @@ class Nulls:
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str]] = {}  # by column: how many, and the first shard
         self._lists: dict[str, tuple[int, str]] = {}
+        self._lacking: dict[str, str] = {}  # by column: the first shard that has none of its values
 
     def add(self, shard: str, nulls: Mapping[str, int], null_lists: Mapping[str, int]) -> None:
         for found, counts in (self._found, nulls), (self._lists, null_lists):
@@ -40,19 +42,26 @@ class Nulls:
                     before, first = found.get(name, (0, shard))
                     found[name] = before + count, first
 
+    def add_missing(self, absent: Iterable[tuple[pa.Field, str, int]]) -> None:
+        """(column, first shard, rows): of shards that have none of its values."""
+        for leaf, shard, rows in absent:
+            self._lacking.setdefault(leaf.name, shard)
+            counts = {leaf.name: rows}
+            self.add(shard, *(({}, counts) if has_lengths(leaf.type) else (counts, {})))
+
     def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
         """What is wrong with a column, "" if nothing is known to be. No value fills a list of no fixed size."""
-        if may_be_null(leaf.type):
+        if may_be_null(leaf.type) or pa.types.is_null(leaf.type):
             return ""
         column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
+        lacking = self._lacking.get(leaf.name)
+        why = f" ({lacking} has none of its values)" if lacking else ""
         if leaf.name in self._lists:
             count, shard = self._lists[leaf.name]
-            return f"{column} {count} null lists, the first in {shard}; {NULL_LISTS_WAYS_OUT}"
+            return f"{column} {count} null lists, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
         if leaf.name in self._found and not filled:
             count, shard = self._found[leaf.name]
-            return (
-                f"{column} {count} nulls, the first in {shard}, which a tensor cannot; {WAYS_OUT}"
-            )
+            return f"{column} {count} nulls, the first in {shard}{why}, which a tensor cannot; {WAYS_OUT}"
         return ""
 
 

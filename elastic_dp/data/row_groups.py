@@ -16,7 +16,9 @@ from elastic_dp.data.columns import Column, Lists, decode_table
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
 from elastic_dp.data.index import Index
+from elastic_dp.data.kinds import plain
 from elastic_dp.data.listing import path_of, prefix_of
+from elastic_dp.data.schema import leaves
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import ObjectRewritten, Store
@@ -61,7 +63,9 @@ class ShardRowGroups:
         each = zip(config.urls, index.sources, strict=True)
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
         self._formats = {name: FORMATS[name]() for name in {s.format for s in index.sources}}
+        types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._leaves = [name for name, _ in index.columns]
+        self._fields = [(name, types[name]) for name in self._leaves]
         self._fills = dict(config.fill_nulls or {})
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
@@ -73,7 +77,7 @@ class ShardRowGroups:
             if table.num_rows != self.rows[row_group]:
                 raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
             where = f"row group {place.group} of {shard.name}"
-            columns = decode_table(table, self._leaves, where, self._fills)
+            columns = decode_table(table, self._fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
             grew = self._format(number).growth > 1

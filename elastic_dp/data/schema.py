@@ -1,21 +1,25 @@
-"""One schema of many shards: which columns the job reads, and whether all shards agree on them.
+"""One schema of many shards: which columns the job reads, and whether the shards agree on them.
 
-A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or the whole struct. A column
-may have a dot in its own name: "a" never means the column "a.b", and a name that means two things is refused.
+Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be missing in some shards,
+whose rows are null there. A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or
+the whole struct. A column may have a dot in its own name: "a" never means the column "a.b", and a name that means two
+things is refused.
 A column that has no tensor is refused here, before anything is trained.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
+from elastic_dp.data.kinds import growth, is_list, lossless, null_bytes, plain_schema, type_name
 from elastic_dp.errors import DataError
 
 _NAMES_SHOWN = 20
 
+_Types = tuple[tuple[str, pa.DataType], ...]
 Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
 
 
@@ -24,19 +28,47 @@ class Columns:
 
     def __init__(self, wanted: Sequence[str] | None) -> None:
         self._wanted = wanted
-        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the shard that has it
+        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the first shard that has it
+        self._shards: dict[_Types, str] = {}  # the first of each kind
+        self._numbers: dict[_Types, int] = {}  # of these kinds
+        self._kind = 0  # of the last shard
+        self._rows = Counter[int]()  # by kind
+        self._nulls: list[
+            frozenset[str]
+        ] = []  # by kind: leaves of Arrow's null type, which have no values
+        self._first: tuple[str, list[str]] = "", []  # shard, and all its columns
         self._last: pa.Schema | None = None
 
-    def add(self, shard: str, schema: pa.Schema, merge: Merge) -> None:
-        """Raises DataError where a column is missing, or is not what it is in another shard."""
-        if self._last is not None and schema.equals(self._last):
-            return
-        here = {field.name: field.type for field in self._pick(shard, schema)}
-        if self._last is None:
-            self._types = {name: (kind, shard) for name, kind in here.items()}
-        for name in [*self._types, *(name for name in here if name not in self._types)]:
-            self._types[name] = self._merged(name, shard, here.get(name), merge)
-        self._last = schema
+    def add(self, shard: str, schema: pa.Schema, merge: Merge, rows: int = 0) -> int:
+        """The number of its kind: shards that have the same types. Raises DataError where a column is not what it is in
+        another shard."""
+        if self._last is None or not schema.equals(self._last):
+            if self._last is None:
+                self._first = shard, schema.names
+            self._last = schema
+            fields = self._pick(shard, plain_schema(schema))
+            here = tuple((field.name, field.type) for field in fields)
+            if here not in self._shards:
+                self._merge(shard, here, merge)
+            self._kind = self._numbers[here]
+        self._rows[self._kind] += rows
+        return self._kind
+
+    def _merge(self, shard: str, here: _Types, merge: Merge) -> None:
+        for name, kind in here:
+            known, owner = self._types.get(name, (kind, shard))
+            merged = merge(known, kind) if name in self._types else kind
+            if merged is None:
+                raise DataError(
+                    f"the shards' schemas differ: column {name!r} is {type_name(known)} in {owner} and "
+                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column out of "
+                    "DataConfig.columns"
+                )
+            self._types[name] = merged, owner
+        self._numbers[here] = len(self._shards)
+        self._shards[here] = shard
+        names = (f.name for f in leaves(pa.schema(here)) if pa.types.is_null(f.type))
+        self._nulls.append(frozenset(names))
 
     def schema(self) -> pa.Schema:
         """Top-level columns, in the order in which they are wanted."""
@@ -44,9 +76,11 @@ class Columns:
 
     def leaves(self) -> list[pa.Field]:
         """The columns that the job reads. Raises DataError for one that has no tensor."""
+        self.refuse_missing()
         found = self.wanted_leaves()
         if not found:
             raise DataError("DataConfig.url: the shards have no columns")
+        self._refuse_ambiguous(self.schema(), "the shards together")
         for leaf in found:
             refuse_without_tensor(leaf)
         return found
@@ -55,44 +89,61 @@ class Columns:
         """`leaves`, also those that have no tensor."""
         return leaves(self.schema(), self._wanted)
 
-    def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
-        there = Counter(name for name, _ in _columns_and_structs(schema))
+    def refuse_missing(self) -> None:
+        """Raises DataError for a column that was asked for and is in no shard."""
+        there = {name for name, _ in _columns_and_structs(self.schema())}
         missing = [name for name in self._wanted or () if name not in there]
         if missing:
-            shown = ", ".join(map(repr, schema.names[:_NAMES_SHOWN]))
+            shard, names = self._first
+            shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
             raise DataError(
-                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which "
-                f"has {shown}"
+                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which has {shown}"
             )
-        tops = top_level(schema, self._wanted)
-        for name in tops:
-            if schema.names.count(name) > 1:
-                raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
+
+    def costs(self) -> list[tuple[float, int]]:
+        """For each kind of shard: how many times the memory its rows take in the types of all, and bytes for each row."""
+        wanted, found = self.wanted_leaves(), []
+        for here in self._shards:
+            types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
+            there = [(types[leaf.name], leaf.type) for leaf in wanted if leaf.name in types]
+            null = sum(null_bytes(leaf.type) for leaf in wanted if leaf.name not in types)
+            null += sum(null_bytes(merged) for kind, merged in there if pa.types.is_null(kind))
+            found.append((max((growth(*pair) for pair in there), default=1.0), null))
+        return found
+
+    def valued(self, nulls: Mapping[str, int]) -> Mapping[str, int]:
+        """Those of the last shard's nulls that are in columns with a type; the others are in `absent`."""
+        return {name: n for name, n in nulls.items() if name not in self._nulls[self._kind]}
+
+    def absent(self) -> Iterator[tuple[pa.Field, str, int]]:
+        """(column, shard, rows): of the columns of which some kind of shard has no value, with the first such shard and
+        the rows of all."""
+        if len(self._shards) == 1:
+            return
+        wanted = self.wanted_leaves()
+        for number, (here, shard) in enumerate(self._shards.items()):
+            there = {leaf.name for leaf in leaves(pa.schema(here))} - self._nulls[number]
+            rows = self._rows[number]
+            yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
+
+    def _refuse_ambiguous(self, schema: pa.Schema, where: str) -> None:
+        """Raises DataError where a name that is read means several columns or structs."""
+        there = Counter(name for name, _ in _columns_and_structs(schema))
         read = [leaf.name for leaf in leaves(schema, self._wanted)]
         for name in (*(self._wanted or ()), *read):
             if there[name] > 1:
                 raise DataError(
-                    f"{name!r} names {there[name]} things in {shard}: columns with a dot in their name, or fields of "
+                    f"{name!r} names {there[name]} things in {where}: columns with a dot in their name, or fields of "
                     "structs; rename all but one, or choose others by DataConfig.columns"
                 )
+
+    def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
+        tops = top_level(schema, self._wanted)
+        for name in tops:
+            if schema.names.count(name) > 1:
+                raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
+        self._refuse_ambiguous(schema, shard)
         return [schema.field(name) for name in tops]
-
-    def _merged(
-        self, name: str, shard: str, kind: pa.DataType | None, merge: Merge
-    ) -> tuple[pa.DataType, str]:
-        known, owner = self._types.get(name, (None, self._any_shard()))
-        both = known is not None and kind is not None
-        merged = merge(known, kind) if both else None
-        if merged is None:
-            raise DataError(
-                f"the shards' schemas differ: column {name!r} is {_say(known)} in {owner} and "
-                f"{_say(kind)} in {shard}; rewrite one of them, or leave the column out of "
-                "DataConfig.columns"
-            )
-        return merged, owner
-
-    def _any_shard(self) -> str:
-        return next(iter(self._types.values()))[1]
 
 
 def leaves(
@@ -118,31 +169,13 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(tops[name] for name in wanted if name in tops))
 
 
-def same(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` of formats whose shards say their types."""
-    return one if type_name(one) == type_name(other) else None
-
-
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """`Format.merge` of formats whose types were guessed from the values: the type that holds both."""
     try:
         fields = [pa.schema([("x", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field("x").type
     except pa.ArrowException:
-        return None
-
-
-def type_name(kind: pa.DataType) -> str:
-    """As Arrow says it, without the names that writers give to list items ("item", "element")."""
-    if pa.types.is_fixed_size_list(kind):
-        return f"list<{type_name(kind.value_type)}>[{kind.list_size}]"
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"list<{type_name(kind.value_type)}>"
-    if pa.types.is_struct(kind):
-        return "struct<" + ", ".join(f"{f.name}: {type_name(f.type)}" for f in kind) + ">"
-    if pa.types.is_dictionary(kind):
-        return type_name(kind.value_type)
-    return str(kind)
+        return lossless(one, other)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -160,7 +193,7 @@ def is_text(kind: pa.DataType) -> bool:
 def is_object(kind: pa.DataType) -> bool:
     """What is handed out as Python's own objects: maps, decimals, and lists of these, of text or of structs."""
     depth = 0
-    while _is_list(kind):
+    while is_list(kind):
         kind, depth = kind.value_type, depth + 1
     if depth and pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -173,7 +206,7 @@ def has_lengths(kind: pa.DataType) -> bool:
     """Whether it is lists of any length, or has some in lists of one length."""
     while pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
-    return _is_list(kind)
+    return is_list(kind)
 
 
 def is_time(kind: pa.DataType) -> bool:
@@ -199,7 +232,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
-    if _is_list(kind):
+    if is_list(kind):
         make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
         return make(kind.value_field.with_type(plain_type(kind.value_type)))
     if pa.types.is_struct(kind):
@@ -212,11 +245,11 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
     kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
     if is_text(kind) or is_object(kind):
         return
-    while _is_list(kind):
+    while is_list(kind):
         kind = kind.value_type
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-        while _is_list(kind):
+        while is_list(kind):
             kind = kind.value_type
     number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if number or is_time(kind) or pa.types.is_fixed_size_binary(kind):
@@ -225,12 +258,6 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
     raise DataError(
         f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use numbers, dates, "
         "text, or lists, structs and maps of them, or leave it out by DataConfig.columns"
-    )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
@@ -243,7 +270,3 @@ def _columns_and_structs(
         yield name, owner
         if pa.types.is_struct(field.type):
             yield from _columns_and_structs(field.type, f"{name}.", owner)
-
-
-def _say(kind: pa.DataType | None) -> str:
-    return "missing" if kind is None else type_name(kind)

@@ -15,18 +15,21 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
     countable,
     decoded_bytes,
     null_counts,
     num_chunks,
+    open_footer,
 )
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files
 from elastic_dp.data.intake.opening import find_format
+from elastic_dp.data.kinds import lossless, plain_schema
 from elastic_dp.data.nulls import Nulls, count_null_lists, count_nulls
-from elastic_dp.data.schema import Columns, same, top_level
+from elastic_dp.data.schema import Columns, top_level
 from elastic_dp.data.skipped import Skipped
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -98,18 +101,22 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
+    if found.has_row_groups:
+        found.job_columns.refuse_missing()
+        found.nulls.add_missing(found.job_columns.absent())
     return found
 
 
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
-    def footer(name: str) -> pq.FileMetaData:
+    def footer(name: str) -> tuple[pq.FileMetaData, frozenset[int]]:
         with files.open(name) as raw:
-            return pq.read_metadata(raw)
+            return open_footer(raw, name, wanted)
 
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        for name, metadata in zip(files.names, pool.map(footer, files.names), strict=True):
+        footers = pool.map(footer, files.names)
+        for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
             schema = metadata.schema.to_arrow_schema()
-            _take_schema(found, name, schema, wanted)
+            _take_schema(found, name, schema, wanted, metadata.num_rows)
             found.footer_bytes += metadata.serialized_size
             found.shard_rows.append(metadata.num_rows)
             groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
@@ -117,14 +124,16 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             numbers = chunk_numbers(metadata, wanted)
             owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
             for group in groups:
-                _take_row_group(found, group, owners)
+                _take_row_group(found, group, owners, encrypted)
                 found.group_bytes.append(decoded_bytes(metadata, group, numbers))
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)
 
 
-def _take_row_group(found: Survey, group: pq.RowGroupMetaData, owners: list[str]) -> None:
+def _take_row_group(
+    found: Survey, group: pq.RowGroupMetaData, owners: list[str], encrypted: frozenset[int]
+) -> None:
     """`owners`: the top-level column of each chunk."""
     found.group_rows.append(group.num_rows)
     by_name = {column.name: column for column in found.columns}
@@ -132,7 +141,7 @@ def _take_row_group(found: Survey, group: pq.RowGroupMetaData, owners: list[str]
         for per_group in (column.stored, column.decoded, column.values):
             per_group.append(0)
     for index, owner in enumerate(owners):
-        if owner in by_name:
+        if owner in by_name and index not in encrypted:
             _take_chunk(by_name[owner], group.column(index))
     for column in found.columns:
         if width := _width(column.type):
@@ -151,11 +160,13 @@ def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
 def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None:
     for name in files.names:
         with files.open_mapped(name) as raw:
-            if raw.read(len(ARROW_MAGIC)) != ARROW_MAGIC:
+            refuse_old_feather(name, first := raw.read(len(ARROW_MAGIC)))
+            if first != ARROW_MAGIC:
                 found.format, found.schema = "arrow stream", None
                 return
             reader = pa.ipc.open_file(raw)
-            _take_schema(found, name, reader.schema, wanted)
+            rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
+            _take_schema(found, name, reader.schema, wanted, rows)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
                 _take_batch(found, name, reader.get_batch(index))
@@ -179,21 +190,27 @@ def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
     each = dict(flat_columns(pa.Table.from_batches([batch.select(here)])))
     null_lists = {name: count_null_lists(column) for name, column in each.items()}
     nulls = {name: count_nulls(column) for name, column in each.items()}
-    found.nulls.add(shard, nulls, null_lists)
+    found.nulls.add(shard, found.job_columns.valued(nulls), null_lists)
 
 
-def _take_schema(found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None) -> None:
-    """Raises DataError where the first shard lacks a column; what a later one has amiss is a finding."""
+def _take_schema(
+    found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None, rows: int
+) -> None:
+    """Raises DataError where the first shard cannot be read; what a later one has amiss is a finding."""
     try:
         if not found.differing:
-            found.job_columns.add(name, schema, same)
+            found.job_columns.add(name, schema, lossless, rows)
     except DataError as error:
         if found.schema is None:
             raise
         found.differing = str(error)
+    fields = [schema.field(top) for top in top_level(plain_schema(schema), wanted)]
     if found.schema is None:
-        found.schema = pa.schema([schema.field(top) for top in top_level(schema, wanted)])
-        found.columns = [Column(f.name, f.type) for f in found.schema]
+        found.schema = pa.schema(fields)
+    known, before = {column.name for column in found.columns}, len(found.group_rows)
+    for new in (f for f in fields if f.name not in known):
+        column = Column(new.name, new.type, [0] * before, [0] * before, [0] * before)
+        found.columns.append(column)
 
 
 def _lengths_differ(column: Column, found: Survey, files: Files) -> bool:

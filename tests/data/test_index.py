@@ -248,14 +248,15 @@ def test_many_shards_fit():
 import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.format import Scan
 from elastic_dp.data.index import Builder, Index
-from elastic_dp.data.schema import Columns, same
+from elastic_dp.data.kinds import lossless
+from elastic_dp.data.schema import Columns
 def made(shards):
     schema = pa.schema([("tokens", pa.list_(pa.int32()))])
     build, columns = Builder(), Columns(None)
     build.begin("parquet", None, False)
     for n in range(shards):
         ints = np.array([1000, 1000], dtype=np.int64)
-        columns.add("a", schema, same)
+        columns.add("a", schema, lossless)
         build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", Scan(schema, ints, ints, ints, ints, n, 900, bytes(900)))
     index = build.finish(columns)
     content = index.to_bytes()

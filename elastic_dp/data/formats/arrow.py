@@ -5,6 +5,10 @@ comes before the first record batch (schema, dictionaries) is its head, and a re
 head and batch. A file of this machine is memory mapped, and uncompressed numbers are used where they lie. A mapped
 file that is cut short in place kills the process; one that is replaced is noticed.
 
+A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own libraries write both
+before the first record batch too; Polars writes no schema message there, and its dictionaries at the end. The head of
+such a file is made from its footer.
+
 pyarrow does not say where messages are, so the few numbers needed are taken out of their flatbuffers here
 (format/Message.fbs and format/File.fbs of Apache Arrow).
 """
@@ -18,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from struct import unpack_from
+from struct import pack, unpack_from
 from typing import Any
 
 import numpy as np
@@ -26,8 +30,10 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
+from elastic_dp.data.kinds import is_list, lossless, plain_schema
 from elastic_dp.data.nulls import may_be_null
-from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, same
+from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, top_level
+from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
@@ -36,7 +42,9 @@ _PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
 _PROBES_IN_FLIGHT = 8
 _CONTINUES = b"\xff\xff\xff\xff"
 _END = _CONTINUES + bytes(4)
-_DICTIONARY, _BATCH = 2, 3  # MessageHeader
+_OLD_FEATHER = b"FEA1"
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # MessageHeader
+_HEADER_BYTES = 32  # of the message that a footer becomes
 _TEXT_FACTOR = 4  # how well text is thought to be compressed
 _DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
 
@@ -46,7 +54,7 @@ class Arrow:
     endings: tuple[str, ...] = (".arrow", ".feather", ".ipc")
     scans_content = False
     growth = 1.0
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._heads = Heads()
@@ -54,29 +62,40 @@ class Arrow:
         self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        is_file = bytes(shard.read(0, min(8, shard.size)))[:6] == _MAGIC
+        first = bytes(shard.read(0, min(12, shard.size)))
+        refuse_old_feather(shard.name, first)
+        is_file, tail = first[:6] == _MAGIC, 0
         messages = list(_listed(shard) if is_file else _walked(shard))
         batches = [message for message in messages if message.kind == _BATCH]
         if not batches:
             raise OSError("it holds no record batch")
         dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
-        if any(start > batches[0].start for start in dictionaries):
-            raise OSError("its dictionaries change between record batches; write it with one")
-        head = bytes(shard.read(0, batches[0].start))
+        are_late = any(start > batches[0].start for start in dictionaries)
+        if is_file and (are_late or first[8:] != _CONTINUES):
+            tail = len(_footer(shard))
+            head = _head_of_footer(shard)
+        elif are_late:
+            raise OSError(
+                "its dictionaries change between record batches; write it as an Arrow file, with a footer"
+            )
+        else:
+            head = bytes(shard.read(0, batches[0].start))
         schema = pa.ipc.open_stream(_stream(head)).schema
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
         made_anew = [nbytes for field in schema for nbytes in _made_anew(field.type)]
         nbytes = np.array([_decoded_bytes(schema, made_anew, m) for m in batches], dtype=np.int64)
+        if _has_views(schema, columns):
+            nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
         for message in batches:
             check = zlib.crc32(message.metadata, check)
-        nulls, null_lists = _null_counts(schema, columns, batches)
-        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, null_lists=null_lists)
+        nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
+        return Scan(schema, rows, starts, ends, nbytes, check, tail, b"", nulls, null_lists)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        head = self._heads.read(shard, shard.head)
+        head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
         path = shard.local
         if path is None:
             content = shard.read(place.start, place.end)
@@ -183,11 +202,7 @@ class _Table:
 
 def _listed(shard: ShardAt) -> list[_Message]:
     """Of the file format, by its footer. The metadata of record batches is read for their rows."""
-    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
-    if end[4:] != _MAGIC:
-        raise OSError("it does not end as an Arrow file does; it was cut off")
-    length = int.from_bytes(end[:4], "little")
-    footer = _Table.root(bytes(shard.read(shard.size - 10 - length, shard.size - 10)), 0)
+    footer = _Table.root(_footer(shard), 0)
     places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
     places += [(_BATCH, *block) for block in footer.blocks(3)]
 
@@ -199,6 +214,41 @@ def _listed(shard: ShardAt) -> list[_Message]:
 
     with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
         return list(pool.map(message, places))
+
+
+def _footer(shard: ShardAt) -> bytes:
+    """Of the file format: a flatbuffer."""
+    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
+    if end[4:] != _MAGIC:
+        raise OSError("it does not end as an Arrow file does; it was cut off")
+    length = int.from_bytes(end[:4], "little")
+    if length > shard.size - 10:
+        raise OSError(f"its footer would be {length} bytes long, longer than itself")
+    return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
+
+
+def _head_of_footer(shard: ShardAt) -> bytes:
+    """The messages that a stream would begin with: the schema that the footer has, and the dictionaries."""
+    content = _footer(shard)
+    footer = _Table.root(content, 0)
+    schema = _HEADER_BYTES + footer.table(1).at
+    # A Message: where its table is; the places of version, type and header in it; the table; then the whole footer, into
+    # which the header points.
+    message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
+    message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
+    message += content + bytes(-len(content) % 8)
+    places = [(at, at + metadata + body) for at, metadata, body in footer.blocks(2)]
+    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
+    return b"".join([_CONTINUES, pack("<I", len(message)), message, *dictionaries])
+
+
+def refuse_old_feather(name: str, first: bytes) -> None:
+    """`first`: the file's first bytes. Raises DataError."""
+    if first[:4] == _OLD_FEATHER:
+        raise DataError(
+            f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again as version 2 "
+            "(`pyarrow.feather.write_feather(pyarrow.feather.read_table(path), new_path)`)"
+        )
 
 
 def _walked(shard: ShardAt) -> Iterator[_Message]:
@@ -224,10 +274,12 @@ def _walked(shard: ShardAt) -> Iterator[_Message]:
 
 
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
-    """A record batch's columns `names`; nothing is copied that is not compressed, packed or in dictionaries."""
+    """Those of the columns `names` that a record batch has; nothing is copied that is not compressed, packed or in dictionaries."""
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(_stream(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
+    there = set(schema.names)
+    names = [name for name in names if name in there]
     message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
@@ -246,6 +298,12 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
 def _has_dictionaries(schema: pa.Schema) -> bool:
     kinds = (kind for field in schema for kind in _node_types(field.type))
     return any(pa.types.is_dictionary(kind) for kind in kinds)
+
+
+def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
+    read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
+    kinds = [kind for field in read for kind in _node_types(field.type)]
+    return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
 
 def _messages(head: bytes) -> bytes:
@@ -316,13 +374,8 @@ def _made_anew(kind: pa.DataType) -> list[int]:
     """Bytes of an item of each node that are not in the message: dates of 32 bits become int64, and so do offsets, which
     are counted in lists of lists."""
     nodes = list(_node_types(kind))
-    lists = [_is_list(node) for node in nodes]
+    lists = [is_list(node) for node in nodes]
     return [8 * (is_short_time(n) or (lists[i] and sum(lists) > 1)) for i, n in enumerate(nodes)]
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_one(kind) for is_one in kinds)
 
 
 def _node_bytes(kind: pa.DataType, length: int) -> int:

@@ -67,7 +67,9 @@ def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         pa.BufferReader(content),
         pa.csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _BLOCK_LIMIT)),
         pa.csv.ParseOptions(newlines_in_values=True),
-        pa.csv.ConvertOptions(column_types=types, include_columns=list(types) or None),
+        pa.csv.ConvertOptions(
+            column_types=types, include_columns=list(types) or None, include_missing_columns=True
+        ),
     )
 
 

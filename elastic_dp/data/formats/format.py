@@ -95,10 +95,10 @@ class Format(Protocol):
         """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """The type under which two shards' columns are read; None: they are not the same data."""
+        """The type under which two shards' columns are read, which are plain (kinds.py); None: they are not the same data."""
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        """The columns of `schema`, or of each struct in it at least the `leaves` ("a.b").
+        """Those of the columns of `schema` that the shard has, or of each struct in it at least the `leaves` ("a.b").
 
         Raises ObjectRewritten where the shard is not the one that the index was made of.
         """

@@ -1,9 +1,10 @@
-"""The bytes before a shard's first row group, which every row group of it is read with; kept, within a limit."""
+"""The bytes that every row group of a shard is read with, most often those before the first; kept, within a limit."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from elastic_dp.data.formats.format import ShardAt, ShardKey
 
@@ -18,12 +19,15 @@ class Heads:
         self._kept: OrderedDict[ShardKey, bytes] = OrderedDict()  # oldest use first
         self._bytes = 0
 
-    def read(self, shard: ShardAt, end: int) -> bytes:
+    def read(
+        self, shard: ShardAt, end: int, make: Callable[[ShardAt], bytes] | None = None
+    ) -> bytes:
+        """The first `end` bytes of the shard, or what `make` makes of it."""
         with self._lock:
             if shard.key in self._kept:
                 self._kept.move_to_end(shard.key)
                 return self._kept[shard.key]
-        head = bytes(shard.read(0, end))
+        head = bytes(shard.read(0, end)) if make is None else make(shard)
         with self._lock:
             if shard.key not in self._kept:
                 self._kept[shard.key] = head

@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.encryption import (
+    encrypted_chunks,
+    refuse_encrypted_columns,
+    refuse_encrypted_footer,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
+from elastic_dp.data.kinds import lossless, plain_schema
 from elastic_dp.data.nulls import may_be_null
-from elastic_dp.data.schema import leaves, same
+from elastic_dp.data.schema import leaves
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
@@ -44,7 +50,7 @@ class Parquet:
     # Arrow's buffers of lists and texts grow by doubling, and those before are there until its allocator gives them back:
     # measured with pyarrow 26 up to 2.2 times, for lengths just above a power of two.
     growth = 2.25
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,8 +62,9 @@ class Parquet:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
         footer = _parse(tail)
-        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         wanted = chunk_numbers(footer, columns)
+        refuse_encrypted_columns(shard.name, footer, encrypted_chunks(footer, tail), wanted)
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
         ends = [max((end for _, end in r), default=0) for r in ranges]
@@ -91,11 +98,15 @@ class Parquet:
         held = _Held(shard)
         footer = self._footer(shard, place, held, None).metadata
         group = footer.row_group(place.group)
-        held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, leaves)])
+
+        def fetch(columns: list[str]) -> None:
+            held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
+
+        fetch(leaves)
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return file.read_row_group(place.group, columns=leaves, use_threads=False)
+        return _read_group(file, place.group, leaves, fetch)
 
     def close(self) -> None:
         with self._lock:
@@ -111,7 +122,7 @@ class Parquet:
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return file.read_row_group(place.group, columns=leaves, use_threads=False)
+            return _read_group(file, place.group, leaves)
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
@@ -241,9 +252,37 @@ class _Held:
         self.closed = True
 
 
+def _read_group(
+    file: pq.ParquetFile,
+    number: int,
+    leaves: list[str],
+    fetch: Callable[[list[str]], None] = lambda columns: None,
+) -> pa.Table:
+    """Arrow reads no part of a struct that is an extension type registered in this process; then all of it is read."""
+    try:
+        return file.read_row_group(number, columns=leaves, use_threads=False)
+    except pa.ArrowInvalid:
+        whole = list(_extension_structs(file.schema_arrow))
+        each = (next((n for n in whole if leaf.startswith(n + ".")), leaf) for leaf in leaves)
+        columns = list(dict.fromkeys(each))
+        if columns == leaves:
+            raise
+        fetch(columns)
+        return file.read_row_group(number, columns=columns, use_threads=False)
+
+
+def _extension_structs(fields: Iterable[pa.Field], prefix: str = "") -> Iterator[str]:
+    for each in fields:
+        if isinstance(each.type, pa.BaseExtensionType):
+            yield prefix + each.name
+        elif pa.types.is_struct(each.type):
+            yield from _extension_structs(each.type, f"{prefix}{each.name}.")
+
+
 def _read_tail(shard: ShardAt) -> memoryview:
     """The footer with its length and magic."""
     end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
+    refuse_encrypted_footer(shard.name, end)
     if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
         raise OSError("it does not end as a Parquet file does; it was cut off, or is not one")
     length = int.from_bytes(end[-8:-4], "little") + 8
@@ -256,6 +295,19 @@ def _read_tail(shard: ShardAt) -> memoryview:
 
 def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(pa.py_buffer(tail)))
+
+
+def open_footer(
+    raw: Any, name: str, columns: Sequence[str] | None
+) -> tuple[pq.FileMetaData, frozenset[int]]:
+    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
+    raw.seek(-8, os.SEEK_END)
+    end = raw.read(8)
+    refuse_encrypted_footer(name, end)
+    footer = pq.read_metadata(raw)
+    encrypted = encrypted_chunks(footer, end)
+    refuse_encrypted_columns(name, footer, encrypted, chunk_numbers(footer, columns))
+    return footer, encrypted
 
 
 def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:
@@ -273,8 +325,9 @@ def countable(
 ) -> list[tuple[str, int]]:
     """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the numbers of their chunks.
     Lists of any length are left out: their empty ones are counted, too."""
-    wanted, found, number = {leaf.name for leaf in leaves(schema, columns)}, [], 0
-    for leaf in leaves(schema):
+    fields = plain_schema(schema)
+    wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
+    for leaf in leaves(fields):
         if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
             found.append((leaf.name, number))
         number += num_chunks(leaf.type)

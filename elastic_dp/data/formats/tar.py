@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.schema import same
+from elastic_dp.data.kinds import lossless
 
 GROUP_BYTES = 4 << 20
 _BLOCK = 512
@@ -37,7 +37,7 @@ class Tar:
     endings: tuple[str, ...] = (".tar",)
     scans_content = True
     growth = 1.0
-    merge = staticmethod(same)
+    merge = staticmethod(lossless)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         names = Counter({_KEY: 0})  # in how many samples

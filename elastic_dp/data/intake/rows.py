@@ -1,7 +1,7 @@
 """What every format becomes, and the types that a column may have on the way to a tensor.
 
-Dictionaries are written out, dates stay the text they were, and the image columns of Hugging Face, structs of
-bytes and path, become the bytes.
+Dictionaries and extension types are written as what they stand for, views as large strings (kinds.py), dates stay the
+text they were, and the image columns of Hugging Face, structs of bytes and path, become the bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from elastic_dp.data.kinds import cast, plain
 from elastic_dp.errors import DataError
 
 Documents = Iterator[tuple[str, bool]]  # pieces of text in order; True: it ends the document
@@ -49,16 +50,14 @@ def plain_batch(batch: pa.RecordBatch, schema: pa.Schema, where: str) -> pa.Reco
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_dictionary(kind):
-        return kind.value_type
-    return pa.binary() if _is_image(kind) else kind
+    return pa.binary() if _is_image(kind) else plain(kind)
 
 
 def _plain_column(column: pa.Array, field: pa.Field, where: str) -> pa.Array:
-    if pa.types.is_dictionary(column.type):
-        return column.dictionary_decode()
     if not _is_image(column.type):
-        return column
+        if column.type.equals(field.type):
+            return column
+        return cast(pa.chunked_array([column]), field.type).combine_chunks()
     content = column.flatten()[column.type.get_field_index("bytes")]
     if content.null_count > column.null_count:
         raise DataError(

@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.parquet import open_footer
 from elastic_dp.data.intake.files import Files
 from elastic_dp.data.intake.rows import Rows, choose, plain_batch, plain_schema
 from elastic_dp.errors import DataError
@@ -21,7 +23,7 @@ _Batches = Callable[[str, pa.Schema], Iterator[pa.RecordBatch]]
 def open_parquet(files: Files, columns: list[str] | None) -> Rows:
     def schema_of(name: str) -> pa.Schema:
         with files.open(name) as raw:
-            return pq.read_schema(raw)
+            return open_footer(raw, name, columns)[0].schema.to_arrow_schema()
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open(name) as raw:
@@ -53,11 +55,11 @@ def open_saved_dataset(files: Files, columns: list[str] | None) -> Rows:
 def _open_arrow(files: Files, names: tuple[str, ...], columns: list[str] | None) -> Rows:
     def schema_of(name: str) -> pa.Schema:
         with files.open_mapped(name) as raw:
-            return _open_ipc(raw).schema
+            return _open_ipc(raw, name).schema
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open_mapped(name) as raw:
-            reader = _open_ipc(raw)
+            reader = _open_ipc(raw, name)
             if isinstance(reader, pa.RecordBatchStreamReader):
                 yield from reader
             else:
@@ -97,8 +99,9 @@ def _check_same(first: str, schema: pa.Schema, name: str, other: pa.Schema) -> N
         )
 
 
-def _open_ipc(raw: Any) -> Any:
+def _open_ipc(raw: Any, name: str) -> Any:
     magic = raw.read(6)
+    refuse_old_feather(name, magic)
     raw.seek(0)
     return pa.ipc.open_file(raw) if magic == b"ARROW1" else pa.ipc.open_stream(raw)
 

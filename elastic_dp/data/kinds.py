@@ -1,0 +1,224 @@
+"""Types of columns: which ones hold the same values, and what a column is cast to as it is read.
+
+Writers spell one column in several ways: strings, large strings, views of strings and dictionaries of them; lists whose
+offsets have 32 or 64 bits; extension types, which Arrow shows as such only where somebody has registered them. A data
+set has one type for each column, whoever wrote a shard and whatever this process has imported.
+
+Numbers are widened only where every value stays what it is: int32 beside int64, float32 beside float64, int32 beside
+float64; int64 beside float64 is refused.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+_INTEGERS = (pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32())
+_FLOATS = (pa.float16(), pa.float32(), pa.float64())
+_NUMBERS = (
+    *_INTEGERS,
+    pa.int64(),
+    pa.uint64(),
+    *_FLOATS,
+)  # the first that holds two types is taken
+_SIGNIFICANT_BITS = {16: 11, 32: 24, 64: 53}  # of floats, by their width
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """What columns of this type are read as: what dictionaries stand for, views as large strings, extensions as their
+    storage. An extension of pyarrow's own stays where it is stored as numbers; every process knows it."""
+    if isinstance(kind, pa.BaseExtensionType):
+        storage = plain(kind.storage_type)
+        own = not isinstance(kind, pa.ExtensionType)
+        numbers = pa.types.is_primitive(storage) or pa.types.is_fixed_size_binary(storage)
+        is_tensor = isinstance(kind, pa.FixedShapeTensorType)
+        return kind if own and (numbers or is_tensor) else storage
+    if pa.types.is_dictionary(kind):
+        return plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if is_list(kind):
+        return _with_values(kind, plain(kind.value_type))
+    if pa.types.is_map(kind):
+        key, item = plain(kind.key_type), plain(kind.item_type)
+        same = key.equals(kind.key_type) and item.equals(kind.item_type)
+        return kind if same else pa.map_(key, item)
+    if pa.types.is_struct(kind):
+        fields = [field.with_type(plain(field.type)) for field in kind]
+        return kind if _same_types(fields, kind) else pa.struct(fields)
+    return kind
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_type(plain(field.type)) for field in schema])
+
+
+def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """`Format.merge` of formats whose shards say their types: the type that holds all values of both, which are plain."""
+    if type_name(one) == type_name(other) or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if isinstance(one, pa.FixedShapeTensorType) or isinstance(other, pa.FixedShapeTensorType):
+        return None
+    if isinstance(one, pa.BaseExtensionType) or isinstance(other, pa.BaseExtensionType):
+        return lossless(storage_of(one), storage_of(other))
+    if is_list(one) and is_list(other):
+        return _one_list(one, other)
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return _one_struct(one, other)
+    if pa.types.is_map(one) and pa.types.is_map(other):
+        key, item = lossless(one.key_type, other.key_type), lossless(one.item_type, other.item_type)
+        return None if key is None or item is None else pa.map_(key, item)
+    if _is_string(one) and _is_string(other):
+        return pa.large_string()
+    if _is_binary(one) and _is_binary(other):
+        return pa.large_binary()
+    if one in _NUMBERS and other in _NUMBERS:
+        return next((k for k in _NUMBERS if _holds(k, one) and _holds(k, other)), None)
+    return None
+
+
+def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
+    """`column` as `wanted`, which is plain. What decodes to the same arrays is left as it is: most columns."""
+    if column.type.equals(wanted):
+        return column
+    if pa.types.is_dictionary(column.type):
+        values = plain(column.type.value_type)  # pyarrow looks nothing up in a dictionary of views
+        if not values.equals(column.type.value_type):
+            column = column.cast(pa.dictionary(column.type.index_type, values))
+        column = column.cast(values)
+    target = _target(column.type, wanted)
+    return column if target.equals(column.type) else column.cast(target)
+
+
+def type_name(kind: pa.DataType) -> str:
+    """As Arrow says it, without the names that writers give to list items ("item", "element")."""
+    if pa.types.is_fixed_size_list(kind):
+        return f"list<{type_name(kind.value_type)}>[{kind.list_size}]"
+    if is_list(kind):
+        return f"list<{type_name(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return "struct<" + ", ".join(f"{f.name}: {type_name(f.type)}" for f in kind) + ">"
+    if pa.types.is_dictionary(kind):
+        return type_name(kind.value_type)
+    return str(kind)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Also of a fixed size."""
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def storage_of(kind: pa.DataType) -> pa.DataType:
+    """Itself, if it is no extension type."""
+    return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+
+
+def null_bytes(kind: pa.DataType) -> int:
+    """What a null takes in memory, at most."""
+    kind = storage_of(kind)
+    if pa.types.is_fixed_size_list(kind):
+        return 1 + int(kind.list_size) * null_bytes(kind.value_type)
+    if pa.types.is_fixed_size_binary(kind):
+        return 1 + int(kind.byte_width)
+    return 24
+
+
+def growth(kind: pa.DataType, wanted: pa.DataType) -> float:
+    """How many times the memory `cast` takes."""
+    one, other = _item_bytes(kind), _item_bytes(wanted)
+    return max(1.0, other / one) if one and other else 1.0
+
+
+def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
+    """`wanted`, with the string and list layout of `kind` where that makes no difference."""
+    if kind.equals(wanted) or isinstance(kind, pa.FixedShapeTensorType):
+        return kind
+    if isinstance(kind, pa.BaseExtensionType):
+        return _target(kind.storage_type, storage_of(wanted))
+    if isinstance(wanted, pa.BaseExtensionType):
+        return _target(kind, wanted.storage_type)
+    if (_is_string(kind) and _is_string(wanted)) or (_is_binary(kind) and _is_binary(wanted)):
+        return plain(kind)
+    if is_list(kind) and is_list(wanted):
+        return _with_values(kind, _target(kind.value_type, wanted.value_type))
+    if pa.types.is_struct(kind) and pa.types.is_struct(wanted):
+        if [field.name for field in kind] != [field.name for field in wanted]:
+            return pa.struct([field.with_nullable(True) for field in wanted])
+        fields = [f.with_type(_target(f.type, w.type)) for f, w in zip(kind, wanted, strict=True)]
+        return kind if _same_types(fields, kind) else pa.struct(fields)
+    return wanted
+
+
+def _with_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
+    """The same kind of list, of these."""
+    if values.equals(kind.value_type):
+        return kind
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(values, kind.list_size)
+    return pa.large_list(values) if pa.types.is_large_list(kind) else pa.list_(values)
+
+
+def _one_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    sizes = {k.list_size for k in (one, other) if pa.types.is_fixed_size_list(k)}
+    values = lossless(one.value_type, other.value_type)
+    if values is None or len(sizes) > 1:
+        return None
+    if pa.types.is_fixed_size_list(one) and pa.types.is_fixed_size_list(other):
+        return pa.list_(values, one.list_size)
+    is_large = pa.types.is_large_list(one) or pa.types.is_large_list(other)
+    return pa.large_list(values) if is_large else pa.list_(values)
+
+
+def _one_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """The fields of both, by name."""
+    fields = {field.name: field.type for field in one}
+    if len(fields) < one.num_fields or len({field.name for field in other}) < other.num_fields:
+        return None  # two fields of one name
+    for field in other:
+        merged = lossless(fields.get(field.name, field.type), field.type)
+        if merged is None:
+            return None
+        fields[field.name] = merged
+    return pa.struct(list(fields.items()))
+
+
+def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
+    """Whether every value of `narrow` is one of `wide`."""
+    if wide.equals(narrow):
+        return True
+    if pa.types.is_floating(narrow):
+        return bool(pa.types.is_floating(wide) and wide.bit_width > narrow.bit_width)
+    signed = bool(pa.types.is_signed_integer(narrow))
+    bits = narrow.bit_width - signed
+    if pa.types.is_floating(wide):
+        return bool(bits <= _SIGNIFICANT_BITS[wide.bit_width])
+    if pa.types.is_signed_integer(wide):
+        return bool(bits <= wide.bit_width - 1)
+    return bool(not signed and bits <= wide.bit_width)
+
+
+def _item_bytes(kind: pa.DataType) -> int:
+    """0: not known, or not of one size."""
+    kind = storage_of(kind)
+    if is_list(kind):
+        return _item_bytes(kind.value_type)
+    return kind.bit_width // 8 if kind in _NUMBERS else 0
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _same_types(fields: list[pa.Field], kind: pa.DataType) -> bool:
+    return all(field.type.equals(old.type) for field, old in zip(fields, kind, strict=True))

@@ -1,0 +1,95 @@
+"""Encrypted Parquet is refused by name, and never ends the process."""
+
+import base64
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as crypto
+import pytest
+
+from elastic_dp.data import convert
+from tests.data.test_formats import rows_of
+
+ROWS = pa.table({"x": [1, 2, 3], "y": ["a", "b", "c"], "at": [{"lat": 1.5, "lon": 2.5}] * 3})
+# Each of these once ended the process, so it runs in one of its own, and says what it raised.
+READ = """
+import sys
+from elastic_dp.data import inspect, read_index
+from elastic_dp.errors import DataError
+from elastic_dp.spec import DataConfig
+for read in (
+    lambda url: read_index(DataConfig(url, micro_batch_size=1)),
+    lambda url: inspect(url, columns=["x", "y", "at"]),
+    inspect,
+):
+    try:
+        read(sys.argv[1])
+    except DataError as error:
+        print(error)
+    else:
+        print("read")
+"""
+
+
+class InMemoryKms(crypto.KmsClient):
+    """As in Arrow's documentation of encryption: keys are wrapped by putting the master key in front of them."""
+
+    def __init__(self, connection):
+        super().__init__()
+        self.master_keys = connection.custom_kms_conf
+
+    def wrap_key(self, key, master_key):
+        return base64.b64encode(self.master_keys[master_key].encode() + key)
+
+    def unwrap_key(self, wrapped, master_key):
+        return base64.b64decode(wrapped)[16:]
+
+
+def write_encrypted(path: Path, column: str, *, plaintext_footer: bool) -> None:
+    connection = crypto.KmsConnectionConfig(
+        custom_kms_conf={"footer": "0123456789112345", "column": "1234567890123450"}
+    )
+    wanted = crypto.EncryptionConfiguration(
+        footer_key="footer", column_keys={"column": [column]}, plaintext_footer=plaintext_footer
+    )
+    factory = crypto.CryptoFactory(InMemoryKms)
+    properties = factory.file_encryption_properties(connection, wanted)
+    with pq.ParquetWriter(path, ROWS.schema, encryption_properties=properties) as writer:
+        writer.write_table(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("column", "plaintext_footer", "said"),
+    [
+        ("x", False, "a.parquet is encrypted Parquet (its footer too), and no keys are known here"),
+        (
+            "x",
+            True,
+            "column 'x' of a.parquet is encrypted, and no keys are known here; leave it out",
+        ),
+        ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and no keys are known here"),
+    ],
+)
+def test_encrypted_parquet_is_refused_and_the_process_goes_on(
+    column, plaintext_footer, said, tmp_path
+):
+    write_encrypted(tmp_path / "a.parquet", column, plaintext_footer=plaintext_footer)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all(line.startswith(said) for line in lines), lines
+    with pytest.raises(Exception, match="encrypted") as caught:
+        convert(str(tmp_path), str(tmp_path / "out"))
+    assert str(caught.value) == lines[0]
+
+
+def test_columns_that_are_not_encrypted_are_read(tmp_path):
+    write_encrypted(tmp_path / "a.parquet", "x", plaintext_footer=True)
+    rows, _ = rows_of(tmp_path, columns=["y", "at.lat"])
+    assert rows == [{"y": letter, "at.lat": 1.5} for letter in "abc"]
+    assert convert(str(tmp_path), str(tmp_path / "out"), columns=["y", "at"]).rows == 3
