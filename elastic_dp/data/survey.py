@@ -19,6 +19,7 @@ from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
+    countable,
     decoded_bytes,
     null_counts,
     num_chunks,
@@ -134,7 +135,8 @@ def _take_footer(
     found.footer_bytes += metadata.serialized_size
     found.shard_rows.append(metadata.num_rows)
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
+    counted = null_counts(metadata, groups, countable(metadata, schema, wanted))
+    found.nulls.add(name, counted, {})
     numbers = chunk_numbers(metadata, wanted)
     owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
     by_name = {column.name: column for column in found.columns}

@@ -27,6 +27,7 @@ from elastic_dp.data.formats.encryption import (
 )
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.nulls import may_be_null
 from elastic_dp.data.schema import leaves
 from elastic_dp.storage import ObjectRewritten
 
@@ -56,6 +57,7 @@ class Parquet:
         self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # oldest use first
         self._footer_bytes = 0
         self._gates: dict[ShardKey, threading.Lock] = {}  # of footers that a thread is reading
+        self._counted: tuple[pa.Schema, list[tuple[str, int]]] | None = None
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
@@ -76,10 +78,19 @@ class Parquet:
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
-            nulls=null_counts(footer, groups, schema, columns),
+            nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),
             # What the index keeps is as good as the shard's own only where each read asks for the same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
+
+    def _countable(
+        self, footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
+    ) -> list[tuple[str, int]]:
+        """Of the shard before, if the schemas are equal."""
+        before = self._counted
+        if before is None or not before[0].equals(schema):
+            before = self._counted = schema, countable(footer, schema, columns)
+        return before[1]
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         if shard.local is not None:
@@ -308,26 +319,32 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
     return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
 
 
-def null_counts(
-    footer: pq.FileMetaData, groups: list[Any], schema: pa.Schema, columns: Sequence[str] | None
-) -> dict[str, int]:
-    """Of the leaves of `columns`, by statistics. Lists of any length are left out: their empty ones are counted, too."""
+def countable(
+    footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
+) -> list[tuple[str, int]]:
+    """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the numbers of their chunks.
+    Lists of any length are left out: their empty ones are counted, too."""
     fields = plain_schema(schema)
-    wanted, counts = {leaf.name for leaf in leaves(fields, columns)}, dict[str, int]()
-    number = 0
+    wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
     for leaf in leaves(fields):
-        here, number = number, number + num_chunks(leaf.type)
-        if leaf.name not in wanted or _may_be_empty(leaf.type) or number > footer.num_columns:
-            continue
-        if footer.schema.column(here).max_definition_level == 0:
-            continue
-        chunks = [group.column(here) for group in groups]
-        stored = footer.schema.column(here).physical_type
-        if any(chunk.physical_type != stored for chunk in chunks):  # its statistics end the process
-            raise OSError(f"its footer is damaged: column {leaf.name!r} has two physical types")
-        found = [c.statistics.null_count for c in chunks if c.is_stats_set]
-        if total := sum(count for count in found if count is not None):
-            counts[leaf.name] = total
+        if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
+            found.append((leaf.name, number))
+        number += num_chunks(leaf.type)
+    return found if number == footer.num_columns else []
+
+
+def null_counts(
+    footer: pq.FileMetaData, groups: list[Any], countable: list[tuple[str, int]]
+) -> dict[str, int]:
+    counts = dict[str, int]()
+    for name, number in countable:
+        stored = footer.schema.column(number).physical_type
+        for group in groups:
+            chunk = group.column(number)
+            if chunk.physical_type != stored:  # asking for its statistics would end the process
+                raise OSError(f"its footer is damaged: column {name!r} has two physical types")
+            if chunk.is_stats_set and (nulls := chunk.statistics.null_count):
+                counts[name] = counts.get(name, 0) + nulls
     return counts
 
 
