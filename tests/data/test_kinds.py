@@ -429,14 +429,14 @@ if who == "imports":
 from elastic_dp.data import read_index
 from tests.data.test_formats import rows_of
 from tests.data.test_index import config
-for columns in (None, ["m"], ["p.s"]):
-    index = read_index(config(url, columns=columns))
-    print(index.digest, index.columns, rows_of(url, columns=columns))
+for form in ("parquet", "arrow"):
+    for columns in (None, ["m"], ["p.s"]):
+        index = read_index(config(f"{url}/a.{form}", columns=columns))
+        print(index.digest, index.columns, rows_of(f"{url}/a.{form}", columns=columns))
 """
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_array2d_of_datasets_is_the_same_whoever_has_imported_it(form, tmp_path):
+def test_array2d_of_datasets_is_the_same_whoever_has_imported_it(tmp_path):
     metadata = {
         "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
         "ARROW:extension:metadata": json.dumps([[2, 2], "float32"]),
@@ -451,12 +451,9 @@ def test_array2d_of_datasets_is_the_same_whoever_has_imported_it(form, tmp_path)
         pa.field("p", points.type, metadata=named),
     ]
     table = pa.table([matrices, points], schema=pa.schema(fields))
-    path = tmp_path / f"a.{form}"
-    if form == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.ipc.new_file(str(path), table.schema) as file:
-            file.write_table(table)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
     said = [
         subprocess.run(
             [sys.executable, "-c", READ, str(tmp_path), who], capture_output=True, text=True
@@ -465,7 +462,7 @@ def test_array2d_of_datasets_is_the_same_whoever_has_imported_it(form, tmp_path)
     ]
     assert said[0].returncode == 0, said[0].stderr
     assert said[0].stdout == said[1].stdout
-    assert "'m': [[1.0, 2.0], [3.0, 4.0]]" in said[0].stdout
+    assert said[0].stdout.count("'m': [[1.0, 2.0], [3.0, 4.0]]") == 4
 
 
 def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
