@@ -62,9 +62,23 @@ def decode_table(
     there = {name: number for number, name in enumerate(table.column_names)}
     decoded = {}
     for name, kind in leaves:
-        column = cast(table.column(there[name]), kind) if name in there else _nulls(rows, kind)
-        decoded[name] = decode_column(column, f"column {name!r} of {where}", fills.get(name))
+        told = f"column {name!r} of {where}"
+        column = (
+            _cast(table.column(there[name]), kind, told) if name in there else _nulls(rows, kind)
+        )
+        decoded[name] = decode_column(column, told, fills.get(name))
     return decoded
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
+    """The shard can be read: what fails is that it holds a number that the type of all shards does not."""
+    try:
+        return cast(column, kind)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{where} is {type_name(column.type)} and {type_name(kind)} in the data set, which does not hold all its "
+            f"values: {error}; rewrite the shards with one type, or leave the column out by DataConfig.columns"
+        ) from error
 
 
 def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:

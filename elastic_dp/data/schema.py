@@ -52,8 +52,12 @@ class Columns:
             if here not in self._shards:
                 self._merge(shard, here, merge)
             self._kind = self._numbers[here]
-        self._rows[self._kind] += rows
+        self.add_rows(rows)
         return self._kind
+
+    def add_rows(self, rows: int) -> None:
+        """More of the last shard."""
+        self._rows[self._kind] += rows
 
     def _merge(self, shard: str, here: _Types, merge: Merge) -> None:
         for name, kind in here:

@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
+    countable,
     decoded_bytes,
     null_counts,
     num_chunks,
@@ -117,24 +119,39 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             if not metadata.num_rows:  # training passes it over
                 found.shard_rows.append(0)
                 continue
-            schema = metadata.schema.to_arrow_schema()
-            _take_schema(found, name, schema, wanted, metadata.num_rows)
-            found.footer_bytes += metadata.serialized_size
-            found.shard_rows.append(metadata.num_rows)
-            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-            found.nulls.add(name, null_counts(metadata, groups, schema, wanted), {})
-            numbers = chunk_numbers(metadata, wanted)
-            owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
-            for group in groups:
-                with reading(name):
-                    _take_row_group(found, group, owners, encrypted)
-                found.group_bytes.append(decoded_bytes(metadata, group, numbers))
+            with reading(name):
+                _take_footer(found, name, metadata, encrypted, wanted)
     if found.schema is None:
         schema = footer(files.names[0])[0].schema.to_arrow_schema()
         _take_schema(found, files.names[0], schema, wanted, 0)
     for column in found.columns:
         if _is_list(column.type) and _lengths_differ(column, found, files):
             found.ragged.add(column.name)
+
+
+def _take_footer(
+    found: Survey,
+    name: str,
+    metadata: pq.FileMetaData,
+    encrypted: frozenset[int],
+    wanted: list[str] | None,
+) -> None:
+    schema = metadata.schema.to_arrow_schema()
+    _take_schema(found, name, schema, wanted, metadata.num_rows)
+    found.footer_bytes += metadata.serialized_size
+    found.shard_rows.append(metadata.num_rows)
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    counted = null_counts(metadata, groups, countable(metadata, schema, wanted))
+    found.nulls.add(name, counted, {})
+    numbers = chunk_numbers(metadata, wanted)
+    owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
+    by_name = {column.name: column for column in found.columns}
+    for index, owner in enumerate(owners if groups else ()):
+        if owner in by_name and index not in encrypted:
+            by_name[owner].codecs.add(codec_of(metadata, index).lower())
+    for group in groups:
+        _take_row_group(found, group, owners, encrypted)
+        found.group_bytes.append(decoded_bytes(metadata, group, numbers))
 
 
 def _take_row_group(
@@ -159,7 +176,6 @@ def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
     column.stored[-1] += chunk.total_compressed_size
     column.decoded[-1] += chunk.total_uncompressed_size
     column.values[-1] += chunk.num_values
-    column.codecs.add(chunk.compression.lower())
     column.encodings.update(chunk.encodings)
 
 
@@ -171,9 +187,7 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
                 found.format, found.schema = "arrow stream", None
                 return
             reader = pa.ipc.open_file(raw)
-            with reading(name):
-                rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
-            _take_schema(found, name, reader.schema, wanted, rows)
+            _take_schema(found, name, reader.schema, wanted, 0)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
                 with reading(name):
@@ -184,6 +198,7 @@ def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
     batch.validate(full=True)  # Arrow follows offsets without asking
     found.group_rows.append(batch.num_rows)
     found.shard_rows[-1] += batch.num_rows
+    found.job_columns.add_rows(batch.num_rows)
     found.group_bytes.append(batch.nbytes)
     for column in found.columns:
         if column.name not in batch.schema.names:

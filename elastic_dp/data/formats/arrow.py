@@ -31,6 +31,7 @@ import pyarrow as pa
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
 from elastic_dp.data.kinds import is_list, lossless, plain_schema
+from elastic_dp.data.nulls import may_be_null
 from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, top_level
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
@@ -91,7 +92,8 @@ class Arrow:
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
-        nbytes = np.array([_decoded_bytes(schema, m) for m in batches], dtype=np.int64)
+        made_anew = [nbytes for field in schema for nbytes in _made_anew(field.type)]
+        nbytes = np.array([_decoded_bytes(schema, made_anew, m) for m in batches], dtype=np.int64)
         if _has_views(schema, columns):
             nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
@@ -325,14 +327,15 @@ def _stream(head: bytes) -> pa.Buffer:
     return pa.py_buffer(_messages(head) + _END)
 
 
-def _decoded_bytes(schema: pa.Schema, message: _Message) -> int:
+def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: _Message) -> int:
     """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of it."""
     size = message.end - message.start
-    kinds = [kind for field in schema for kind in _node_types(field.type)]
-    lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
-    made_anew = [made for field in schema for made in _made_anew(field.type)]
-    size += sum(made * n for made, (n, _) in zip(made_anew, lengths, strict=False))
+    if any(made_anew):
+        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
+        size += sum(each * n for each, (n, _) in zip(made_anew, lengths, strict=False))
     if message.is_compressed:
+        kinds = [kind for field in schema for kind in _node_types(field.type)]
+        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
         size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
@@ -342,7 +345,7 @@ def _null_counts(
     schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the most."""
-    wanted = {leaf.name for leaf in leaves(schema, columns)}
+    wanted = {leaf.name for leaf in leaves(schema, columns) if not may_be_null(leaf.type)}
     nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
     nulls, null_lists = Counter[str](), Counter[str]()
     for message in batches:

@@ -1,15 +1,15 @@
-"""Encrypted Parquet files, which are refused: no keys are known here.
+"""Encrypted and damaged Parquet footers, which are refused: no keys are known here.
 
-An encrypted footer is told by the file's last bytes. A plain footer with encrypted columns must be found out before
-anything else is asked of it: pyarrow ends the process (an uncaught C++ exception) when it is asked for the metadata of
-an encrypted column chunk.
+An encrypted footer is told by the file's last bytes. A plain footer with encrypted columns, or with columns that
+contradict its schema, must be found out before anything else is asked of it: pyarrow ends the process (an uncaught C++
+exception) when it is asked for the metadata of such a column chunk.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -30,24 +30,30 @@ def refuse_encrypted_footer(name: str, end: Any) -> None:
         )
 
 
-def encrypted_chunks(footer: pq.FileMetaData, end: Any) -> frozenset[int]:
-    """The numbers of the leaf columns that are encrypted. `end`: the file's last 8 bytes or more."""
-    if int.from_bytes(end[-8:-4], "little") == footer.serialized_size or not footer.num_row_groups:
-        return (
-            frozenset()
-        )  # a plain footer with encryption is signed, and the signature comes after it
-    return frozenset(n for n in range(footer.num_columns) if _is_encrypted(footer, n))
+def unreadable_chunks(footer: pq.FileMetaData, numbers: Sequence[int]) -> dict[int, Exception]:
+    """What is wrong with the leaf columns `numbers` in some row group. Call this before anything is asked of them."""
+    if not numbers or not footer.num_row_groups or _probe(footer, numbers) is None:
+        return {}
+    return {number: error for number in numbers if (error := _probe(footer, [number]))}
 
 
-def refuse_encrypted_columns(
-    name: str, footer: pq.FileMetaData, encrypted: frozenset[int], wanted: Sequence[int]
+def refuse_unreadable(
+    name: str, footer: pq.FileMetaData, unreadable: dict[int, Exception], wanted: Sequence[int]
 ) -> None:
     """`wanted`: numbers of leaf columns. Raises DataError."""
-    both = [footer.schema.column(number).path for number in wanted if number in encrypted]
-    if both:
+    for number in wanted:
+        if number not in unreadable:
+            continue
+        column, error = (
+            f"column {footer.schema.column(number).path!r} of {name}",
+            unreadable[number],
+        )
+        if "decrypt" in str(error):
+            raise DataError(
+                f"{column} is encrypted, and no keys are known here; leave it out by DataConfig.columns, or {_WAY_OUT}"
+            )
         raise DataError(
-            f"column {both[0]!r} of {name} is encrypted, and no keys are known here; leave it out by "
-            f"DataConfig.columns, or {_WAY_OUT}"
+            f"the footer of {name} is damaged: {column}: {type(error).__name__}: {error}"
         )
 
 
@@ -77,14 +83,39 @@ class _WithoutBytes(io.RawIOBase):
         return True
 
 
-def _is_encrypted(footer: pq.FileMetaData, number: int) -> bool:
-    """Reading a column raises what asking for its metadata does not survive, and reads no byte before it."""
-    file = pq.ParquetFile(pa.PythonFile(_WithoutBytes(), mode="r"), metadata=footer)
+def codec_of(footer: pq.FileMetaData, number: int) -> str:
+    """Of a leaf column in the first row group; pyarrow ends the process when it is asked for one that it does not know."""
+    return (
+        "unknown"
+        if _probe_codec(footer, number)
+        else footer.row_group(0).column(number).compression
+    )
+
+
+def _probe_codec(footer: pq.FileMetaData, number: int) -> Exception | None:
+    """With a buffer the codec is looked up before the first byte is read."""
+    source = pa.PythonFile(_WithoutBytes(), mode="r")
+    file = pq.ParquetFile(source, metadata=footer, pre_buffer=False, buffer_size=1 << 12)
+    return _raised(lambda: file.read_row_group(0, [footer.schema.column(number).path]))
+
+
+def _probe(footer: pq.FileMetaData, numbers: Sequence[int]) -> Exception | None:
+    """Reading columns raises what asking for their metadata does not survive, and reads no byte before that: with
+    `pre_buffer` all chunks are looked at first."""
+    source = pa.PythonFile(_WithoutBytes(), mode="r")
+    file = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
+    every = len(numbers) == footer.num_columns
+    columns = None if every else [footer.schema.column(number).path for number in numbers]
+    groups = range(footer.num_row_groups)
+    return _raised(lambda: file.read_row_groups(groups, columns, use_threads=False))
+
+
+def _raised(read: Callable[[], Any]) -> Exception | None:
+    """What the footer made of it."""
     try:
-        file.read_row_group(0, columns=[footer.schema.column(number).path], use_threads=False)
+        read()
     except _BytesAsked:
-        return False
-    except (OSError, pa.ArrowException):
-        return True
-    return False
-    return False
+        return None
+    except (OSError, pa.ArrowException) as error:
+        return error
+    return None

@@ -21,13 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.encryption import (
-    encrypted_chunks,
-    refuse_encrypted_columns,
     refuse_encrypted_footer,
+    refuse_unreadable,
+    unreadable_chunks,
 )
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
 from elastic_dp.data.kinds import lossless, plain_schema
+from elastic_dp.data.nulls import may_be_null
 from elastic_dp.data.schema import is_text, leaves
 from elastic_dp.storage import ObjectRewritten
 
@@ -57,13 +58,14 @@ class Parquet:
         self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # oldest use first
         self._footer_bytes = 0
         self._gates: dict[ShardKey, threading.Lock] = {}  # of footers that a thread is reading
+        self._counted: tuple[pa.Schema, list[tuple[str, int]]] | None = None
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         tail = _read_tail(shard)
         footer = _parse(tail)
         refuse_what_ends_the_process(tail, footer)
         wanted = chunk_numbers(footer, columns)
-        refuse_encrypted_columns(shard.name, footer, encrypted_chunks(footer, tail), wanted)
+        refuse_unreadable(shard.name, footer, unreadable_chunks(footer, wanted), wanted)
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         ranges = [[_chunk_range(group.column(c)) for c in wanted] for group in groups]
         starts = [min((start for start, _ in r), default=0) for r in ranges]
@@ -78,10 +80,19 @@ class Parquet:
             nbytes=np.array(nbytes, dtype=np.int64),
             check=zlib.crc32(tail),
             tail=len(tail),
-            nulls=null_counts(footer, groups, schema, columns),
+            nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),
             # What the index keeps is as good as the shard's own only where each read asks for the same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
+
+    def _countable(
+        self, footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
+    ) -> list[tuple[str, int]]:
+        """Of the shard before, if the schemas are equal."""
+        before = self._counted
+        if before is None or not before[0].equals(schema):
+            before = self._counted = schema, countable(footer, schema, columns)
+        return before[1]
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         if shard.local is not None:
@@ -292,16 +303,12 @@ def open_footer(
     raw: Any, name: str, columns: Sequence[str] | None
 ) -> tuple[pq.FileMetaData, frozenset[int]]:
     """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
-    raw.seek(-8, os.SEEK_END)
-    end = raw.read(8)
-    refuse_encrypted_footer(name, end)
+    raw.seek(-4, os.SEEK_END)
+    refuse_encrypted_footer(name, raw.read(4))
     footer = pq.read_metadata(raw)
-    size = 8 + int.from_bytes(end[:4], "little")
-    raw.seek(-size, os.SEEK_END)
-    refuse_what_ends_the_process(raw.read(size), footer)
-    encrypted = encrypted_chunks(footer, end)
-    refuse_encrypted_columns(name, footer, encrypted, chunk_numbers(footer, columns))
-    return footer, encrypted
+    unreadable = unreadable_chunks(footer, range(footer.num_columns))
+    refuse_unreadable(name, footer, unreadable, chunk_numbers(footer, columns))
+    return footer, frozenset(unreadable)
 
 
 def checked(table: pa.Table) -> pa.Table:
@@ -331,23 +338,32 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
     return [n for n, path in enumerate(paths) if path in wanted or path.startswith(inside)]
 
 
-def null_counts(
-    footer: pq.FileMetaData, groups: list[Any], schema: pa.Schema, columns: Sequence[str] | None
-) -> dict[str, int]:
-    """Of the leaves of `columns`, by statistics. Lists of any length are left out: their empty ones are counted, too."""
+def countable(
+    footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
+) -> list[tuple[str, int]]:
+    """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the numbers of their chunks.
+    Lists of any length are left out: their empty ones are counted, too."""
     fields = plain_schema(schema)
-    wanted, counts = {leaf.name for leaf in leaves(fields, columns)}, dict[str, int]()
-    number = 0
+    wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
     for leaf in leaves(fields):
-        here, number = number, number + num_chunks(leaf.type)
-        if leaf.name not in wanted or _may_be_empty(leaf.type) or number > footer.num_columns:
-            continue
-        if footer.schema.column(here).max_definition_level == 0:
-            continue
-        chunks = [group.column(here) for group in groups]
-        found = [c.statistics.null_count for c in chunks if c.is_stats_set]
-        if total := sum(count for count in found if count is not None):
-            counts[leaf.name] = total
+        if leaf.name in wanted and not (may_be_null(leaf.type) or _may_be_empty(leaf.type)):
+            found.append((leaf.name, number))
+        number += num_chunks(leaf.type)
+    return found if number == footer.num_columns else []
+
+
+def null_counts(
+    footer: pq.FileMetaData, groups: list[Any], countable: list[tuple[str, int]]
+) -> dict[str, int]:
+    counts = dict[str, int]()
+    for name, number in countable:
+        stored = footer.schema.column(number).physical_type
+        for group in groups:
+            chunk = group.column(number)
+            if chunk.physical_type != stored:  # asking for its statistics would end the process
+                raise OSError(f"its footer is damaged: column {name!r} has two physical types")
+            if chunk.is_stats_set and (nulls := chunk.statistics.null_count):
+                counts[name] = counts.get(name, 0) + nulls
     return counts
 
 
