@@ -303,9 +303,13 @@ def open_footer(
     raw: Any, name: str, columns: Sequence[str] | None
 ) -> tuple[pq.FileMetaData, frozenset[int]]:
     """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
-    raw.seek(-4, os.SEEK_END)
-    refuse_encrypted_footer(name, raw.read(4))
+    raw.seek(-8, os.SEEK_END)
+    end = raw.read(8)
+    refuse_encrypted_footer(name, end)
     footer = pq.read_metadata(raw)
+    size = 8 + int.from_bytes(end[:4], "little")
+    raw.seek(-size, os.SEEK_END)
+    refuse_what_ends_the_process(raw.read(size), footer)
     unreadable = unreadable_chunks(footer, range(footer.num_columns))
     refuse_unreadable(name, footer, unreadable, chunk_numbers(footer, columns))
     return footer, frozenset(unreadable)
