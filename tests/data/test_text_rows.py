@@ -238,6 +238,7 @@ CSV_REFUSED = {
         "a,b\n1,x\n2,caf\xe9\n".encode("latin-1"),
         "column 'b' of row 2 is not UTF-8: b'caf.xe9'; .*iconv -f LATIN1 -t UTF-8 a.csv",
     ),
+    "excel": (b"sep=,\na,b\n1,2\n", "begins with 'sep=,'.*; remove the line: sed 1d a.csv"),
     "latin-1 header": (
         "a,\xe9\n1,x\n".encode("latin-1"),
         "header line that is not UTF-8; .*iconv -f LATIN1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ _QUOTED = rb'"(?<![^,\r\n]")[^"]*+(?:""[^"]*+)*+(?:"|\Z)'
 _QUOTED_OR_ROW_END = re.compile(_QUOTED + rb"|(\r\n|\n|\r)")
 _QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row
 _BLOCK_LIMIT = (1 << 31) - 1
@@ -139,6 +141,12 @@ class CsvRows:
                 f"{self._name} has a header line that is not UTF-8; if it is Latin-1, write it as UTF-8: "
                 f"{iconv('LATIN1', self._name)}"
             ) from None
+        line = self._header.removeprefix(BYTE_ORDER_MARK).decode().strip("\r\n")
+        if _EXCEL_LINE.fullmatch(line):
+            raise DataError(
+                f"{self._name} begins with {line!r}, which Excel reads and others take for column names; remove the line: "
+                f"sed 1d {quote(self._name)} > rows.csv"
+            )
         wanted = names if self._columns is None else self._columns
         twice = dict.fromkeys(name for name in names if names.count(name) > 1 and name in wanted)
         if twice:
@@ -147,10 +155,9 @@ class CsvRows:
                 "line, or choose columns without them"
             )
         if len(names) == 1:
-            self._refuse_other_separator(names[0])
+            self._refuse_other_separator(names[0], line)
 
-    def _refuse_other_separator(self, name: str) -> None:
-        line = self._header.removeprefix(BYTE_ORDER_MARK).decode().strip("\r\n")
+    def _refuse_other_separator(self, name: str, line: str) -> None:
         unquoted = _QUOTED_FIELD.sub("", line)
         for separator, word in _SEPARATORS.items():
             if separator in unquoted:
