@@ -246,7 +246,8 @@ def test_shards_that_a_folder_url_leaves_out(tmp_path):
 )
 def test_formats_without_row_groups(tmp_path, name, finding):
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("x" * 2000)
+    content = {"a.csv": "x" * 1997 + "\n1\n", "a.jsonl": '{"a": 1}' + " " * 1992}
+    (tmp_path / name).write_text(content.get(name, "x" * 2000))
     (said,) = found(tmp_path, finding)
     assert "1.95 KiB" in said.says or finding == "no_shards"
     assert "elastic-dp data convert" in said.mend or name == "a.tar"

@@ -130,6 +130,16 @@ def _differing(survey: Survey, _: Shape) -> Iterator[Finding]:
         yield Finding("schemas_differ", "refused", *_says_and_mend(survey.differing))
 
 
+def _unreadable(survey: Survey, _: Shape) -> Iterator[Finding]:
+    for said in survey.unreadable[:_NAMES_SHOWN]:
+        says, _sep, mend = said.partition("; ")
+        yield Finding("unreadable", "refused", says, mend or "mend or remove the file")
+    more = len(survey.unreadable) - _NAMES_SHOWN
+    if more > 0:
+        says = f"{more} more files cannot be read, either"
+        yield Finding("unreadable", "refused", says, "mend each of them")
+
+
 def _no_rows(survey: Survey, _: Shape) -> Iterator[Finding]:
     if not survey.has_row_groups:
         return
@@ -326,7 +336,7 @@ def _some(names: list[str]) -> str:
 
 
 _RULES: tuple[Callable[[Survey, Shape], Iterator[Finding]], ...] = (
-    *(_unscanned, _nested, _differing, _no_rows, _no_tensor, _nulls, _ragged),
+    *(_unscanned, _nested, _differing, _unreadable, _no_rows, _no_tensor, _nulls, _ragged),
     *(_too_few_rows, _memory, _shared, _uneven, _packed),
     *(_large, _small, _few, _codec, _dictionary, _footers, _small_shards),
 )

@@ -72,7 +72,7 @@ def inspect(
     virtual_workers: int | None = None,
     micro_batch_size: int | None = None,
 ) -> Inspection:
-    """Reads footers (of Arrow files the batches), no rows. Raises DataError where there is no data set.
+    """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where there is no data set.
 
     `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size` it has a plan.
     """

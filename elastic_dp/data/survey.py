@@ -1,6 +1,7 @@
 """What lies in a data set's shards, in numbers: read from Parquet's footers, or from the record batches of Arrow.
 
-Formats that have neither (JSON Lines, CSV, tar, streams of Arrow, text, images) are counted and weighed, and not read.
+Formats that have neither (JSON Lines, CSV, tar, streams of Arrow, text, images) are counted and weighed. Of JSON Lines
+and CSV the first rows of each file are read, since most of what makes a file unreadable is seen there.
 Schemas are compared, and row groups weighed, as training does it.
 """
 
@@ -16,7 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.csv import CsvRows
 from elastic_dp.data.formats.encryption import codec_of
+from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
     countable,
@@ -27,6 +30,7 @@ from elastic_dp.data.formats.parquet import (
 )
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.data.intake.files import Files, list_files, reading
+from elastic_dp.data.intake.lines import check_first_rows
 from elastic_dp.data.intake.opening import find_format
 from elastic_dp.data.kinds import lossless, plain_schema
 from elastic_dp.data.nulls import Nulls, count_null_lists, count_nulls
@@ -36,6 +40,7 @@ from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
 FOOTER_THREADS = 16
+FIRST_ROWS_BYTES = 256 << 10
 ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
 
 Ints = npt.NDArray[np.int64]
@@ -72,6 +77,7 @@ class Survey:
     shard_rows: list[int] = field(default_factory=list)
     footer_bytes: int = 0
     differing: str = ""  # in what the first shard that does is not like those before it
+    unreadable: list[str] = field(default_factory=list)  # what is wrong in the first rows of text
     ragged: set[str] = field(default_factory=set)  # columns of lists of several lengths
     nulls: Nulls = field(default_factory=Nulls)  # of leaves, where known
 
@@ -102,10 +108,26 @@ def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
+    elif kind in ("csv", "jsonl"):
+        _survey_text(found, files, wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
         found.nulls.add_missing(found.job_columns.absent())
     return found
+
+
+def _survey_text(found: Survey, files: Files, wanted: list[str] | None) -> None:
+    def wrong(name: str) -> str:
+        rows = CsvRows(name, wanted) if found.format == "csv" else JsonRows(name)
+        try:
+            with files.open(name) as raw:
+                check_first_rows(raw, name, rows, FIRST_ROWS_BYTES)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        found.unreadable = [said for said in pool.map(wrong, files.names) if said]
 
 
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:

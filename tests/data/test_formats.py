@@ -123,7 +123,7 @@ odd_fields = st.lists(st.sampled_from(['"', '""', "b", "\n3,", "\r", " "]), max_
 @any_content
 @given(odd=st.lists(odd_fields, min_size=1, max_size=8), group_bytes=st.integers(1, 20))
 def test_csv_is_cut_where_pyarrow_ends_rows(odd, group_bytes, tmp_path, monkeypatch):
-    """Also where quotes stand in odd places: in the middle of a field, after a closing quote, without end."""
+    """Also where quotes stand in odd places: in the middle of a field, after a closing quote. One without end is refused."""
     content = "".join(f"r{number},{field}\n" for number, field in enumerate(odd))
     monkeypatch.setattr(text, "GROUP_BYTES", group_bytes)
     (tmp_path / "a.csv").write_bytes(b"x,y\n" + content.encode())
@@ -138,9 +138,23 @@ def test_csv_is_cut_where_pyarrow_ends_rows(odd, group_bytes, tmp_path, monkeypa
     try:
         found, _ = rows_of(tmp_path)
     except DataError:
-        assert whole is None or not whole.num_rows or has_only_nulls(whole)
+        refused = whole is None or not whole.num_rows or has_only_nulls(whole)
+        assert refused or ends_quoted(content)
         return
-    assert whole is not None and found == whole.to_pylist()
+    assert whole is not None and found == whole.to_pylist() and not ends_quoted(content)
+
+
+def ends_quoted(content: str) -> bool:
+    """RFC 4180, character by character: whether a quoted field is still open at the end."""
+    state = "start"
+    for mark in content:
+        if state == "quoted":
+            state = "quote" if mark == '"' else "quoted"
+        elif mark == '"' and state in ("start", "quote"):
+            state = "quoted"
+        else:
+            state = "start" if mark in ",\r\n" else "field"
+    return state == "quoted"
 
 
 def has_only_nulls(table: pa.Table) -> bool:
@@ -379,7 +393,7 @@ def test_shards_that_cannot_be_indexed(name, tmp_path):
 def test_a_shard_that_is_cut_short(name, tmp_path):
     SHARDS[name](tmp_path / name)
     cut_short(tmp_path / name)
-    with pytest.raises(DataError, match=rf"cannot (read the footer of|scan) {name}"):
+    with pytest.raises(DataError, match=rf"cannot (read the footer of|scan|read) {name}"):
         read_index(config(tmp_path))
 
 

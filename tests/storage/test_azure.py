@@ -24,9 +24,7 @@ def test_rows_on_azure_are_read_with_an_account_key_or_a_connection_string(conta
     config = DataConfig(place.url, micro_batch_size=7, storage_options=options)
     data = open_evaluation(config)
     try:
-        seen = [
-            i for index in range(data.num_batches) for i in data.batch(index)["id"].tolist()
-        ]
+        seen = [i for index in range(data.num_batches) for i in data.batch(index)["id"].tolist()]
     finally:
         data.close()
     assert seen == list(range(30))

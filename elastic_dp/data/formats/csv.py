@@ -2,32 +2,55 @@
 
 A newline inside quotes does not end a row. A quote opens a quoted field only at the field's start; a quoted
 field ends at the first quote that is not doubled. That is pyarrow's rule, so shards are cut where it cuts rows.
+A quote that is never closed would make one value of all that follows, and is refused. See docs/csv-and-jsonl.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from shlex import quote
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.heads import Heads
 from elastic_dp.data.formats.text import (
-    GROUP_BYTES,
+    BYTE_ORDER_MARK,
     decompress,
+    iconv,
     is_compressed,
+    refuse_utf_16,
     scan_rows,
     with_codecs,
 )
-from elastic_dp.data.schema import widest
+from elastic_dp.data.schema import top_level, widest
 from elastic_dp.errors import DataError
 
-_QUOTED = re.compile(rb'"(?<![^,\r\n]")[^"]*(?:""[^"]*)*(?:"|\Z)')
-_ROW_END = re.compile(rb"\r\n|\n|\r")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_HEADER_BYTES = 4 << 20
+_QUOTED = rb'"(?<![^,\r\n]")[^"]*+(?:""[^"]*+)*+(?:"|\Z)'
+_QUOTED_OR_ROW_END = re.compile(_QUOTED + rb"|(\r\n|\n|\r)")
+_QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
+_BLANK = re.compile(rb"[\r\n]*")
+_SHOWN = 80  # characters of a row
 _BLOCK_LIMIT = (1 << 31) - 1
+# Without "1" and "0": beside "true", a column of them would be bools in one row group and numbers in another.
+_TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
+
+# By the byte before a quote
+_STARTS_FIELD = np.zeros(256, dtype=np.bool_)
+_STARTS_FIELD[[ord(","), ord("\n"), ord("\r")]] = True
+_MAY_OPEN = _STARTS_FIELD.copy()
+_MAY_OPEN[ord('"')] = True
+
+_Ints = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
 
 
 class Csv:
@@ -41,12 +64,7 @@ class Csv:
         self._heads = Heads()
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        header = b"" if is_compressed(shard) or not shard.size else _read_header(shard)
-
-        def parse(content: bytes) -> pa.Table:
-            return _parse(header + content)
-
-        return scan_rows(shard, columns, len(header), _last_row_end, parse, _merge)
+        return scan_rows(shard, columns, CsvRows(shard.name, columns), _merge)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = bytes(shard.read(place.start, place.end))
@@ -54,21 +72,243 @@ class Csv:
             content = decompress(shard, content)
         elif shard.head:
             content = self._heads.read(shard, shard.head) + content
-        return _parse(content, schema)
+        return _parse(content, schema, fill_missing=True)
 
     def close(self) -> None:
         self._heads.clear()
 
 
-def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """In this thread, as one block, so that a row may be of any length. The header is part of `content`."""
+class CsvRows:
+    """See TextRows. Rows are counted from 1; the header and blank lines are none."""
+
+    def __init__(self, name: str, columns: Sequence[str] | None) -> None:
+        self._name, self._columns = name, columns
+        self._header = b""
+        self._names: list[str] = []
+        self._ends = RowEnds()
+        self._rows = 0  # parsed
+
+    def head(self, content: bytes, is_all: bool) -> int | None:
+        refuse_utf_16(self._name, content)
+        end = _header_end(content)
+        if end and (end < len(content) or is_all):  # else "\n" may follow "\r"
+            self._header = content[:end]
+            self._check_header()
+            return end
+        if is_all or len(content) > _HEADER_BYTES:
+            raise DataError(
+                f"{self._name} has no header line of column names with rows below it; add one, or remove the file"
+            )
+        return None
+
+    def last_row_end(self, content: bytes) -> int:
+        return self._ends.last(content)
+
+    def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
+        ragged: list[Any] = []
+
+        def keep(row: Any) -> str:
+            ragged.append(row)
+            return "error"
+
+        if _BLANK.fullmatch(content):
+            return _parse(self._header, schema, fill_missing=schema is not None)
+        try:
+            table = _parse(content, schema, self._names, keep, fill_missing=schema is not None)
+        except pa.ArrowInvalid:
+            if ragged:
+                self._refuse_ragged(ragged[0])
+            raise
+        if schema is None:
+            self._refuse_bytes(table)
+        self._rows += table.num_rows
+        return table
+
+    def end(self) -> None:
+        if self._ends.is_quoted:
+            self._refuse_open_quote(self._rows)
+
+    def _check_header(self) -> None:
+        if b"\0" in self._header:
+            raise DataError(
+                f"{self._name} has zero bytes in its header line, so it is UTF-16 or no text; if UTF-16, write it as "
+                f"UTF-8: {iconv('UTF-16LE', self._name)}"
+            )
+        try:
+            names = self._names = _parse(self._header).column_names
+        except UnicodeDecodeError:
+            raise DataError(
+                f"{self._name} has a header line that is not UTF-8; if it is Latin-1, write it as UTF-8: "
+                f"{iconv('LATIN1', self._name)}"
+            ) from None
+        line = self._header.removeprefix(BYTE_ORDER_MARK).decode().strip("\r\n")
+        if _EXCEL_LINE.fullmatch(line):
+            raise DataError(
+                f"{self._name} begins with {line!r}, which Excel reads and others take for column names; remove the line: "
+                f"sed 1d {quote(self._name)} > rows.csv"
+            )
+        wanted = names if self._columns is None else self._columns
+        twice = dict.fromkeys(name for name in names if names.count(name) > 1 and name in wanted)
+        if twice:
+            raise DataError(
+                f"{self._name} has several columns named {', '.join(map(repr, twice))}; rename all but one in its header "
+                "line, or choose columns without them"
+            )
+        if len(names) == 1:
+            self._refuse_other_separator(names[0], line)
+
+    def _refuse_other_separator(self, name: str, line: str) -> None:
+        unquoted = _QUOTED_FIELD.sub("", line)
+        for separator, word in _SEPARATORS.items():
+            if separator in unquoted:
+                quoted = '"' + name.replace('"', '""') + '"'
+                sep = separator.replace("\t", r"\t")
+                raise DataError(
+                    f"{self._name} has {word} and no comma in its header line, and is read with commas; rewrite it: "
+                    f'python -c \'import pandas; pandas.read_csv("{self._name}", sep="{sep}", dtype=str, '
+                    'keep_default_na=False).to_csv("commas.csv", index=False)\'. If '
+                    f"{line[:_SHOWN]!r} is the name of one column, quote it in the file: {quoted[:_SHOWN]}"
+                )
+
+    def _refuse_ragged(self, row: Any) -> None:
+        number = self._rows + row.number
+        if self._ends.is_quoted:
+            self._refuse_open_quote(number)
+        raise DataError(
+            f"cannot read {self._name}: row {number} has {row.actual_columns} field(s), and the header line has "
+            f"{row.expected_columns}; mend or remove the row, and quote a field that holds a comma. It begins with "
+            f"{row.text[:_SHOWN]!r}"
+        )
+
+    def _refuse_open_quote(self, row: int) -> None:
+        raise DataError(
+            f'{self._name}: a quote (") in row {row} is never closed, so all that follows would be one value; was the '
+            "file cut off? Close the quote, or double it and quote the whole field"
+        )
+
+    def _refuse_bytes(self, table: pa.Table) -> None:
+        for field in table.schema:
+            if not pa.types.is_binary(field.type):
+                continue
+            if field.name not in top_level(table.schema, self._columns):
+                continue
+            values = table.column(field.name)
+            for number, value in enumerate(values, self._rows + 1):
+                content = value.as_buffer()
+                try:
+                    str(content if content is not None else b"", "utf-8")
+                except UnicodeDecodeError:
+                    shown = content.to_pybytes()[:_SHOWN]
+                    raise DataError(
+                        f"{self._name}: column {field.name!r} of row {number} is not UTF-8: {shown!r}; if it is Latin-1, "
+                        f"write it as UTF-8: {iconv('LATIN1', self._name)}"
+                    ) from None
+
+
+class RowEnds:
+    """Where rows end in a file that is given to it chunk by chunk: which quotes open a field, and which close it.
+
+    A run of quotes acts as a whole. At a field's start, one of odd length opens a quoted field, or closes it where one is
+    open. Anywhere else, one of odd length closes it, or is text. One of even length changes nothing. So the state
+    behind a run is the parity of the odd runs at field starts since the last odd one elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self._quoted = False  # before the quotes at the end of `_tail`
+        self._tail = b"\n"  # the last byte that is no quote, and one or two quotes for the odd or even run after it
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether what was given ends within a quoted field."""
+        if len(self._tail) != 2:
+            return self._quoted
+        return not self._quoted and self._tail[:1] in b",\r\n"
+
+    def last(self, content: bytes) -> int:
+        """As TextRows.last_row_end. After a "\\r" that may be half of a line end nothing is cut."""
+        if len(self._tail) == 1 and b'"' not in content:
+            self._tail = content[-1:] or self._tail
+            if self._quoted:
+                return 0
+            return content.rfind(b"\n") + 1 or _last_return(content)
+        before = len(self._tail)
+        whole = self._tail + content
+        data = np.frombuffer(whole, np.uint8)
+        pending = len(whole) - len(whole.rstrip(b'"'))
+        quotes = np.flatnonzero(data == ord('"'))
+        quotes = quotes[: len(quotes) - pending]
+        at, states = self._states(data, quotes)
+        end = _last_outside(whole, data, ord("\n"), at, states)
+        if end < before:
+            end = _last_outside(whole, data, ord("\r"), at, states)
+        self._quoted = bool(states[-1])
+        rest = len(whole) - pending
+        self._tail = whole[rest - 1 : rest] + b'"' * (pending and 2 - pending % 2)
+        return max(0, end + 1 - before)
+
+    def _states(self, data: npt.NDArray[np.uint8], quotes: _Ints) -> tuple[_Ints, _Bools]:
+        """(places, whether a quoted field is open before the first of them and behind each)"""
+        opening = quotes[int(self._quoted) :: 2]
+        if _MAY_OPEN[
+            data[opening - 1]
+        ].all():  # so each second one does, or doubles the one before it
+            states = np.empty(len(quotes) + 1, dtype=np.bool_)
+            states[0::2], states[1::2] = self._quoted, not self._quoted
+            return quotes, states
+        first = np.flatnonzero(np.diff(quotes, prepend=-2) != 1)
+        starts = quotes[first]
+        odd = np.diff(first, append=len(quotes)) % 2 == 1
+        at_start = _STARTS_FIELD[data[starts - 1]]
+        toggles = np.cumsum(odd & at_start)
+        resets = np.maximum.accumulate(np.where(odd & ~at_start, np.arange(len(odd)), -1))
+        known = np.where(resets >= 0, toggles[resets], -int(self._quoted))
+        return starts, np.concatenate([[self._quoted], (toggles - known) % 2 == 1])
+
+
+def _last_outside(
+    whole: bytes, data: npt.NDArray[np.uint8], mark: int, at: _Ints, states: _Bools
+) -> int:
+    """The place of the last row end that is in no quoted field; -1 if there is none."""
+    last = whole.rfind(b"\n") if mark == ord("\n") else -1
+    if last >= 0 and not states[np.searchsorted(at, last)]:
+        return last
+    places = np.flatnonzero(data == mark)
+    if mark == ord("\r"):
+        places = places[places + 1 < len(data)]
+        places = places[data[places + 1] != ord("\n")]
+    outside = places[~states[np.searchsorted(at, places)]]
+    return int(outside[-1]) if len(outside) else -1
+
+
+def _last_return(content: bytes) -> int:
+    """After the last "\\r", in a file that has no "\\n"; the last byte may be half of "\\r\\n"."""
+    return content.rfind(b"\r", 0, len(content) - 1) + 1
+
+
+def _parse(
+    content: bytes,
+    schema: pa.Schema | None = None,
+    names: list[str] | None = None,
+    ragged: Any = None,
+    *,
+    fill_missing: bool = False,
+) -> pa.Table:
+    """In this thread, as one block, so that a row may be of any length. `names`: None if the header is part of `content`."""
     types = {} if schema is None else {field.name: field.type for field in schema}
     return pa.csv.read_csv(
         pa.BufferReader(content),
-        pa.csv.ReadOptions(use_threads=False, block_size=min(len(content) + 1, _BLOCK_LIMIT)),
-        pa.csv.ParseOptions(newlines_in_values=True),
+        pa.csv.ReadOptions(
+            use_threads=False,
+            block_size=min(len(content) + 1, _BLOCK_LIMIT),
+            column_names=names,
+        ),
+        pa.csv.ParseOptions(newlines_in_values=True, invalid_row_handler=ragged),
         pa.csv.ConvertOptions(
-            column_types=types, include_columns=list(types) or None, include_missing_columns=True
+            column_types=types,
+            include_columns=list(types) or None,
+            include_missing_columns=fill_missing,
+            true_values=_TRUE,
+            false_values=_FALSE,
         ),
     )
 
@@ -79,49 +319,15 @@ def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(name, kind) for name, kind in zip(one.names, kinds, strict=True)])
 
 
-def _read_header(shard: ShardAt) -> bytes:
-    """Up to the end of the first line that is not blank."""
-    upto = 0
-    while upto < shard.size:
-        upto = min(max(2 * upto, 64 << 10), shard.size)
-        content = bytes(shard.read(0, upto))
-        end = _header_end(content)
-        if end and (end < upto or upto == shard.size):  # else "\n" may follow "\r"
-            return content[:end]
-        if upto > GROUP_BYTES:
-            break
-    raise DataError(f"{shard.name} has no header line of column names with rows below it")
-
-
 def _header_end(content: bytes) -> int:
-    mark = len(_BYTE_ORDER_MARK) if content.startswith(_BYTE_ORDER_MARK) else 0
+    """Up to the end of the first line that is not blank; 0 if there is none."""
+    mark = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
     body = content[mark:]
-    spans = list(_quoted(body))
     row = 0
-    for end in _ROW_END.finditer(body):
-        if any(start <= end.start() < stop for start, stop in spans):
+    for found in _QUOTED_OR_ROW_END.finditer(body):
+        if found[1] is None:
             continue
-        if end.start() > row:
-            return mark + end.end()
-        row = end.end()
+        if found.start() > row:
+            return mark + found.end()
+        row = found.end()
     return 0
-
-
-def _last_row_end(content: bytes) -> int:
-    """After the last newline that is in no quoted field."""
-    end = len(content)
-    for start, stop in reversed(list(_quoted(content))):
-        at = content.rfind(b"\n", stop, end)
-        if at >= 0:
-            return at + 1
-        end = start
-    return content.rfind(b"\n", 0, end) + 1
-
-
-def _quoted(content: bytes) -> Iterator[tuple[int, int]]:
-    """The quoted fields that hold a newline. The last one may be cut off by the end of `content`."""
-    if b'"' in content:
-        for match in _QUOTED.finditer(content):
-            start, stop = match.span()
-            if content.find(b"\n", start, stop) >= 0 or content.find(b"\r", start, stop) >= 0:
-                yield start, stop

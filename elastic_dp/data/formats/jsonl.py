@@ -1,22 +1,39 @@
-"""JSON Lines: one object a line. A newline is never inside a value, since JSON escapes it."""
+"""JSON Lines: one object a line. A newline is never inside a value, since JSON escapes it.
+
+What is no object of its own on its line is refused by the line's number; NaN and Infinity are numbers, as Python
+writes them. See docs/csv-and-jsonl.md.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from shlex import quote
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.json
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.formats.text import decompress, is_compressed, scan_rows, with_codecs
+from elastic_dp.data.formats.text import (
+    BYTE_ORDER_MARK,
+    decompress,
+    iconv,
+    is_compressed,
+    refuse_utf_16,
+    scan_rows,
+    with_codecs,
+)
 from elastic_dp.data.schema import widest
+from elastic_dp.errors import DataError
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLOCK_LIMIT = (1 << 31) - 1
-# A row that is null, or such text in a string.
-_MAY_BE_NULL = re.compile(rb"(?:\A|[\n\r}\xbf])[ \t\n\r]*null")
+# A null that is the value of no key and in no list, most likely: the literal comes first, which re finds fast.
+_ODD_NULL = re.compile(rb"null(?<![:,\[]null)(?<![:,\[] null)")
+_BEFORE_NULL = 64  # bytes
+_NOT_UTF_8 = re.compile(r"\\udc[89a-f]")
+_SHOWN = 80  # bytes of a line
 
 
 class JsonLines:
@@ -27,56 +44,147 @@ class JsonLines:
     merge = staticmethod(widest)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        mark = bytes(shard.read(0, min(3, shard.size))) == _BYTE_ORDER_MARK
-        return scan_rows(shard, columns, 3 * mark, _last_row_end, _parse, _merge)
+        return scan_rows(shard, columns, JsonRows(shard.name), _merge)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = shard.read(place.start, place.end)
         if is_compressed(shard):
             content = decompress(shard, content)
-        options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-        return _parse(content, options)
+        return _parse(content, schema)
 
     def close(self) -> None:
         pass
 
 
-def _parse(content: bytes, options: pa.json.ParseOptions | None = None) -> pa.Table:
+class JsonRows:
+    """See TextRows. Rows are counted from 1, a line each; blank lines are none."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows = 0  # parsed
+
+    def head(self, content: bytes, is_all: bool) -> int | None:
+        refuse_utf_16(self._name, content)
+        mark = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
+        begins = content[mark:].lstrip()[:1]
+        if begins == b"[":
+            raise DataError(
+                f"{self._name} is a JSON array, and JSON Lines has one object a line; rewrite it: "
+                f"jq -c '.[]' {quote(self._name)} > rows.jsonl"
+            )
+        return mark if begins or is_all else None
+
+    def last_row_end(self, content: bytes) -> int:
+        return content.rfind(b"\n") + 1
+
+    def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
+        if not content.strip():
+            table = pa.table({})
+        elif schema is not None:
+            table = _parse(content, schema)
+        else:
+            table = self._infer(content)
+        self._rows += table.num_rows
+        return table
+
+    def end(self) -> None:
+        """A line that was cut off is no object."""
+
+    def _infer(self, content: bytes) -> pa.Table:
+        self._check_utf_8(content)
+        self._refuse_null_rows(content)
+        try:
+            return _parse(content)
+        except pa.ArrowInvalid as error:
+            lines = (line for line in content.split(b"\n") if line.strip())
+            for number, line in enumerate(lines, self._rows + 1):
+                if reason := _why_no_object(line):
+                    self._refuse_line(number, line, reason)
+            raise DataError(
+                f"cannot read {self._name}: {error}, counted from 0 at row {self._rows + 1}; make the column one type"
+            ) from None
+
+    def _check_utf_8(self, content: bytes) -> None:
+        """pyarrow does not ask, and its text would fail where it is used."""
+        if content.isascii():
+            return
+        try:
+            str(content, "utf-8")
+        except UnicodeDecodeError as error:
+            start = content.rfind(b"\n", 0, error.start) + 1
+            line = content[start : content.find(b"\n", error.start) % (len(content) + 1)]
+            number = self._number_at(content, start)
+            raise DataError(
+                f"{self._name}: {_column_not_utf_8(line)}row {number} is not UTF-8; if it is Latin-1, write it as "
+                f"UTF-8: {iconv('LATIN1', self._name)}"
+            ) from None
+
+    def _refuse_null_rows(self, content: bytes) -> None:
+        """pyarrow makes rows of them that have nothing, and crashes where the first row is one."""
+        checked = 0
+        for found in _ODD_NULL.finditer(content):
+            at = found.start()
+            before = content[max(0, at - _BEFORE_NULL) : at].rstrip()
+            if at < checked or (before and not before.endswith((b"}", BYTE_ORDER_MARK))):
+                continue
+            start = content.rfind(b"\n", 0, at) + 1
+            checked = content.find(b"\n", at) % (len(content) + 1)
+            if reason := _why_no_object(content[start:checked]):
+                number = self._number_at(content, start)
+                self._refuse_line(number, content[start:checked], reason)
+
+    def _number_at(self, content: bytes, start: int) -> int:
+        """Of the row whose line starts there."""
+        return self._rows + sum(map(bool, map(bytes.strip, content[:start].split(b"\n")))) + 1
+
+    def _refuse_line(self, number: int, line: bytes, reason: str) -> None:
+        raise DataError(
+            f"cannot read {self._name}: row {number} is no JSON object on a line ({reason}); mend or remove it, "
+            f"and if objects go over several lines: jq -c . {quote(self._name)} > rows.jsonl. It begins with "
+            f"{line[:_SHOWN]!r}"
+        )
+
+
+def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
     """In this thread, as one block, so that a line may be of any length."""
-    refuse_null_rows(content)
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
     reading = pa.json.ReadOptions(use_threads=False, block_size=block_size)
-    table = pa.json.read_json(pa.BufferReader(content), reading, options)
-    table.validate(full=True)  # Arrow's reader takes text that is not UTF-8
-    return table
+    options = pa.json.ParseOptions(
+        explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
+    )
+    return pa.json.read_json(pa.BufferReader(content), reading, options)
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     return pa.unify_schemas([one, other], promote_options="permissive")
 
 
-def _last_row_end(content: bytes) -> int:
-    return content.rfind(b"\n") + 1
+def _why_no_object(line: bytes) -> str:
+    """ "" if it is one, or blank."""
+    line = line.removeprefix(BYTE_ORDER_MARK).strip()
+    if not line:
+        return ""
+    try:
+        value = json.loads(line, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return "" if isinstance(value, dict) else "it is another value"
 
 
-def refuse_null_rows(content: bytes) -> None:
-    """Raises ValueError where a line is, or holds, a `null` that is no object's. Arrow's reader dies of it."""
-    for found in _MAY_BE_NULL.finditer(content) if b"null" in content else ():
-        start = content.rfind(b"\n", 0, found.end()) + 1
-        end = content.find(b"\n", start)
-        line = content[start : len(content) if end < 0 else end]
-        if not _is_of_objects(line.removeprefix(_BYTE_ORDER_MARK).decode(errors="replace")):
-            raise ValueError(f"a line holds a null where a row must be: {line[:80]!r}")
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key in found if sum(key == name for name, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
-def _is_of_objects(line: str) -> bool:
-    at, decoder = 0, json.JSONDecoder(strict=False)
-    while rest := line[at:].lstrip():
-        try:
-            value, length = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return False
-        if not isinstance(value, dict):
-            return False
-        at = len(line) - len(rest) + length
-    return True
+def _column_not_utf_8(line: bytes) -> str:
+    """ "" where it cannot be told."""
+    try:
+        row = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):
+        return ""
+    pairs = row.items() if isinstance(row, dict) else ()
+    named = next((key for key, value in pairs if _NOT_UTF_8.search(repr((key, value)))), "")
+    return f"column {named!r} of " if named else ""
