@@ -112,7 +112,8 @@ class DataConfig(_Order):
     groups, the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what becomes
     of the rows that do not fill the last global batch of an epoch: "drop" them, or a "short" batch with the
     right weights. `memory_bytes`: of row groups that one worker holds or has on the way. `on_bad_shard`: a row
-    group that cannot be decoded fails the run, or "skip": its rows are left out, and said.
+    group that cannot be decoded fails the run, or "skip": its rows are left out, and said. `max_bad_fraction`: the largest
+    part of the rows (with weights, of each source's rows) that may be left out so; more fail the run.
     """
 
     url: str | Sequence[str] | Mapping[str, float]
@@ -126,6 +127,7 @@ class DataConfig(_Order):
     shuffle: Literal["none", "rows", "full"] = field(default="rows", kw_only=True)
     memory_bytes: int = field(default=2 << 30, kw_only=True)
     on_bad_shard: Literal["fail", "skip"] = field(default="fail", kw_only=True)
+    max_bad_fraction: float = field(default=0.01, kw_only=True)
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -155,6 +157,9 @@ class DataConfig(_Order):
         if self.format is not None:
             _one_of("DataConfig.format", self.format, ("parquet", "arrow", "jsonl", "csv", "tar"))
         _one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
+        _at_least("DataConfig.max_bad_fraction", self.max_bad_fraction, 0.0)
+        if self.max_bad_fraction is None or self.max_bad_fraction > 1:
+            raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
         _whole("DataConfig.workers", self.workers, 0)
         _whole("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
