@@ -201,6 +201,7 @@ def read_index(
         _log.warning("%s", twice)
     columns, build, begun = Columns(config.columns), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
+    remarks: dict[str, tuple[int, str]] = {}
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -208,11 +209,16 @@ def read_index(
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
+        for what, (count, first) in scan.remarks.items():
+            before, example = remarks.get(what, (0, f"{first} of {sources[number].prefix}{name}"))
+            remarks[what] = before + count, example
         if not scan.rows.sum():  # as Spark writes a partition without a row
             empty[number].append(sources[number].prefix + name)
             continue
         columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
         build.add(name, entry.size, entry.version, scan)
+    for what, (count, example) in remarks.items():
+        _log.warning("DataConfig.url: %s %s, such as %s", f"{count:,}", what, example)
     _pass_over(config, sources, empty)
     return build.finish(columns)
 

@@ -6,8 +6,8 @@ decides what an error means: whatever a decoder raises is turned into words wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +58,7 @@ class Scan:
     `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
     decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
     end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
-    request.
+    request. `remarks`: what the user should know of it: how many of what, and the first one's name.
     """
 
     schema: pa.Schema
@@ -69,6 +69,7 @@ class Scan:
     check: int
     tail: int = 0
     footer: bytes = b""
+    remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
