@@ -218,7 +218,7 @@ def read_index(
         columns.add(sources[number].prefix + name, scan.schema, sources[number].format.merge)
         build.add(name, entry.size, entry.version, scan)
     for what, (count, example) in remarks.items():
-        _log.warning("DataConfig.url: %s %s, such as %s", f"{count:,}", what, example)
+        _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
     return build.finish(columns)
 

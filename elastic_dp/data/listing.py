@@ -368,22 +368,27 @@ def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
 
 
 def _splits(url: str, store: Store, found: _Found, kept: list[Entry]) -> Iterable[str]:
+    base = shown_folder(redact_url(url), store.path, found.root)
+    if words := splits_words(map(found.name, kept), base):
+        yield f"DataConfig.url: {redact_url(url)!r} {words}"
+
+
+def splits_words(names: Iterable[str], base: str) -> str:
+    """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names, with a "/"."""
     counts, examples = Counter[str](), dict[str, tuple[str, int]]()
-    for entry in kept:
-        name = found.name(entry)
+    for name in names:
         if match := _SPLIT.search(name.lower()):
             split = _SPLITS[match[1]]
             counts[split] += 1
             examples.setdefault(split, (name, match.end()))
     if len(counts) < 2:
-        return
+        return ""
     there = ", ".join(f"{count:,} of {s} (such as {examples[s][0]})" for s, count in counts.items())
     name, end = examples.get("train", next(iter(examples.values())))
     glob = name[:end] + ("/**" if name[end : end + 1] == "/" else "*")
-    base = shown_folder(redact_url(url), store.path, found.root)
-    yield (
-        f"DataConfig.url: {redact_url(url)!r} holds files of several splits, and all of them are read as one data set: "
-        f"{there}. Name one split by a glob, such as '{base}{glob}'"
+    return (
+        f"holds files of several splits, and all of them are read as one data set: {there}. Name one split by a glob, such "
+        f"as '{base}{glob}'"
     )
 
 
