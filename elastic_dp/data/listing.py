@@ -251,7 +251,8 @@ def _without_query(path: str) -> str:
 
 def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
     """Where a shard lies beside the mark; or the mark alone, before the first shard."""
-    parts = (entry.path.rpartition("/") for entry in found.look.entries)
+    marks = (e.path for e in found.look.entries if e.path.endswith(INCOMPLETE))
+    parts = (path.rpartition("/") for path in marks)
     marked = {folder for folder, _, name in parts if name == INCOMPLETE}
     folders = (entry.path.rpartition("/")[0] for entry in kept)
     if marked and (
@@ -375,6 +376,10 @@ def _splits(url: str, store: Store, found: _Found, kept: list[Entry]) -> Iterabl
 
 def splits_words(names: Iterable[str], base: str) -> str:
     """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names, with a "/"."""
+    names = list(names)
+    # All at once: of a million names that is a tenth of the time.
+    if len({_SPLITS[word] for word in _SPLIT.findall("\n".join(names).lower())}) < 2:
+        return ""
     counts, examples = Counter[str](), dict[str, tuple[str, int]]()
     for name in names:
         if match := _SPLIT.search(name.lower()):
