@@ -346,7 +346,8 @@ def _remarks(
     url: str, store: Store, found: _Found, kept: list[Entry], skipped: tuple[Skipped, ...]
 ) -> Iterable[str]:
     # `_SUCCESS`, `_metadata` and the like are no news; a hidden shard is.
-    if any(one.ending != HIDDEN or any(map(format_of, one.examples)) for one in skipped):
+    hidden = (found.name(entry) for entry in found.entries if not found.is_shown(entry))
+    if any(one.ending != HIDDEN for one in skipped) or (skipped and any(map(format_of, hidden))):
         yield f"DataConfig.url: not read at {store.url}, since no shards: {skipped_words(skipped)}"
     yield from _folders(url, store, found)
     yield from _splits(url, store, found, kept)

@@ -94,8 +94,20 @@ def test_linked_folder_is_read_by_a_deep_glob(tmp_path):
 def test_link_to_nothing_is_named(tmp_path, said):
     put(tmp_path / "a.parquet")
     (tmp_path / "b.parquet").symlink_to("gone.parquet")
+    (tmp_path / "c.parquet").symlink_to("c.parquet")
+    for url in (tmp_path, tmp_path / "**"):
+        (line,) = said(config(url))
+        assert "2 files: 2 links to nothing (such as b.parquet)" in line
+
+
+def test_hidden_shard_among_hidden_notes_is_said(tmp_path, said):
+    put(tmp_path / "a.parquet")
+    for name in ("_1", "_2", "_3"):
+        (tmp_path / name).write_text("")
+    assert said(config(tmp_path)) == []
+    put(tmp_path / "_part.parquet")
     (line,) = said(config(tmp_path))
-    assert "1 file: 1 links to nothing (such as b.parquet)" in line
+    assert "4 files: 4 hidden by a leading '.' or '_'" in line
 
 
 @pytest.mark.parametrize("name", ["what?.parquet", "a[1].parquet", "a*.parquet", "[ab].parquet"])
