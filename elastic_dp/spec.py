@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
@@ -97,6 +97,9 @@ class _Order:
         _one_of(f"{owner}.tail", self.tail, ("drop", "short"))
 
 
+Format = Literal["parquet", "arrow", "jsonl", "csv", "tar"]
+
+
 @dataclass(frozen=True, repr=False)
 class DataConfig(_Order):
     """Shards of rows at a URL.
@@ -113,13 +116,12 @@ class DataConfig(_Order):
     groups, the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what becomes
     of the rows that do not fill the last global batch of an epoch: "drop" them, or a "short" batch with the
     right weights. `memory_bytes`: of row groups that one worker holds or has on the way. `on_bad_shard`: a row
-    group that cannot be decoded fails the run, or "skip": its rows are left out, and said.
+    group that cannot be decoded fails the run, or "skip": its rows are left out, and said, up to `max_bad_fraction` of
+    all rows (with weights: of each source's); more fail the run.
     """
 
     url: str | Sequence[str] | Mapping[str, float]
-    format: Literal["parquet", "arrow", "jsonl", "csv", "tar"] | None = field(
-        default=None, kw_only=True
-    )
+    format: Format | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
@@ -127,6 +129,7 @@ class DataConfig(_Order):
     shuffle: Literal["none", "rows", "full"] = field(default="rows", kw_only=True)
     memory_bytes: int = field(default=2 << 30, kw_only=True)
     on_bad_shard: Literal["fail", "skip"] = field(default="fail", kw_only=True)
+    max_bad_fraction: float = field(default=0.01, kw_only=True)
     fill_nulls: Mapping[str, Any] | None = field(default=None, kw_only=True)
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
 
@@ -147,22 +150,23 @@ class DataConfig(_Order):
                 if not weight:
                     raise SpecError(f"{name} has weight 0; leave it out")
             if self.epochs is not None:
-                raise SpecError(
-                    "DataConfig.epochs is set, but each of several weighted sources counts its own; "
-                    "set max_steps instead"
-                )
+                message = "each of several weighted sources counts its own; set max_steps instead"
+                raise SpecError(f"DataConfig.epochs is set, but {message}")
         _callable("DataConfig.transform", self.transform)
         _callable("DataConfig.collate_fn", self.collate_fn)
         _one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
         if self.format is not None:
-            _one_of("DataConfig.format", self.format, ("parquet", "arrow", "jsonl", "csv", "tar"))
+            _one_of("DataConfig.format", self.format, get_args(Format))
         _one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
+        if (
+            not isinstance(self.max_bad_fraction, int | float)
+            or not 0 <= self.max_bad_fraction <= 1
+        ):
+            raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
         _whole("DataConfig.workers", self.workers, 0)
         _whole("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
-            raise SpecError(
-                "DataConfig.columns must be a list of at least one column name, or None"
-            )
+            raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
         fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
         if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
             raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be numbers or texts by name")
@@ -224,17 +228,15 @@ class ScalingConfig:
     has its own and NCCL is used, otherwise Gloo. `threads_per_worker`: torch's threads, part of the job since
     they change bits; defaults to the worker's CPUs. `stabilization_s`: a worker that is ready to join waits at most
     this long for others that are about to be ready, and as long after the last join, so that a burst of new nodes
-    stops the group once or twice; it waits for nobody where it fills the last seat, or no other builds its model. Where
-    a join costs seconds and the group changes often, it waits longer, up to ten times what a join costs.
+    stops the group once or twice; it waits for nobody where it takes the last place, or no other builds its model.
     `balance`: "equal", or "measured": where workers differ in speed, a slower one runs fewer virtual workers, as far as
     that makes a step at least a tenth shorter; one that runs a single one and is the slowest by a fifth of a step for five
     minutes is replaced, where a standby is ready.
 
     On nodes with Ray's labels: `market` "spot", "on-demand", "spot-first" (on-demand where no spot node is to be had)
     or "any"; `min_on_demand` of the workers are asked for on-demand nodes whatever the market, and stay when others can
-    leave. `zones`: each worker
-    is asked for the one of these where the fewest are, and for any other where that has no room. `label_selector`: what
-    else its node must be labelled, in Ray's words, {"ray.io/accelerator-type": "in(A100,H100)", "team": "!guests"}.
+    leave. `zones`: each worker is asked for the one of these where the fewest are, and for any other where that has no
+    room. `label_selector`: what else its node must be labelled, in Ray's words, {"ray.io/accelerator-type": "in(A100,H100)"}.
     """
 
     min_workers: int = 1

@@ -226,7 +226,7 @@ PARAMETERS = {
     "TrainContext.stop": "self reason",
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": "url *micro_batch_size epochs seed tail format columns transform collate_fn workers shuffle memory_bytes "
-    "on_bad_shard fill_nulls storage_options",
+    "on_bad_shard max_bad_fraction fill_nulls storage_options",
     "MapStyleData": "dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint",
     "ScalingConfig": "*min_workers max_workers virtual_workers standby resources_per_worker threads_per_worker "
     "stabilization_s market min_on_demand zones label_selector balance",

@@ -172,7 +172,12 @@ def places(tmp_path: Path, moto: str):
             DataConfig("s3://canary/set", micro_batch_size=4, columns=["y"], storage_options=more),
             DataConfig(signed(files, "cut.parquet"), micro_batch_size=4),
             DataConfig([bad_url, good_url], micro_batch_size=4),
-            DataConfig({bad_url: 1, good_url: 2}, micro_batch_size=4, on_bad_shard="skip"),
+            DataConfig(
+                {bad_url: 1, good_url: 2},
+                micro_batch_size=4,
+                on_bad_shard="skip",
+                max_bad_fraction=0.5,
+            ),
             DataConfig(good_url, micro_batch_size=4),
         ]
 

@@ -206,6 +206,7 @@ def read_index(
         _log.warning("%s", twice)
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
+    remarks: dict[str, tuple[int, str]] = {}
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -214,12 +215,17 @@ def read_index(
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
         shown = sources[number].prefix + name
+        for what, (count, first) in scan.remarks.items():
+            before, example = remarks.get(what, (0, f"{first} of {shown}"))
+            remarks[what] = before + count, example
         if not scan.rows.sum():  # as Spark writes a partition without a row
             empty[number].append(shown)
             continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
+    for what, (count, example) in remarks.items():
+        _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
     leaves = columns.leaves()
     nulls.add_missing(columns.absent())

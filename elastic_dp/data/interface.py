@@ -7,8 +7,10 @@ thread that called it, which has seeded them for (step, virtual worker); or, wit
 them in the same way. `transform(batch, rng)` runs ahead, in threads: it must not keep state between calls.
 
 A row group that cannot be decoded. With on_bad_shard="fail", `batch` raises its BadShard. With "skip", `batch` leaves
-its rows out, so there may be fewer than `rows` says: `masked` fewer. What a worker found is in `bad_row_groups()`; what
-the group has recorded it hands to each worker by `mark_bad`, so that all leave out the same whatever each could read.
+its rows out, so there may be fewer than `rows` says: `masked` fewer. What a worker found in a micro-batch it tells the
+group by `bad_row_groups`; what the group has recorded it hands to each worker by `mark_bad`, so that all leave out the
+same whatever each could read. `check_bad` and `check_left_out` say when that is too much, of what all have agreed on: at
+the same step in every fleet.
 """
 
 from __future__ import annotations
@@ -21,9 +23,6 @@ from elastic_dp.data.index import Index
 
 class BadRowGroups(Protocol):
     """Row groups by their number in the index; they are the same on all workers."""
-
-    def bad_row_groups(self) -> frozenset[int]:
-        """Found here, by `batch` or ahead of it, or marked."""
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         """From the next `batch` on their rows are left out, also of what was made ahead."""
@@ -60,6 +59,13 @@ class Dataset(BadRowGroups, Protocol):
     def masked(self, step: int, virtual_worker: int) -> int:
         """How many of them are known to lie in bad row groups. Right for a micro-batch once `batch` gave it."""
 
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        """Those that the micro-batch has rows in; once `batch` gave it. What was found ahead of it is not among them, so
+        that they do not depend on how far ahead each worker reads."""
+
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        """Raises DataError where so many rows must not be left out."""
+
     def batch(self, step: int, virtual_worker: int) -> Any:
         """A dict of CPU tensors [rows, …] that own their memory, or what `collate_fn` returns.
 
@@ -91,6 +97,9 @@ class EvaluationData(BadRowGroups, Protocol):
     def rows(self, index: int) -> int: ...
 
     def masked(self, index: int) -> int: ...
+
+    def check_left_out(self, rows: int) -> None:
+        """Of an evaluation of all rows. Raises DataError where so many must not be left out."""
 
     def batch(self, index: int) -> Any:
         """None if no row is left but masked ones."""

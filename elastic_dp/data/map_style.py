@@ -40,9 +40,6 @@ class _NoRowGroups:
 
     index: Index | None = None
 
-    def bad_row_groups(self) -> frozenset[int]:
-        return frozenset()
-
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         assert not list(row_groups), "map-style data has no row groups"
 
@@ -92,6 +89,12 @@ class MapStyleDataset(_NoRowGroups):
 
     def masked(self, step: int, virtual_worker: int) -> int:
         return 0
+
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        return frozenset()
+
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        pass
 
     def batch(self, step: int, virtual_worker: int) -> Any:
         if not self._processes:
@@ -161,6 +164,9 @@ class MapStyleEvaluation(_NoRowGroups):
 
     def masked(self, index: int) -> int:
         return 0
+
+    def check_left_out(self, rows: int) -> None:
+        pass
 
     def batch(self, index: int) -> Any:
         return _fetch_here(self._config, self._indices(index), self._pin)

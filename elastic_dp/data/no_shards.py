@@ -43,6 +43,8 @@ def why_nothing(
             f"only {skipped_words(skipped)}. Names that begin with '.' or '_' are files that are not finished, or notes "
             "of the program that wrote them; rename them if they are shards"
         )
+    if skipped and not any(one.ending == "" or one.ending.startswith(".") for one in skipped):
+        return f"nothing there can be read: {skipped_words(skipped)}. Mend the links, or rename the keys"
     if skipped:
         words = f"none of the files has such an ending: {skipped_words(skipped)}"
         if given_format is not None:
@@ -51,6 +53,9 @@ def why_nothing(
             f"{words}. Where they are of one of these formats, name them by a glob, such as '{base}*', and set "
             "DataConfig.format; `elastic-dp data convert` makes shards of images and text"
         )
+    if all(map(_is_hidden, look.folders)):
+        hidden = _some(base, [f"{path}/" for path in look.folders], folder)
+        return f"{hidden}. Names that begin with '.' or '_' are not read"
     subfolders = _some(base, [f"{path}/" for path in look.folders], folder)
     return f"{subfolders}, and no shard was found in {_LOOKS} of the folders below; name the one that has them"
 
@@ -62,8 +67,7 @@ class IsShard:
         self._endings = tuple(has_format)
 
     def __call__(self, path: str) -> bool:
-        name = path.rpartition("/")[2]
-        return name[:1] not in (".", "_") and name.lower().endswith(self._endings)
+        return not _is_hidden(path) and path.lower().endswith(self._endings)
 
 
 def shown_folder(shown: str, path: str, folder: str) -> str:
@@ -80,6 +84,9 @@ def _empty(shown: str, store: Store, folder: str, base: str) -> str:
     if local is not None and os.path.isdir(local):
         which = "the folder" if base.rstrip("/") == shown.rstrip("/") else f"the folder {base!r}"
         return f"{which} is empty"
+    itself = store.local_path(store.path)
+    if itself is not None and os.path.islink(itself):
+        return f"it is a link to {os.readlink(itself)!r}, where nothing is"
     if local is not None:
         return "there is no such file or folder; look at its spelling, and whether it is mounted on this machine"
     return "there is no object of that name or below it; look at the spelling of the bucket and the folder"
@@ -112,7 +119,7 @@ def _first_below(store: Store, folders: Sequence[str], is_shard: IsShard) -> Ent
         if not waiting:
             return None
         folder = waiting.popleft()
-        if folder.rpartition("/")[2][:1] in (".", "_"):
+        if _is_hidden(folder):
             continue
         look = store.look(folder, deep=False)
         if found := next((entry for entry in look.entries if is_shard(entry.path)), None):
@@ -121,7 +128,11 @@ def _first_below(store: Store, folders: Sequence[str], is_shard: IsShard) -> Ent
     return None
 
 
+def _is_hidden(path: str) -> bool:
+    return path.rpartition("/")[2][:1] in (".", "_")
+
+
 def _some(base: str, paths: Sequence[str], folder: str) -> str:
     names = sorted(path.removeprefix(folder).lstrip("/") for path in paths)
     more = ", …" if len(names) > 3 else ""
-    return f"{base!r} holds {len(names):,} other names: {', '.join(names[:3])}{more}"
+    return f"{base!r} holds {len(names):,} other name{'s' * (len(names) > 1)}: {', '.join(names[:3])}{more}"

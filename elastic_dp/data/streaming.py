@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_dp.data.bad_rows import BadRowLimit
 from elastic_dp.data.blocks import Blocks
 from elastic_dp.data.collating import Collating, located, nbytes_of, pinned
 from elastic_dp.data.gathering import Gathering, Ints
@@ -47,9 +48,6 @@ class _OfAStream:
 
     _stream: _Stream
 
-    def bad_row_groups(self) -> frozenset[int]:
-        return frozenset(self._stream.bad)
-
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         self._stream.mark_bad(row_groups)
 
@@ -80,6 +78,7 @@ class StreamingDataset(_OfAStream):
         stores: Sequence[Store] = (),
     ) -> None:
         self.index, self._order = index, order
+        self._limit = BadRowLimit(config, row_groups, index)
         self.num_rows, self.steps_per_epoch = order.num_rows, order.steps_per_epoch
         self.fingerprint = hashlib.sha256(f"{digest} {order.identity}".encode()).hexdigest()
         keep, floor = config.shuffle == "full", row_groups_at_once(order)
@@ -100,6 +99,12 @@ class StreamingDataset(_OfAStream):
 
     def masked(self, step: int, virtual_worker: int) -> int:
         return self._stream.masked(step, virtual_worker)
+
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        return self._stream.bad_row_groups(step, virtual_worker)
+
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        self._limit.check(sorted(row_groups))
 
     def batch(self, step: int, virtual_worker: int) -> Any:
         return self._stream.batch(step, virtual_worker)
@@ -126,6 +131,7 @@ class StreamingEvaluation(_OfAStream):
         stores: Sequence[Store] = (),
     ) -> None:
         self.index = index
+        self._limit = BadRowLimit(config, row_groups, index)
         order = Order(
             group_rows=row_groups.rows,
             virtual_workers=1,
@@ -146,6 +152,9 @@ class StreamingEvaluation(_OfAStream):
 
     def masked(self, index: int) -> int:
         return self._stream.masked(index + 1, 0)
+
+    def check_left_out(self, rows: int) -> None:
+        self._limit.check_rows(rows, self.num_rows, "the evaluation", "")
 
     def batch(self, index: int) -> Any:
         assert 0 <= index < self.num_batches, "no such batch"
@@ -256,6 +265,12 @@ class _Stream:
             return 0
         groups, _ = self._order.locate(step, virtual_worker)
         return int(np.isin(groups, list(self.bad)).sum())
+
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
+        if not self.bad:
+            return frozenset()
+        groups, _ = self._order.locate(step, virtual_worker)
+        return frozenset(self.bad.intersection(groups.tolist()))
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         found = set(row_groups) - self.bad

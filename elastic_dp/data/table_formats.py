@@ -18,6 +18,7 @@ from elastic_dp.errors import DataError, StorageError
 _FOLDERS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 _ICEBERG = "metadata"
 _ICEBERG_LOG = re.compile(r"\.metadata\.json(\.gz)?$")
+_MAY_BE_LOG = re.compile(r"_delta_log/|\.hoodie/|\.metadata\.json")
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 
 
@@ -41,6 +42,8 @@ def tables_among(paths: Iterable[str]) -> set[Table]:
     """Those whose logs are among these files."""
     found = set()
     for path in paths:
+        if not _MAY_BE_LOG.search(path):  # of a million files hardly any is
+            continue
         for folder, kind in _FOLDERS.items():
             root, mark, _ = f"/{path}".partition(f"/{folder}/")
             if mark:

@@ -125,26 +125,30 @@ def _look(folder: str, deep: bool, into: Look, above: tuple[tuple[int, int], ...
         here, inside = os.stat(folder), list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return
+        raise
     if (here.st_dev, here.st_ino) in above:
         return
     above = (*above, (here.st_dev, here.st_ino))
     for item in inside:
-        if item.is_dir():
-            if deep:
-                _look(item.path, deep, into, above)
-            else:
-                into.folders.append(item.path)
-            continue
         try:
-            found = item.stat()
+            is_folder = item.is_dir()
+            found = None if is_folder else item.stat()
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):
                 raise
             if item.is_symlink():  # else deleted since
                 into.unreadable.setdefault(LINKS, []).append(item.path)
             continue
-        if S_ISREG(found.st_mode):
-            into.entries.append(_entry(item.path, found))
+        if found is not None:
+            if S_ISREG(found.st_mode):
+                into.entries.append(_entry(item.path, found))
+        elif deep:
+            _look(item.path, deep, into, above)
+        else:
+            into.folders.append(item.path)
 
 
 def _open(path: str) -> int:

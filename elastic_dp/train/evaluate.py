@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,8 @@ from elastic_dp.train.loss import mean, parse_loss
 from elastic_dp.train.session import Session
 from elastic_dp.train.step import LossFn, autocast, to_device
 
-Results = dict[int, tuple[float, float, dict[str, float]]]  # batch -> (loss, weight, metrics)
+# batch -> (loss, weight, metrics, rows that were left out since they cannot be decoded)
+Results = dict[int, tuple[float, float, dict[str, float], int]]
 
 _EVALUATION = 1 << 32  # keeps the seeds of evaluation batches apart from those of virtual workers
 
@@ -37,6 +38,7 @@ class EvaluationBatches(Protocol):
 
     def rows(self, batch: int) -> int: ...
     def masked(self, batch: int) -> int: ...
+    def check_left_out(self, rows: int) -> None: ...
     def batch(self, batch: int) -> Any: ...
     def read_ahead(self, indices: Sequence[int]) -> None: ...
 
@@ -68,6 +70,7 @@ def evaluate(
             continue
         try:
             _complete(session, fn, data, model, known)
+            data.check_left_out(sum(left_out for *_, left_out in known.values()))
             session.control.commit()
         except GroupError as error:
             session.leave(str(error))
@@ -91,9 +94,7 @@ def _complete(
     while True:
         session.pass_point("evaluate_exchange")
         for payload in group.gather_bytes(json.dumps(list(known.items())).encode()):
-            known.update(
-                {int(i): (loss, weight, m) for i, (loss, weight, m) in json.loads(payload)}
-            )
+            known.update({int(i): tuple(result) for i, result in json.loads(payload)})
         missing = [i for i in range(data.num_batches) if i not in known]
         if not missing:
             return
@@ -109,16 +110,17 @@ def _complete(
 
 def _one(
     session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
-) -> tuple[float, float, dict[str, float]]:
+) -> tuple[float, float, dict[str, float], int]:
     place = (session.spec.data.seed, session.place.step, _EVALUATION + i)
     seed_everything(batch_seed(*place))
     batch = to_device(data.batch(i), session.device)
     seed_everything(seed_for(*place))  # as in a step
     if batch is None:  # all its rows lie in bad row groups
-        return 0.0, 0.0, {}
+        return 0.0, 0.0, {}, data.rows(i)
+    left_out = data.masked(i)
     with autocast(session.stepper.precision, session.device):
-        loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - data.masked(i))
-    return float(loss), weight, metrics
+        loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
+    return float(loss), weight, metrics, left_out
 
 
 @contextlib.contextmanager
@@ -142,10 +144,10 @@ def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Modu
             torch.cuda.set_rng_state(cuda, session.device)
 
 
-def _summary(results: Mapping[int, tuple[float, float, dict[str, float]]]) -> dict[str, float]:
+def _summary(results: Results) -> dict[str, float]:
     sums: dict[str, list[tuple[float, float]]] = {}
     for i in sorted(results):
-        loss, weight, metrics = results[i]
+        loss, weight, metrics, _ = results[i]
         if not weight:
             continue
         for name, value in {"loss": loss, **metrics}.items():

@@ -57,7 +57,8 @@ class BatchSource(Protocol):
     def batch(self, step: int, virtual_worker: int) -> Any: ...
     def describe(self, step: int, virtual_worker: int) -> str: ...
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None: ...
-    def bad_row_groups(self) -> frozenset[int]: ...
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]: ...
+    def check_bad(self, row_groups: Iterable[int]) -> None: ...
     def mark_bad(self, row_groups: Iterable[int]) -> None: ...
     def describe_row_group(self, row_group: int) -> str: ...
 
@@ -213,6 +214,8 @@ class Stepper:
             self.gradients.careful = True
             self._undo()
             return Redo()
+        if heard.bad:
+            self.data.check_bad(self.state.bad_row_groups | heard.bad)
         leaves = self._counting(step, heard.leaves)
         weight = math.fsum(leaf.weight for leaf in leaves.values())
         if 0 < weight < LEAST_WEIGHT:
@@ -306,12 +309,13 @@ class Stepper:
         self, step: int, outcomes: Mapping[int, _Leaf], stop: str | None
     ) -> tuple[int, int]:
         """How many flags it has for parameters, and for buffers: as many as the others' have."""
+        bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in outcomes))
         said = {
             "v": [(v, x.loss, x.weight, x.metrics) for v, x in outcomes.items()],
             "stop": stop,
             "keep": self.control.checkpoint_wanted,
             "keeps_late": self.control.checkpoint_late,
-            "bad": sorted(self.data.bad_row_groups() - self.state.bad_row_groups),
+            "bad": sorted(bad - self.state.bad_row_groups),
         }
         digest = self.weights.digest(step - 1)
         if digest is not None:

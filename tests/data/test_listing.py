@@ -94,8 +94,20 @@ def test_linked_folder_is_read_by_a_deep_glob(tmp_path):
 def test_link_to_nothing_is_named(tmp_path, said):
     put(tmp_path / "a.parquet")
     (tmp_path / "b.parquet").symlink_to("gone.parquet")
+    (tmp_path / "c.parquet").symlink_to("c.parquet")
+    for url in (tmp_path, tmp_path / "**"):
+        (line,) = said(config(url))
+        assert "2 files: 2 links to nothing (such as b.parquet)" in line
+
+
+def test_hidden_shard_among_hidden_notes_is_said(tmp_path, said):
+    put(tmp_path / "a.parquet")
+    for name in ("_1", "_2", "_3"):
+        (tmp_path / name).write_text("")
+    assert said(config(tmp_path)) == []
+    put(tmp_path / "_part.parquet")
     (line,) = said(config(tmp_path))
-    assert "1 file: 1 links to nothing (such as b.parquet)" in line
+    assert "4 files: 4 hidden by a leading '.' or '_'" in line
 
 
 @pytest.mark.parametrize("name", ["what?.parquet", "a[1].parquet", "a*.parquet", "[ab].parquet"])
@@ -153,6 +165,28 @@ def test_keys_of_s3_that_are_no_paths_do_not_hide_the_others(more, moto, said):
     (line,) = said(deep)
     assert "2 keys with an empty, '.' or '..' part, which cannot be read (such as /b.par" in line
     assert ids(deep) == [0, 1]
+
+
+@pytest.mark.parametrize("url", ["set", "set/**", "set/**/*.parquet"])
+def test_linked_folders_and_links_to_nothing_are_converted_and_named(url, tmp_path):
+    put(tmp_path / "set" / "a.parquet")
+    put(tmp_path / "elsewhere" / "b.parquet", 2)
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set" / "round").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "dead.parquet").symlink_to("gone")
+    made = convert(str(tmp_path / url), str(tmp_path / "out"))
+    assert made.rows == 4
+    assert [(one.ending, one.examples) for one in made.skipped] == [
+        ("links to nothing", ("dead.parquet",))
+    ]
+
+
+@pytest.mark.parametrize("name", ["x[1]", "x?", "x*"])
+def test_marks_of_patterns_in_names_are_part_of_the_name_for_convert(name, tmp_path):
+    put(tmp_path / name / f"{name}.parquet")
+    for number, url in enumerate((tmp_path / name, tmp_path / name / f"{name}.parquet")):
+        assert convert(str(url), str(tmp_path / f"out-{number}")).rows == 2
+        assert inspect(str(url)).rows == 2
 
 
 # ------------------------------------------------------------------------------------ empty parts
@@ -241,6 +275,14 @@ def test_splits_in_one_folder_are_said_with_the_glob_of_one(tmp_path, said):
     assert said(config(f"{tmp_path}/train*")) == []
 
 
+def test_splits_that_are_converted_together_are_said(tmp_path, caplog):
+    for split in ("train", "test"):
+        put(tmp_path / "set" / f"{split}-0.parquet")
+    convert(str(tmp_path / "set"), str(tmp_path / "out"))
+    assert "holds files of several splits" in caplog.text
+    assert f"such as '{tmp_path}/set/train*'" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("files", "glob"),
     [
@@ -310,6 +352,20 @@ def test_no_shard_where_there_is_nothing(tmp_path):
 def test_no_shard_in_an_empty_folder(tmp_path):
     assert no_shard(tmp_path).endswith(f"at '{tmp_path}': the folder is empty")
     assert no_shard(tmp_path / "*.parquet").endswith(f"the folder '{tmp_path}/' is empty")
+
+
+def test_no_shard_but_links_to_nothing(tmp_path):
+    (tmp_path / "a.parquet").symlink_to("gone")
+    assert "nothing there can be read: 1 file: 1 links to nothing (such as a.par" in no_shard(
+        tmp_path
+    )
+    assert no_shard(tmp_path / "a.parquet").endswith("it is a link to 'gone', where nothing is")
+
+
+def test_no_shard_but_a_hidden_folder(tmp_path):
+    put(tmp_path / "_temporary" / "a.parquet")
+    words = no_shard(tmp_path)
+    assert "holds 1 other name: _temporary/. Names that begin with '.' or '_' are not read" in words
 
 
 def test_no_shard_of_known_endings(tmp_path):

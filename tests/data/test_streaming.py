@@ -463,7 +463,10 @@ def test_skipping_leaves_out_the_same_rows_whatever_the_fleet(shuffle):
             if batch is not None:
                 check(batch, left)
             assert data.rows(step, v) - data.masked(step, v) == len(left)
-    assert data.bad_row_groups() == {2, 5}
+    every = [
+        data.bad_row_groups(s, v) for s in range(1, data.steps_per_epoch + 1) for v in range(V)
+    ]
+    assert frozenset().union(*every) == {2, 5}
     assert data.describe_row_group(5) == "row group 1 of part-1"
     data.close()
 
@@ -481,6 +484,35 @@ def test_what_the_group_has_recorded_is_left_out_by_one_who_could_read_it():
     assert data.batch(2, 0) is None
     check(data.batch(1, 2), list(range(16, 24)))
     assert (data.masked(2, 0), data.masked(2, 2)) == (8, 0)
+    data.close()
+
+
+def test_bad_row_group_found_ahead_is_told_with_the_micro_batch_that_needs_it():
+    data = opened(FakeRowGroups([16] * 8, bad=[2]), shuffle="none", on_bad_shard="skip")
+    data.read_ahead(1, range(V))
+    data.batch(1, 0)
+    made = data._stream._micro_batches
+    with made._lock:
+        assert made._done.wait_for(lambda: 2 in data._stream.bad, timeout=PATIENCE_S)
+    assert data.bad_row_groups(1, 0) == set()
+    assert data.batch(2, 0) is None
+    assert data.bad_row_groups(2, 0) == {2}
+    data.close()
+
+
+def test_more_bad_rows_than_the_limit_are_refused():
+    groups = FakeRowGroups([10, 30, 60])
+    data = opened(groups, shuffle="none", on_bad_shard="skip", max_bad_fraction=0.1)
+    data.check_bad([])
+    data.check_bad([0])
+    said = r"max_bad_fraction is 0\.1, but 40 of the 100 rows of the data set, 0\.4 of them.*: row group 0 of part-0, row group"
+    with pytest.raises(DataError, match=said):
+        data.check_bad({0, 1})
+    data.close()
+    data = opened(groups, shuffle="none", on_bad_shard="skip", max_bad_fraction=1)
+    data.check_bad([0, 2])
+    with pytest.raises(DataError, match="no row of the data set can be decoded: row group 0 of"):
+        data.check_bad([0, 1, 2])
     data.close()
 
 

@@ -37,6 +37,38 @@ def test_a_folder_is_listed_with_sizes_and_versions(place):
     assert store.find(store.path.rstrip("/")) == store.find(store.path.rstrip("/") + "/") == found
 
 
+def test_look_into_a_folder_gives_its_files_and_folders_or_all_files_below(place):
+    need_lists(place)
+    for name in ("b.parquet", "a.parquet/c.txt", "sub/deep/d.txt", "subway"):
+        place.plant(name, b"x")
+    store = place.open()
+    root = store.path.rstrip("/")
+    here = store.look(root, deep=False)
+    assert names(store, here.entries) == ["b.parquet", "subway"]
+    assert here.folders == [f"{root}/a.parquet", f"{root}/sub"]
+    below = store.look(f"{root}/", deep=True)
+    assert below.entries == store.find(f"{root}/") and not below.folders
+    assert not here.unreadable and not below.unreadable
+    for deep in (False, True):
+        nothing = store.look(f"{root}/su", deep=deep)
+        assert not nothing.entries and not nothing.folders
+        assert [e.path for e in store.look(f"{root}/sub/deep", deep=deep).entries] == [
+            f"{root}/sub/deep/d.txt"
+        ]
+
+
+def test_look_up_finds_one_file_whatever_is_in_its_name(place):
+    need_lists(place)
+    place.plant("a[1].parquet", CONTENT)
+    store = place.open()
+    path = f"{store.path.rstrip('/')}/a[1].parquet"
+    entry = store.look_up(path)
+    assert entry is not None and (entry.path, entry.size) == (path, len(CONTENT))
+    assert bytes(store.read_all(path, entry.version)) == CONTENT
+    assert store.look_up(f"{path}.gone") is None
+    assert store.look_up(store.path.rstrip("/")) is None
+
+
 def test_a_folder_whose_name_another_begins_with_is_not_mixed_up(place):
     need_lists(place)
     place.plant("a/1", b"1")

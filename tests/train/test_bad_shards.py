@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.data import read_index
-from elastic_dp.errors import BadShard
+from elastic_dp.data import open_data, read_index
+from elastic_dp.errors import BadShard, DataError, SpecError
 from elastic_dp.spec import DataConfig, JobSpec
 from tests.runs import group, lines_of, local, resize, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
@@ -32,7 +32,7 @@ def points(folder: Path, bad: tuple[int, ...] = (5,)) -> DataConfig:
             }
         )
         pq.write_table(table, folder / f"part-{shard}.parquet", row_group_size=ROWS)
-    config = DataConfig(str(folder), micro_batch_size=4, on_bad_shard="skip")
+    config = DataConfig(str(folder), micro_batch_size=4, on_bad_shard="skip", max_bad_fraction=0.99)
     index = read_index(config)
     for number in bad:
         path = folder / f"{index.name(index.shard_of(number))}"
@@ -97,3 +97,51 @@ def test_the_default_names_the_shard(tmp_path):
         local(spec, train)
     outcome, _ = group(spec, train)
     assert outcome.error is not None and "row group 2 of part-1.parquet" in outcome.error
+
+
+def first_step_with(config: DataConfig, row_group: int, virtual_workers: int) -> int:
+    data = open_data(config, virtual_workers=virtual_workers)
+    try:
+        data.mark_bad([row_group])
+        steps = range(1, data.steps_per_epoch + 1)
+        return next(s for s in steps if any(data.masked(s, v) for v in range(virtual_workers)))
+    finally:
+        data.close()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_more_bad_rows_than_the_limit_end_every_fleet_at_the_same_step(workers, tmp_path):
+    config = dataclasses.replace(points(tmp_path), max_bad_fraction=0.01)
+    spec = job(config, workers=workers, min_workers=workers, config={"eval": config})
+    step = first_step_with(config, 5, spec.scaling.num_virtual_workers)
+    outcome, run = group(spec, train)
+    assert outcome.error is not None and "but 16 of the 192 rows of the data set" in outcome.error
+    assert "row group 2 of part-1.parquet" in outcome.error and "raise max_bad_fr" in outcome.error
+    assert run.controller.status()["step"] == step - 1
+
+
+def test_data_set_of_which_nothing_can_be_decoded_fails_whatever_the_limit(tmp_path):
+    config = points(tmp_path, bad=tuple(range(SHARDS * GROUPS)))
+    config = dataclasses.replace(config, max_bad_fraction=1.0)
+    with pytest.raises(DataError, match="no row of the data set can be decoded"):
+        local(job(config, config={"eval": config}), train)
+
+
+def test_evaluation_with_more_bad_rows_than_the_limit_fails(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    good, bad = points(tmp_path / "a", bad=()), points(tmp_path / "b")
+    for limit, said in (0.01, "16 of the 192 rows of the evaluation"), (0.5, None):
+        evaluation = dataclasses.replace(bad, micro_batch_size=10, max_bad_fraction=limit)
+        spec = job(good, config={"eval": evaluation})
+        if said is None:
+            assert any("eval_loss" in line for line in local(spec, train).logged)
+            continue
+        with pytest.raises(DataError, match=said):
+            local(spec, train)
+
+
+@pytest.mark.parametrize("limit", [-0.1, 1.5, None, "1%", True, float("nan")])
+def test_limit_that_is_no_part_is_refused(limit):
+    with pytest.raises(SpecError, match="max_bad_fraction is"):
+        DataConfig("x", micro_batch_size=1, max_bad_fraction=limit)

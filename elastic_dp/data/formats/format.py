@@ -59,7 +59,8 @@ class Scan:
     decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
     end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
     request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells;
-    `null_lists`: lists of no fixed size that are null themselves.
+    `null_lists`: lists of no fixed size that are null themselves. `remarks`: what the user should know of it: how many
+    of what, and the first one's name.
     """
 
     schema: pa.Schema
@@ -72,6 +73,7 @@ class Scan:
     footer: bytes = b""
     nulls: Mapping[str, int] = field(default_factory=dict)
     null_lists: Mapping[str, int] = field(default_factory=dict)
+    remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 `images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and `cls`. A key goes
 up to the first dot of the file's name. Columns are bytes, but `txt` and `json` are text, and `cls` is a whole number.
 Samples are cut into row groups of about 4 MiB in the order of the tar; one range of it is one row group.
+
+As for webdataset, members without an ending (LICENSE) are no samples; nor are notes such as README.md. What is passed
+over is counted, and which members are is a matter of their names alone, so that `scan` and `read` agree.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.kinds import lossless
+from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
 _BLOCK = 512
@@ -30,6 +34,21 @@ _KINDS = {
     "json": pa.large_string(),
     "cls": pa.int64(),
 }
+_NOTE_STEMS = {
+    "README",
+    "LICENSE",
+    "LICENCE",
+    "COPYING",
+    "NOTICE",
+    "CHANGELOG",
+    "CITATION",
+    "AUTHORS",
+}
+_NOTE_ENDINGS = {"md", "txt", "rst", "html", "cff", "bib"}
+_NOTES = "members that are no samples, since they have no ending or are notes"
+_LINKS = "members that are links or devices, and are not read"
+_APART = "keys that come again later in their shard, and are another sample there"
+_SHOWN = 40  # bytes of a value, in an error message
 
 
 class Tar:
@@ -44,19 +63,29 @@ class Tar:
         here: set[str] = set()  # in this sample
         groups: list[list[int]] = []
         check, last_key = 0, None
-        for member in _members(_Scanned(shard)):
+        keys = set[int]()  # of all samples, as hashes
+        remarks: dict[str, tuple[int, str]] = {}
+        for member in _members(_Scanned(shard), remarks):
             key, ending = _split(member.name)
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
             if member.offset_data + member.size > shard.size:
                 raise tarfile.ReadError(f"{member.name} goes past the end; the shard was cut off")
             if key != last_key:
+                if hash(key) in keys:
+                    _remark(remarks, _APART, key)
+                keys.add(hash(key))
                 if not groups or groups[-1][2] - groups[-1][1] >= GROUP_BYTES:
                     groups.append([0, member.offset, end])
                 groups[-1][0] += 1
                 here = {_KEY}
                 names[_KEY] += 1
+            if ending in here:
+                raise DataError(
+                    f"{shard.name} has {member.name!r} twice (the sample {key!r} has two columns {ending!r}), and which one is "
+                    "meant is not known; write the shard again with one of them"
+                )
             groups[-1][2] = min(end, shard.size)
-            names[ending] += ending not in here
+            names[ending] += 1
             here.add(ending)
             last_key = key
             check = zlib.crc32(f"{member.name} {member.size} {member.mtime}".encode(), check)
@@ -64,7 +93,7 @@ class Tar:
         schema = pa.schema([(name, _KINDS.get(name, pa.large_binary())) for name in names])
         nbytes = 2 * (ends - starts) + rows * 16 * len(names)
         nulls = {name: names[_KEY] - count for name, count in names.items()}
-        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls)
+        return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, remarks=remarks)
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = memoryview(shard.read(place.start, place.end))
@@ -77,8 +106,9 @@ class Tar:
             if end > len(content):
                 raise tarfile.ReadError(f"{member.name} was cut off")
             if ending in schema.names:
+                value = content[member.offset_data : end]
                 samples[-1][ending] = _value(
-                    schema.field(ending).type, content[member.offset_data : end]
+                    schema.field(ending).type, value, f"{member.name!r} of {shard.name}"
                 )
         return pa.table(
             {f.name: pa.array([s.get(f.name) for s in samples], f.type) for f in schema}
@@ -122,8 +152,10 @@ class _Scanned(io.RawIOBase):
         return True
 
 
-def _members(file: Any) -> Iterator[tarfile.TarInfo]:
-    """The files in it, without hidden ones. Long names and extended headers are tarfile's business.
+def _members(
+    file: Any, remarks: dict[str, tuple[int, str]] | None = None
+) -> Iterator[tarfile.TarInfo]:
+    """The files in it that belong to samples. `remarks` counts the others, but for hidden ones. Long names and extended headers are tarfile's business.
 
     tarfile takes a broken header for the end, so what it stopped at is looked at again.
     """
@@ -131,17 +163,22 @@ def _members(file: Any) -> Iterator[tarfile.TarInfo]:
     with tarfile.open(fileobj=buffered, mode="r:") as members:
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
-            if member.isfile() and not member.name.rsplit("/", 1)[-1].startswith("."):
-                if member.issparse():
-                    raise tarfile.ReadError(
-                        f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
-                        "without --sparse"
-                    )
+            name = member.name.rsplit("/", 1)[-1]
+            if member.isdir() or name.startswith("."):
+                continue
+            if member.issparse():
+                raise tarfile.ReadError(
+                    f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
+                    "without --sparse"
+                )
+            if member.isfile() and not _is_note(name):
                 if _split(member.name)[1] == _KEY:
                     raise tarfile.ReadError(
                         f"{member.name} has the ending {_KEY!r}, which names the sample; rename it"
                     )
                 yield member
+            elif remarks is not None:
+                _remark(remarks, _NOTES if member.isfile() else _LINKS, member.name)
         buffered.seek(members.offset)
         if buffered.read(_BLOCK).strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
@@ -153,7 +190,36 @@ def _split(name: str) -> tuple[str, str]:
     return folder + slash + key, ending.lower()
 
 
-def _value(kind: pa.DataType, content: memoryview) -> Any:
+def _is_note(name: str) -> bool:
+    stem, dot, ending = name.partition(".")
+    return not dot or (stem in _NOTE_STEMS and ending.lower() in _NOTE_ENDINGS)
+
+
+def _remark(remarks: dict[str, tuple[int, str]], what: str, name: str) -> None:
+    count, first = remarks.get(what, (0, name))
+    remarks[what] = count + 1, first
+
+
+def _value(kind: pa.DataType, content: memoryview, what: str) -> Any:
+    """`what`: the member and its shard, for messages."""
     if pa.types.is_integer(kind):
-        return int(bytes(content))
-    return str(content, "utf-8") if pa.types.is_large_string(kind) else content
+        try:
+            number = int(bytes(content))
+        except ValueError:
+            shown = bytes(content[:_SHOWN]).decode("utf-8", "replace")
+            raise DataError(
+                f"{what} holds {shown!r}, and '.cls' must be a whole number; name such members '.txt', or leave the column "
+                "out by DataConfig.columns"
+            ) from None
+        if not -(1 << 63) <= number < 1 << 63:
+            raise DataError(f"{what} holds a number of more than 64 bits; name such members '.txt'")
+        return number
+    if not pa.types.is_large_string(kind):
+        return content
+    try:
+        return str(content, "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{what} is no text in UTF-8 ({error.reason} at byte {error.start}); write it so, or give it an ending that is "
+            "not read as text"
+        ) from None

@@ -19,6 +19,7 @@ import pyarrow as pa
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.data.nulls import count_null_lists, count_nulls
 from elastic_dp.data.schema import has_lengths, leaves, top_level
+from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
 ROW_BYTES = 256 << 20  # of one row; beyond it, a quote was most likely never closed

@@ -5,6 +5,8 @@ What is said of a URL or by a store goes through `redact`, and hides the foreign
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,12 +16,15 @@ from typing import Any
 import pyarrow as pa
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
 from elastic_dp.data.destination import INCOMPLETE, not_whole
+from elastic_dp.data.listing import glob_mark
 from elastic_dp.data.skipped import Skipped, count_skipped
 from elastic_dp.data.table_formats import refuse_table, table_above, tables_among
 from elastic_dp.errors import DataError, ElasticError, StorageError
-from elastic_dp.storage import redact, redact_url
+from elastic_dp.storage import Entry, Look, redact, redact_url
+from elastic_dp.storage.local import LINKS, LocalBackend
 
 _GLOB_MARKS = "*?["
 _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -28,7 +33,7 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 @dataclass(frozen=True)
 class Files:
     """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may be a signature.
-    `hidden`: names that are there, too, and begin with "." or "_"."""
+    `hidden`: names that are there, too, and begin with "." or "_"; `dead`: links to nothing."""
 
     system: Any
     root: str
@@ -36,6 +41,7 @@ class Files:
     sizes: tuple[int, ...]
     query: str = ""
     hidden: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
 
     def path(self, name: str) -> str:
         return (f"{self.root}/{name}" if self.root else name) + self.query
@@ -49,7 +55,8 @@ class Files:
     def beside(self, read: Files) -> tuple[Skipped, ...]:
         """What is here and not in `read`, a part of it."""
         chosen = set(read.names)
-        return count_skipped((name for name in self.names if name not in chosen), self.hidden)
+        others = (name for name in self.names if name not in chosen)
+        return count_skipped(others, self.hidden, {LINKS: self.dead})
 
     def _only(self, kept: Sequence[bool]) -> Files:
         chosen = [
@@ -92,7 +99,13 @@ def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
     try:
         system, path = url_to_fs(url)
         path, query = _split(system, str(path).rstrip("/"))
-        root, found = _find(system, path, query)
+        dead: list[str] = []
+        if isinstance(system, LocalFileSystem):
+            root, found, dead = _find_local(url, path)
+        else:
+            root, found = _find(system, path, query)
+    except ElasticError:
+        raise
     except (FileNotFoundError, ImportError, ValueError) as error:
         raise DataError(_said(f"cannot list {url!r}", error)) from None
     except Exception as error:  # a foreign file system may raise anything
@@ -113,7 +126,8 @@ def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
             f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as 'dir/**/*.csv'"
         )
     there = tuple(sizes[name] for name in names)
-    return Files(system, root, tuple(names), there, query, tuple(hidden))
+    links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
+    return Files(system, root, tuple(names), there, query, tuple(hidden), links)
 
 
 def kind_of(name: str) -> str:
@@ -175,6 +189,31 @@ def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
     if system.isfile(path + query):
         return path.rpartition("/")[0], {path: system.info(path + query)}
     return path, system.find(path, detail=True)
+
+
+def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
+    """As `_find`, also below linked folders, and a name that holds marks of patterns may mean itself; and dead links."""
+    backend, mark, root = LocalBackend(path), glob_mark(path), path
+    matched: list[Entry] = []
+    look = Look([], [], {})
+    if mark is not None:
+        root = path[:mark].rpartition("/")[0]
+        look = backend.look(root, deep="/" in path[mark:] or "**" in path)
+        beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
+        is_one = re.compile(f"{glob_translate(path)}|{glob_translate(beside)}").match
+        matched = [entry for entry in look.entries if is_one(entry.path)]
+    if os.path.exists(path):
+        if any(entry.path != path for entry in matched):
+            raise DataError(
+                f"{url!r} is the name of a file or folder, and also a pattern that matches {matched[0].path}; in a pattern "
+                "write '[[]' for '[', '[*]' for '*' and '[?]' for '?'"
+            )
+        root, look = path, backend.look(path, deep=True)
+        matched = look.entries
+        if os.path.isfile(path):
+            root, matched = path.rpartition("/")[0], [backend.stat(path)]
+    facts = {entry.path: {"type": "file", "size": entry.size} for entry in matched}
+    return root, facts, look.unreadable.get(LINKS, [])
 
 
 def _said(what: str, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from elastic_dp.data.intake.images import open_images
 from elastic_dp.data.intake.lines import open_csv, open_jsonl
 from elastic_dp.data.intake.rows import Documents, Rows
 from elastic_dp.data.intake.tables import open_arrow, open_parquet, open_saved_dataset
+from elastic_dp.data.listing import splits_words
 from elastic_dp.data.skipped import Skipped, count_skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
+_log = logging.getLogger(__name__)
 _FORMATS = {
     **dict.fromkeys(("parquet", "pq", "parq"), "parquet"),
     **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
@@ -120,4 +123,7 @@ def find_format(url: str, files: Files) -> tuple[str, Files]:
             "any name as text"
         )
     kind = next(iter(kinds))
-    return kind, files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))
+    read = files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))
+    if words := splits_words(read.names, f"{files.root}/"):
+        _log.warning("%r %s", redact_url(url), words)
+    return kind, read
