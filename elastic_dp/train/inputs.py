@@ -100,6 +100,11 @@ def _check_model(model: nn.Module) -> None:
                 f"model.{name} is not a dense tensor ({tensor.layout}, {tensor.dtype}), and a worker that joins is given only "
                 "those. Register what it is made of (indices and values), or keep it as a plain attribute, if it never changes"
             )
+        if tensor.is_inference():
+            raise ModelError(
+                f"model.{name} was made under torch.inference_mode(), where nothing tells whether it is written; make the "
+                "model outside of it, or replace it by a .clone()"
+            )
         if tensor.is_meta:
             raise ModelError(
                 f"model.{name} is on the meta device and holds no values; give it memory before the optimizer is "

@@ -124,7 +124,7 @@ class Stepper:
         """
         with contextlib.suppress(Exception):
             self._run_once(self._batch(1, self._largest()))
-        self._undo()
+        self._undo(tried=True)
         self.report("start")
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
@@ -150,7 +150,7 @@ class Stepper:
         for name, buffer in model.named_buffers():
             result |= facts_of(f"the buffer model.{name}", buffer)
         left, kept = self.holds()
-        self._undo()
+        self._undo(tried=True)
         return Outcome(rows, result, left, kept)
 
     def holds(self) -> tuple[Facts, Facts]:
@@ -363,9 +363,9 @@ class Stepper:
         self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
 
-    def _undo(self) -> None:
+    def _undo(self, *, tried: bool = False) -> None:
         self.gradients.drop()
-        self.buffers.undo()
+        self.buffers.undo(tried=tried)
 
     # ---------------------------------------------------------------------- from the commit
 

@@ -494,6 +494,28 @@ def buffers(ctx: Any) -> None:
     run(ctx, model=Centered())
 
 
+class Codebook(nn.Module):
+    """Written by way of `.data`, as averages of codes often are: no version is raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+        self.register_buffer("unset", torch.full((3,), float("nan")))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("codes", torch.zeros(4, 1 << 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x) + self.average + self.codes[:, 0]
+        self.average.data = self.average.lerp(out.detach().mean(0), 0.1)
+        self.codes.data.lerp_(out.detach().mean(0)[:, None].expand_as(self.codes), 0.1)
+        return out
+
+
+@exact("buffers written by way of `.data`, or that hold NaN")
+def buffers_by_data(ctx: Any) -> None:
+    run(ctx, model=Codebook())
+
+
 @exact("BatchNorm, with dropout")
 def batch_norm(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
