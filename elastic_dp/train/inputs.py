@@ -84,6 +84,11 @@ def _check_model(model: nn.Module) -> None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ModelError(
+                f"model.{name} has max_norm={module.max_norm:g}: its forward pass writes to its weight, for the rows of its "
+                "micro-batch, so weights would differ between workers. Scale what it returns instead (torch.renorm)"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ModelError(
