@@ -76,6 +76,11 @@ def check_function(name: str, given: Any, arguments: int, told: str) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "model is a TorchScript module, whose parameters and buffers cannot be watched; train the module that it was "
+            "made of, and script that one after the training"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ModelError(

@@ -148,6 +148,16 @@ def test_mean_of_a_narrow_buffer_does_not_overflow(dtype):
     local(spec_of(steps=1), train)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_model_is_refused_by_name():
+    def train(ctx):
+        model = torch.jit.script(classifier())
+        loop(ctx, model, adamw(model))
+
+    with pytest.raises(ModelError, match="model is a TorchScript module"):
+        local(spec_of(steps=1), train)
+
+
 def test_buffer_made_in_inference_mode_is_refused_by_name():
     def train(ctx):
         model = classifier()
