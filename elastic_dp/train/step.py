@@ -289,6 +289,8 @@ class Stepper:
         if batch is None:  # all its rows lie in bad row groups
             return None, _Leaf(0.0, 0.0, {})
         self.speed.starts()
+        # Where the whole loop is under autocast, weights as they were, or without a gradient, would be used again.
+        torch.clear_autocast_cache()
         untouched = self.state.untouched
         versions = untouched.versions()
         with untouched.in_loss(), autocast(self.precision, self.device):

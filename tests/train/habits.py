@@ -736,6 +736,23 @@ def evaluates_in_the_loss(ctx: Any) -> None:
     run(ctx, loss_fn)
 
 
+def autocast_loss(m: Any, b: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(m(b["x"]).float(), b["y"])
+
+
+@exact("the whole loop under `torch.autocast`", "each step casts the weights anew")
+def autocast_around_the_loop(ctx: Any) -> None:
+    model = classifier()
+
+    def body(step: Any) -> None:
+        with torch.no_grad():
+            ctx.log({"mean": model(torch.ones(1, 16)).mean()})
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(ctx, autocast_loss, model, body=body)
+
+
 @refused(
     "a loss that is a Python number", LossError, "the loss is a float, must be a real scalar tensor"
 )
