@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,11 +23,15 @@ from elastic_dp.train.probe import Facts, facts_of, variables_of
 
 _BODIES = 2  # around so many the variables of the loss function are looked at
 _DEEPEST = 5  # attributes and containers within what is passed
-_NOT_WALKED = (type, torch.Tensor, types.ModuleType, types.FunctionType, types.MethodType)
+_MOST = 1000  # items of one of them
+_NOT_WALKED = (
+    *(type, torch.Tensor, types.ModuleType, types.FunctionType, types.MethodType),
+    *(int, float, complex, str, bytes, types.NoneType),  # equal ones may be one object
+)
 
 
 class Unpassed:
-    """`passed`: scheduler and values of `state=`; None among them counts for nothing."""
+    """`passed`: scheduler, if there is one, and values of `state=`. What optimizers hold is carried, too."""
 
     def __init__(
         self,
@@ -36,13 +40,18 @@ class Unpassed:
         loss_fn: Any,
         passed: Iterable[Any],
     ) -> None:
-        self._known = {id(x): x for x in [*_within(list(passed), 0, set()), *model.modules()]}
+        optimizers = list(optimizers)
         ours = {id(one) for one in optimizers}
+        carried = [
+            {key: x for key, x in vars(one).items() if key not in ("state", "param_groups")}
+            for one in optimizers
+        ]
+        known = _within([*passed, *carried], 0, set())
+        self._known = {id(x): x for x in [*known, *model.modules()]}
         self._used = [
             (one, _uses(one))
-            for one in gc.get_objects()
-            if issubclass(type(one), LRScheduler | AveragedModel)
-            and id(one) not in self._known
+            for one in _of((LRScheduler, AveragedModel))
+            if id(one) not in self._known
             and (isinstance(one, AveragedModel) or id(getattr(one, "optimizer", None)) in ours)
         ]
         self._loss_fn = loss_fn
@@ -92,6 +101,17 @@ class Unpassed:
         return facts
 
 
+def _of(kinds: tuple[type, ...]) -> Iterator[Any]:
+    """All objects of the process that are of these kinds. There are many others: a class is looked at once."""
+    fits: dict[type, bool] = {}
+    for one in gc.get_objects():
+        cls = type(one)
+        if cls not in fits:
+            fits[cls] = issubclass(cls, kinds)
+        if fits[cls]:
+            yield one
+
+
 def _uses(one: Any) -> Any:
     """Something that changes when it is used."""
     return (
@@ -106,8 +126,9 @@ def _written(tensors: Iterable[torch.Tensor]) -> str:
 
 def _within(values: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     """Objects in containers and attributes."""
-    inner = values.values() if isinstance(values, Mapping) else values
-    for value in inner:
+    if len(values) > _MOST:
+        return
+    for value in values.values() if isinstance(values, dict) else values:
         if id(value) in seen or isinstance(value, _NOT_WALKED):
             continue
         seen.add(id(value))

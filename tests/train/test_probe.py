@@ -159,6 +159,52 @@ def test_schedulers_within_the_one_that_is_passed_and_unused_ones_are_not_accuse
     local(spec_of(steps=5), train)
 
 
+class Warmed(torch.optim.SGD):
+    """Has a scheduler of its own, which it steps itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.warmup = lr_scheduler.LinearLR(self, total_iters=3)
+
+    def step(self):
+        super().step()
+        self.warmup.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
+def test_scheduler_that_the_optimizer_holds_is_not_accused():
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, Warmed(model.parameters()), cross_entropy):
+            pass
+
+    local(spec_of(steps=3), train)
+
+
+def test_numbers_that_are_equal_to_what_is_passed_are_looked_at():
+    """Small integers are one object each."""
+
+    class Average:
+        def __init__(self):
+            self.count = 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def train(ctx):
+        model, temperature = classifier(), 1
+        loss_fn = lambda m, b: cross_entropy(m, b) / temperature  # noqa: E731
+        for _ in ctx.steps(model, adamw(model), loss_fn, state={"average": Average()}):
+            temperature += 1
+
+    outcome, run = group(spec_of(steps=2, workers=1), train)
+    assert outcome.error is None, outcome.traceback
+    assert any("changed temperature, of which the loss" in text for text in texts_of(run))
+
+
 def test_loss_that_writes_parameters_back_is_not_accused():
     def train(ctx):
         model = classifier()
