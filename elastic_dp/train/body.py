@@ -78,7 +78,7 @@ class Untouched:
         ]
         self._at, self._said = 0, set[str]()
         self._attributes: list[dict[str, Any]] = []
-        self._watching = self._in_loss = False
+        self._watching = self.is_in_loss = False
         self._window = range(0, 0)
         self._samples: dict[int, _Sample] = {}
         self._groups = _groups(optimizer)
@@ -98,11 +98,22 @@ class Untouched:
     @contextlib.contextmanager
     def in_loss(self) -> Iterator[None]:
         """The loss function runs."""
-        self._in_loss = True
+        self.is_in_loss = True
         try:
             yield
         finally:
-            self._in_loss = False
+            self.is_in_loss = False
+
+    def versions(self) -> list[int]:
+        """Of the parameters."""
+        return list(map(_version, self._parameters))
+
+    def written_since(self, versions: list[int]) -> str | None:
+        """The name of a parameter."""
+        now = self.versions()
+        if now == versions:
+            return None
+        return next(n for n, a, b in zip(self._names, versions, now, strict=True) if a != b)
 
     def check(self) -> None:
         """The body has ended. Raises LoopError."""
@@ -173,7 +184,7 @@ class Untouched:
         return None
 
     def _steps(self, *_: Any) -> None:
-        if self._in_loss:
+        if self.is_in_loss:
             raise LossError(
                 "the loss function called optimizer.step(): return the loss, and the optimizer makes its step once for "
                 "the whole global batch"
@@ -187,7 +198,7 @@ class Untouched:
     def _present_versions(self) -> list[int]:
         """And where their memory is, which `p.data = …` changes."""
         places = map(torch.Tensor.data_ptr, self._parameters)
-        return [*map(_version, self._parameters), *places]
+        return [*self.versions(), *places]
 
     def _sample(self, i: int) -> bytes:
         """Some elements of a parameter, bit by bit."""

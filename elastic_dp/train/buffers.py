@@ -1,7 +1,10 @@
 """Buffers of the model within a step: every virtual worker starts from the same ones.
 
-A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by tensor version, and, for
-small buffers, by value, since batch normalisation writes without raising the version) is put aside and undone before the next leaf, and undone for good when the step is aborted. At the end
+A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by where the memory is, by
+tensor version, and, for small buffers, bit by bit, since batch normalisation and `buffer.data.copy_` write without
+raising the version) is put aside and undone before the next leaf, and undone for good when the step is aborted. Large
+buffers are compared bit by bit in the micro-batch that is run before the first step, and always where that one wrote
+without raising the version. At the end
 
 - a float buffer that some leaf changed becomes the mean over all leaves that contributed, added up along the tree of
   virtual workers;
@@ -27,8 +30,9 @@ from torch import nn
 from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.distributed.tree import Node, middle
 from elastic_dp.errors import ModelError
+from elastic_dp.train.weights import INTEGERS
 
-_COMPARED_NUMEL = 1 << 16  # up to this size a buffer is compared by value
+_COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit
 _COUNT = "num_batches_tracked"
 _LENGTH_BYTES = 8
 
@@ -55,7 +59,22 @@ class _Memory:
 
     places: tuple[_Place, ...]
     tensors: tuple[torch.Tensor, ...]  # of these places
+    homes: tuple[torch.Tensor, ...]  # they see the memory in which the tensors were at first
     content: torch.Tensor
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another tensor is in a place, or a tensor is elsewhere in memory (`buffer.data = …`)."""
+        return any(
+            place.tensor is not tensor or tensor.data_ptr() != home.data_ptr()
+            for place, tensor, home in zip(self.places, self.tensors, self.homes, strict=True)
+        )
+
+    def put_back(self) -> None:
+        for place, tensor, home in zip(self.places, self.tensors, self.homes, strict=True):
+            if tensor.data_ptr() != home.data_ptr():
+                tensor.data = home
+            place.module._buffers[place.key] = tensor
 
     @property
     def names(self) -> str:
@@ -78,6 +97,9 @@ class StepBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._own = list(_memories(model))
         self._committed = [memory.content.detach().clone() for memory in self._own]
+        self._bits = [_bits(memory.content) for memory in self._own]
+        self._committed_bits = [_bits(committed) for committed in self._committed]
+        self._compared = [memory.content.numel() <= _COMPARED_NUMEL for memory in self._own]
         self._versions = [memory.version for memory in self._own]
         self._extra = extra_states(model)
         self._committed_extra = [extra.read() for extra in self._extra]
@@ -102,8 +124,12 @@ class StepBuffers:
         if contributes:
             self._leaves[virtual_worker] = changed
 
-    def undo(self) -> None:
-        """Back to the committed buffers; nothing of the step remains."""
+    def undo(self, *, tried: bool = False) -> None:
+        """Back to the committed buffers; nothing of the step remains. `tried`: it was the micro-batch before the first
+        step, in which large buffers show how they are written."""
+        if tried:
+            for i in range(len(self._own)):
+                self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
         self._undo()
         self._leaves.clear()
 
@@ -174,36 +200,29 @@ class StepBuffers:
     def written_outside(self) -> str | None:
         """The name of a buffer that differs from the committed one before a step has begun."""
         for i, memory in enumerate(self._own):
-            for place, tensor in zip(memory.places, memory.tensors, strict=True):
-                if place.tensor is not tensor:
-                    return place.name
-            if self._written(i):
+            if memory.replaced or self._written(i):
                 return memory.places[0].name
         return None
 
     # ------------------------------------------------------------------------------ private
 
     def _written(self, i: int) -> bool:
-        own = self._own[i]
-        if own.version != self._versions[i]:
+        if self._own[i].version != self._versions[i]:
             return True
-        content = own.content
-        return content.numel() <= _COMPARED_NUMEL and not torch.equal(content, self._committed[i])
+        return self._compared[i] and self._differs(i)
+
+    def _differs(self, i: int) -> bool:
+        return not torch.equal(self._bits[i], self._committed_bits[i])
 
     @torch.no_grad()
     def _undo(self) -> dict[int, _Value]:
         changed: dict[int, _Value] = {}
         for i, own in enumerate(self._own):
-            replaced = [
-                place
-                for place, tensor in zip(own.places, own.tensors, strict=True)
-                if place.tensor is not tensor
-            ]
+            replaced = own.replaced
             if not replaced and not self._written(i):
                 continue
             changed[i] = _assigned(own) if replaced else own.content.detach().clone()
-            for place, tensor in zip(own.places, own.tensors, strict=True):
-                place.module._buffers[place.key] = tensor
+            own.put_back()
             own.content.copy_(self._committed[i])
             self._versions[i] = own.version
         for i, extra in enumerate(self._extra):
@@ -223,7 +242,9 @@ class StepBuffers:
 
         def total(node: Node) -> torch.Tensor | None:
             if node[1] - node[0] == 1:
-                return tensors.get(node[0])
+                copy = tensors.get(node[0])
+                # Of 16 or 8 bits a sum may overflow where the mean does not; and float8 is not added up at all.
+                return copy.float() if copy is not None and copy.element_size() < 4 else copy
             split = middle(node)
             left, right = total((node[0], split)), total((split, node[1]))
             if left is None or right is None:
@@ -232,7 +253,7 @@ class StepBuffers:
 
         summed = total((0, virtual_workers))
         assert summed is not None
-        return summed / len(tensors)
+        return (summed / len(tensors)).to(first.dtype)
 
     def _agreed(self, i: int, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Of integers or booleans."""
@@ -262,6 +283,13 @@ class StepBuffers:
 
 
 # --------------------------------------------------------------------------------------- memory
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: they compare where numbers are NaN, 0.0 or -0.0."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,7 +327,8 @@ def _memories(model: nn.Module) -> Iterable[_Memory]:
             continue
         inside = [entry for tensor in together for entry in held[id(tensor)]]
         (first, *_), places, tensors = zip(*sorted(inside, key=lambda entry: entry[0]), strict=True)
-        found[first] = _Memory(places, tensors, _content(places, tensors))
+        homes = tuple(tensor.detach() for tensor in tensors)
+        found[first] = _Memory(places, tensors, homes, _content(places, tensors))
     return [found[first] for first in sorted(found)]
 
 
@@ -355,7 +384,7 @@ def _assigned(own: _Memory) -> torch.Tensor:
             f"buffers {own.names} share memory, and one of them was assigned anew in a step; write into it "
             "(copy_, add_), or register a copy of the other"
         )
-    place, tensor = own.places[0], own.tensors[0]
+    place, tensor = own.places[0], own.homes[0]
     present = place.tensor
     if present is None or present.shape != tensor.shape or present.dtype != tensor.dtype:
         raise ModelError(

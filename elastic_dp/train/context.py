@@ -56,22 +56,26 @@ class TrainContext:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._evaluation_data: list[tuple[Any, EvaluationBatches]] = []
+        self._told: set[str] = set()
 
     # -------------------------------------------------------------------------------- facts
 
     @property
     def rank(self) -> int:
         """Of this worker in the present generation (0 before the first). It changes; log with `ctx.log`."""
+        self._tell_if_in_loss("ctx.rank")
         return self._session.rank
 
     @property
     def world_size(self) -> int:
         """Of the present generation (0 before the first)."""
+        self._tell_if_in_loss("ctx.world_size")
         return self._session.world_size
 
     @property
     def generation(self) -> int:
         """Number of the present generation, from 1 (0 before the first)."""
+        self._tell_if_in_loss("ctx.generation")
         return self._session.generation
 
     @property
@@ -147,11 +151,13 @@ class TrainContext:
         `fn` is called like a loss function, with `model` (default: the trained one) in evaluation mode and
         without gradients. Returns {"eval_loss": …} and one "eval_<name>" for each metric that `fn` returns.
         """
+        self._refuse_in_loss("ctx.evaluate")
         return evaluate(self._session, fn, self._opened(data), model)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Record metrics for this step. Call it on every worker: it is recorded once."""
         session, step = self._session, self._session.place.step
+        self._refuse_in_loss("ctx.log")
         if not isinstance(metrics, Mapping):
             raise LoopError(
                 f"ctx.log got a {type(metrics).__name__}, must be a mapping of names to values"
@@ -164,6 +170,26 @@ class TrainContext:
             )
         session.log_calls += 1
         session.link.log(step, session.log_calls, plain)
+
+    def _is_in_loss(self) -> bool:
+        state = getattr(self._session, "state", None)  # there is none before the loop
+        return state is not None and state.untouched.is_in_loss
+
+    def _tell_if_in_loss(self, name: str) -> None:
+        """It differs between workers, or changes with the fleet."""
+        if self._is_in_loss() and name not in self._told and self._session.is_source:
+            self._told.add(name)
+            self._session.link.say(
+                f"WARNING: the loss function reads {name}, which depends on the fleet. If the loss depends on it, so does the "
+                "result: micro-batches are weighted by their rows already, whichever worker runs them"
+            )
+
+    def _refuse_in_loss(self, name: str) -> None:
+        if self._is_in_loss():
+            raise LossError(
+                f"the loss function called {name}, but it runs once for each micro-batch, of which each worker has its own. "
+                "To log metrics return (loss, weight, metrics); call the rest in the loop's body"
+            )
 
     def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
         """Opened once for each config, since reading an index costs."""
@@ -189,6 +215,7 @@ class TrainContext:
 
         `metrics` are logged, as by `ctx.log`, and known to the checkpoint.
         """
+        self._refuse_in_loss("ctx.checkpoint")
         if metrics is not None:
             self.log(metrics)
         if self._session.checkpoints is not None:

@@ -76,6 +76,11 @@ def check_function(name: str, given: Any, arguments: int, told: str) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "model is a TorchScript module, whose parameters and buffers cannot be watched; train the module that it was "
+            "made of, and script that one after the training"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ModelError(
@@ -84,6 +89,11 @@ def _check_model(model: nn.Module) -> None:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ModelError(
+                f"model.{name} has max_norm={module.max_norm:g}: its forward pass writes to its weight, for the rows of its "
+                "micro-batch, so weights would differ between workers. Scale what it returns instead (torch.renorm)"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ModelError(
@@ -99,6 +109,11 @@ def _check_model(model: nn.Module) -> None:
             raise ModelError(
                 f"model.{name} is not a dense tensor ({tensor.layout}, {tensor.dtype}), and a worker that joins is given only "
                 "those. Register what it is made of (indices and values), or keep it as a plain attribute, if it never changes"
+            )
+        if tensor.is_inference():
+            raise ModelError(
+                f"model.{name} was made under torch.inference_mode(), where nothing tells whether it is written; make the "
+                "model outside of it, or replace it by a .clone()"
             )
         if tensor.is_meta:
             raise ModelError(

@@ -41,6 +41,7 @@ class Optimizers:
         self._all = list(found.values())  # the outer one first
         for path, one in self._all:
             self._refer_to(path, one)
+        self.all = [one for _, one in self._all]
         references.add("scheduler", scheduler)
         # Paths of what was there when the loop began, or a state was taken over; None: look for it.
         self._built: set[str] | None = None

@@ -5,9 +5,10 @@ code keeps for itself: a generator of its own, a counter, a clock, a tensor that
 same on a worker that joins, and changes as often as that worker happens to run micro-batches; so the job is refused,
 and what differs is named, with whatever else changed meanwhile, since that is usually the cause.
 
-Two things are not refused. Where kernels may be the reason (on a GPU, or where torch has named an operation without a
+Three things are not refused. Where kernels may be the reason (on a GPU, or where torch has named an operation without a
 deterministic one), the run is not exact, and `Result.inexact_because` says so. And a number that changes each time
-without changing the result may be harmless, a count of calls for a log; it is said.
+without changing the result may be harmless, a count of calls for a log; it is said. So is a metric that is another one
+each time: it may be the time that the micro-batch took.
 
 The worker that gives the initial state does this, in place of the first steps' slow start; joiners run the code that it
 has tried. What shows only later (another branch after a thousand steps) cannot be seen this way.
@@ -22,7 +23,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,9 +47,10 @@ class Outcome:
     """What one run of a micro-batch gave."""
 
     rows: Facts
-    result: Facts  # loss, weight, metrics, gradients, buffers
+    result: Facts  # loss, weight, gradients, buffers
     left: Facts  # parameters and hyper-parameters, which a loss function must not write
     kept: Facts  # whatever else the model and the loss function hold
+    metrics: Facts = field(default_factory=dict)
 
 
 class Runs(Protocol):
@@ -84,6 +86,12 @@ def probe(runs: Runs, because: list[str], say: Callable[[str], None]) -> None:
     changing = _differences(first.kept, second.kept)
     error = _judge(left, first, second, _differences(kept, first.kept) or changing)
     if error is None:
+        if metrics := _differences(first.metrics, second.metrics):
+            say(
+                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as what a clock shows does. All "
+                "workers are given the same value, but a step that is done again has another one: let the loop's body log "
+                "it, and nothing depend on it"
+            )
         if changing:
             say(
                 f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins or starts again begins "
@@ -169,12 +177,13 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
                 facts |= facts_of(dot + key, value)
     for name, p in model.named_parameters():
         facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
-    for name, value in _variables(loss_fn).items():
+    for name, value in variables_of(loss_fn).items():
         facts |= facts_of(name, value)
     return facts
 
 
-def _variables(loss_fn: Any) -> Mapping[str, Any]:
+def variables_of(loss_fn: Any) -> Mapping[str, Any]:
+    """By name."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
     owner = getattr(loss_fn, "__self__", loss_fn)  # of a method

@@ -45,13 +45,8 @@ from elastic_dp.train.restoring import decides
 from elastic_dp.train.seats import handing_over
 from elastic_dp.train.speed import Speed
 from elastic_dp.train.state import LossScale, StepRecord, TrainState, types_of
-from elastic_dp.train.step import (
-    BatchSource,
-    LossFn,
-    Redo,
-    Stepper,
-    StopAgreed,
-)
+from elastic_dp.train.step import BatchSource, LossFn, Redo, Stepper, StopAgreed
+from elastic_dp.train.unpassed import Unpassed
 from elastic_dp.train.weights import Weights
 
 _LOOK_AGAIN_S = 0.02
@@ -160,6 +155,8 @@ class Session:
         check_inputs(model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {})
         loss_scale = LossScale() if precision == "fp16" else None
         self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
+        passed = [scheduler, *self.state.user.values()]
+        self._unpassed = Unpassed(model, self.state.optimizers.all, loss_fn, passed)
         compared = self.spec.failure.compare_weights_every if self.spec.exact else None
         self.weights = Weights(self.state.parameters, compared)
         self.faults.weights = list(self.state.parameters.values())
@@ -449,6 +446,7 @@ class Session:
         # Here and not with the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
         self.state.untouched.begin()
+        self._unpassed.begin()
         self.report("body")
         self.pass_point("body")
         return record
@@ -478,7 +476,8 @@ class Session:
     def _body_ended(self) -> None:
         self.state.untouched.check()
         self.state.optimizers.check_body()
-        for text in self.state.untouched.attributes_set() if self.rank == 0 else ():
+        said = [*self.state.untouched.attributes_set(), *self._unpassed.check()]
+        for text in said if self.rank == 0 else ():
             self.link.say(text)
         written = self.stepper.buffers.written_outside()
         if written is not None:

@@ -113,6 +113,7 @@ class TrainState:
 
     def note_commit(self) -> None:
         """Remember what the body may change as it is now, for those who have yet to run it."""
+        torch.clear_autocast_cache()  # for a body that is under autocast, as the whole loop may be
         self.optimizers.note_commit()
         self.committed_extra = self._extra_state()
 

@@ -106,6 +106,9 @@ class Stepper:
     _shares: list[Node] = field(default_factory=list)
     # Of the last committed step, while they are still there.
     _gradients: list[torch.Tensor] | None = None
+    _tries = _writes_back = (
+        False  # runs the micro-batch before the first step; see `_check_written`
+    )
 
     def __post_init__(self) -> None:
         self.gradients = GradientSum(self.state.parameters)
@@ -125,7 +128,7 @@ class Stepper:
         """
         with contextlib.suppress(Exception):
             self._run_once(self._batch(1, self._largest()))
-        self._undo()
+        self._undo(tried=True)
         self.report("start")
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
@@ -145,14 +148,13 @@ class Stepper:
             return None
         model = self.state.model
         result = facts_of("the loss", leaf.loss) | facts_of("its weight", leaf.weight)
-        result |= facts_of("metrics", leaf.metrics)
         for name, p in self.state.parameters.items():
             result |= facts_of(f"the gradient of model.{name}", p.grad)
         for name, buffer in model.named_buffers():
             result |= facts_of(f"the buffer model.{name}", buffer)
         left, kept = self.holds()
-        self._undo()
-        return Outcome(rows, result, left, kept)
+        self._undo(tried=True)
+        return Outcome(rows, result, left, kept, facts_of("metrics", leaf.metrics))
 
     def holds(self) -> tuple[Facts, Facts]:
         """Implements `probe.Runs`."""
@@ -171,7 +173,11 @@ class Stepper:
     def _run_once(self, batch: Any) -> _Leaf | None:
         self.gradients.drop()  # those that the user's code has left before the loop
         v = self._largest()
-        loss, leaf = self._forward(batch, 1, v, float(self.data.rows(1, v)))
+        self._tries = True
+        try:
+            loss, leaf = self._forward(batch, 1, v, float(self.data.rows(1, v)))
+        finally:
+            self._tries = False
         if loss is None:
             return None
         loss.backward()
@@ -286,8 +292,15 @@ class Stepper:
         if batch is None:  # all its rows lie in bad row groups
             return None, _Leaf(0.0, 0.0, {})
         self.speed.starts()
-        with self.state.untouched.in_loss(), autocast(self.precision, self.device):
+        # Where the whole loop is under autocast, weights as they were, or without a gradient, would be used again.
+        torch.clear_autocast_cache()
+        untouched = self.state.untouched
+        versions = untouched.versions()
+        with untouched.in_loss(), autocast(self.precision, self.device):
             returned = self.loss_fn(self.state.model, batch)
+        written = untouched.written_since(versions)
+        if written is not None:
+            self._check_written(written)
         rows = self.data.rows(step, v) - self.data.masked(step, v)
         loss, weight, metrics = parse_loss(returned, rows)
         leaf = _Leaf(float(loss.detach()), weight, metrics)
@@ -304,6 +317,16 @@ class Stepper:
         if self.state.loss_scale is not None:
             scale *= self.state.loss_scale.scale
         return loss * scale, leaf
+
+    def _check_written(self, name: str) -> None:
+        """The loss function has written to a parameter. Raises LossError, unless it did so before the first step, too:
+        there all values are compared, so it writes them back."""
+        self._writes_back |= self._tries
+        if self.exact and not self._writes_back:
+            raise LossError(
+                f"the loss function changed model.{name}. It may run more than once for a step, and each worker runs it for "
+                "its own micro-batches: change parameters by the optimizer; several may be one, that holds the others"
+            )
 
     def _launch_header(
         self, step: int, outcomes: Mapping[int, _Leaf], stop: str | None
@@ -367,9 +390,9 @@ class Stepper:
         self.pass_point("buffers", step)
         return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
 
-    def _undo(self) -> None:
+    def _undo(self, *, tried: bool = False) -> None:
         self.gradients.drop()
-        self.buffers.undo()
+        self.buffers.undo(tried=tried)
 
     # ---------------------------------------------------------------------- from the commit
 

@@ -18,7 +18,7 @@ import xxhash
 from elastic_dp.coordinator.messages import Disagreement, WorkerId
 from elastic_dp.errors import GroupError
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weights:
@@ -75,9 +75,7 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Of their bits as integers, computed where they are: any one flipped bit changes one."""
     sums = [
-        t.view(torch.int32 if t.is_complex() else _INTEGERS[t.element_size()]).sum(
-            dtype=torch.int64
-        )
+        t.view(torch.int32 if t.is_complex() else INTEGERS[t.element_size()]).sum(dtype=torch.int64)
         for t in tensors
     ]
     return torch.stack(sums).tolist() if sums else []

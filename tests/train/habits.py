@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from elastic_dp.errors import DataError, LoopError, LossError, ModelError
+from elastic_dp.spec import MapStyleData
 from tests.runs import Points
 from tests.train.jobs import Average, Tied, adamw, classifier, cross_entropy, hold
 
@@ -494,6 +495,28 @@ def buffers(ctx: Any) -> None:
     run(ctx, model=Centered())
 
 
+class Codebook(nn.Module):
+    """Written by way of `.data`, as averages of codes often are: no version is raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+        self.register_buffer("unset", torch.full((3,), float("nan")))
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("codes", torch.zeros(4, 1 << 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x) + self.average + self.codes[:, 0]
+        self.average.data = self.average.lerp(out.detach().mean(0), 0.1)
+        self.codes.data.lerp_(out.detach().mean(0)[:, None].expand_as(self.codes), 0.1)
+        return out
+
+
+@exact("buffers written by way of `.data`, or that hold NaN")
+def buffers_by_data(ctx: Any) -> None:
+    run(ctx, model=Codebook())
+
+
 @exact("BatchNorm, with dropout")
 def batch_norm(ctx: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 4))
@@ -617,6 +640,32 @@ def writes_in_the_loss(ctx: Any) -> None:
     run(ctx, loss_fn)
 
 
+@refused(
+    "parameters written in the loss of a later step (by another optimizer, as GANs do)",
+    LossError,
+    "the loss function changed model.critic.weight",
+)
+def trains_a_critic_in_the_loss(ctx: Any) -> None:
+    model = nn.ModuleDict({"net": classifier(), "critic": nn.Linear(4, 1)})
+    other = torch.optim.SGD(model["critic"].parameters(), lr=0.1)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        out = m["net"](b["x"])
+        if ctx._session.place.step >= 2:
+            m["critic"](out.detach()).mean().backward()
+            other.step()
+            other.zero_grad()
+        return F.cross_entropy(out, b["y"]) + m["critic"](out).mean()
+
+    run(ctx, loss_fn, model, adamw(model["net"]))
+
+
+@refused("`nn.Embedding(…, max_norm=…)`", ModelError, "model.table has max_norm=1")
+def max_norm(ctx: Any) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(192, 16, max_norm=1.0), "net": classifier()})
+    run(ctx, lambda m, b: F.cross_entropy(m["net"](b["x"] + m["table"](b["i"])), b["y"]), model)
+
+
 @refused("`p.data` written in the body", LoopError, "the body of the loop over ctx.steps wrote to")
 def writes_in_the_body(ctx: Any) -> None:
     model = classifier()
@@ -651,6 +700,59 @@ def autocast(ctx: Any) -> None:
     run(ctx, loss_fn)
 
 
+@said("a metric that shows a clock", "metrics['seconds'] (")
+def clock_in_a_metric(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        began = time.perf_counter()
+        loss = cross_entropy(m, b)
+        return loss, len(b["x"]), {"seconds": time.perf_counter() - began}
+
+    run(ctx, loss_fn)
+
+
+@said("`ctx.world_size` or `ctx.rank` read in the loss", "the loss function reads ctx.world_size")
+def world_size(ctx: Any) -> None:
+    run(ctx, lambda m, b: cross_entropy(m, b) / max(1, ctx.world_size))
+
+
+@refused("`ctx.log` in the loss", LossError, "the loss function called ctx.log")
+def logs_in_the_loss(ctx: Any) -> None:
+    def loss_fn(m: Any, b: Any) -> Any:
+        loss = cross_entropy(m, b)
+        ctx.log({"train_loss": loss})
+        return loss
+
+    run(ctx, loss_fn)
+
+
+@refused("`ctx.evaluate` in the loss", LossError, "the loss function called ctx.evaluate")
+def evaluates_in_the_loss(ctx: Any) -> None:
+    data = MapStyleData(Points(8), micro_batch_size=4)
+
+    def loss_fn(m: Any, b: Any) -> Any:
+        ctx.evaluate(cross_entropy, data)
+        return cross_entropy(m, b)
+
+    run(ctx, loss_fn)
+
+
+def autocast_loss(m: Any, b: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(m(b["x"]).float(), b["y"])
+
+
+@exact("the whole loop under `torch.autocast`", "each step casts the weights anew")
+def autocast_around_the_loop(ctx: Any) -> None:
+    model = classifier()
+
+    def body(step: Any) -> None:
+        with torch.no_grad():
+            ctx.log({"mean": model(torch.ones(1, 16)).mean()})
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(ctx, autocast_loss, model, body=body)
+
+
 @refused(
     "a loss that is a Python number", LossError, "the loss is a float, must be a real scalar tensor"
 )
@@ -670,6 +772,47 @@ def lr_in_the_body(ctx: Any) -> None:
         optimizer.param_groups[0]["lr"] *= 0.9
 
     run(ctx, model=model, optimizer=optimizer, body=body)
+
+
+@refused(
+    "`scheduler.step()` in the body, and the scheduler not passed to `ctx.steps`",
+    LoopError,
+    "changed a CosineAnnealingLR that is not passed to ctx.steps",
+)
+def scheduler_not_passed(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    run(ctx, model=model, optimizer=optimizer, body=lambda step: scheduler.step())
+
+
+@exact("`scheduler.step()` in the body, and the scheduler passed as `state=`")
+def scheduler_as_state(ctx: Any) -> None:
+    model = classifier()
+    optimizer = adamw(model)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7)
+    state = {"plateau": plateau}
+    run(ctx, model=model, optimizer=optimizer, body=lambda s: plateau.step(s.loss), state=state)
+
+
+@said(
+    "a teacher that the body averages and the loss uses, not passed as `state=`",
+    "the body of the loop over ctx.steps changed teacher, of which the loss function knows",
+)
+def teacher_not_passed(ctx: Any) -> None:
+    model = classifier()
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+
+    def body(step: Any) -> None:
+        for mine, p in zip(teacher.parameters(), model.parameters(), strict=True):
+            mine.lerp_(p.detach(), 0.1)
+
+    run(
+        ctx,
+        lambda m, b: cross_entropy(m, b) + F.mse_loss(m(b["x"]), teacher(b["x"])),
+        model,
+        body=body,
+    )
 
 
 @exact("an average of the weights, passed as `state=`, that the loss uses")

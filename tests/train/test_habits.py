@@ -17,7 +17,7 @@ from elastic_dp.train.faults import Fault
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually
 from tests.runs import group, never_put_off, resize, spec_of, texts_of
-from tests.train.habits import HABITS
+from tests.train.habits import HABITS, autocast_loss
 from tests.train.habits import run as run_without_habits
 from tests.train.test_checkpoints import kill_all, times_lost, when_sealed
 
@@ -77,6 +77,12 @@ def test_exact_habit_gives_one_digest_on_every_fleet_without_a_word(name, tmp_pa
 def test_zero_grad_loses_no_gradient(name):
     without = dataclasses.replace(HABITS[name], train=run_without_habits)
     assert alone(HABITS[name])[0].digest == alone(without)[0].digest
+
+
+def test_autocast_around_the_loop_is_as_good_as_in_the_loss():
+    habit = HABITS["autocast_around_the_loop"]
+    within = dataclasses.replace(habit, train=lambda ctx: run_without_habits(ctx, autocast_loss))
+    assert alone(habit)[0].digest == alone(within)[0].digest
 
 
 @pytest.mark.parametrize("name", of("said"))

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 
-from elastic_dp.errors import LossError
+from elastic_dp.errors import LoopError, LossError
 from elastic_dp.train.probe import Outcome, facts_of, probe
 from tests.runs import group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -129,3 +131,95 @@ def test_facts_follow_values_and_not_objects():
     rng.random()
     assert seen(rng) != before
     assert seen(object()) == seen(nn.Linear(2, 2)) == seen(torch.ones(2).to_sparse()) == {}
+
+
+def test_averaged_model_of_torch_that_is_not_passed_is_refused_in_the_first_body():
+    def train(ctx, state=None):
+        model = classifier()
+        ema = AveragedModel(model)
+        for _ in ctx.steps(model, adamw(model), cross_entropy, state=state and {"ema": ema}):
+            ema.update_parameters(model)
+
+    with pytest.raises(LoopError, match=r"changed a AveragedModel that is not passed .* state="):
+        local(spec_of(steps=2), train)
+    local(spec_of(steps=2), lambda ctx: train(ctx, state=True))
+
+
+def test_schedulers_within_the_one_that_is_passed_and_unused_ones_are_not_accused():
+    def train(ctx):
+        model = classifier()
+        optimizer = adamw(model)
+        unused = lr_scheduler.StepLR(optimizer, 3)
+        parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 1)]
+        scheduler = lr_scheduler.SequentialLR(optimizer, parts, [2])
+        for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
+            pass
+        assert unused.last_epoch == 0 and parts[1].last_epoch > 0
+
+    local(spec_of(steps=5), train)
+
+
+class Warmed(torch.optim.SGD):
+    """Has a scheduler of its own, which it steps itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.warmup = lr_scheduler.LinearLR(self, total_iters=3)
+
+    def step(self):
+        super().step()
+        self.warmup.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
+def test_scheduler_that_the_optimizer_holds_is_not_accused():
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, Warmed(model.parameters()), cross_entropy):
+            pass
+
+    local(spec_of(steps=3), train)
+
+
+def test_numbers_that_are_equal_to_what_is_passed_are_looked_at():
+    """Small integers are one object each."""
+
+    class Average:
+        def __init__(self):
+            self.count = 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def train(ctx):
+        model, temperature = classifier(), 1
+        loss_fn = lambda m, b: cross_entropy(m, b) / temperature  # noqa: E731
+        for _ in ctx.steps(model, adamw(model), loss_fn, state={"average": Average()}):
+            temperature += 1
+
+    outcome, run = group(spec_of(steps=2, workers=1), train)
+    assert outcome.error is None, outcome.traceback
+    assert any("changed temperature, of which the loss" in text for text in texts_of(run))
+
+
+def test_loss_that_writes_parameters_back_is_not_accused():
+    def train(ctx):
+        model = classifier()
+
+        def loss_fn(m, batch):
+            with torch.no_grad():
+                before = [p.clone() for p in m.parameters()]
+                for p in m.parameters():
+                    p.mul_(0.5)
+                calm = m(batch["x"])
+                for p, value in zip(m.parameters(), before, strict=True):
+                    p.copy_(value)
+            return cross_entropy(m, batch) + (m(batch["x"]) - calm).square().mean()
+
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+
+    local(spec_of(steps=3), train)

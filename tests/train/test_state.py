@@ -128,6 +128,48 @@ def test_sparse_buffer_is_refused_by_name_before_the_first_step():
     assert "model.edges is not a dense tensor" in refusal(train)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_mean_of_a_narrow_buffer_does_not_overflow(dtype):
+    """Eight of these values have a sum that the type does not hold; of float8 torch adds none."""
+    largest = torch.full((4,), torch.finfo(dtype).max).to(dtype)
+
+    def train(ctx):
+        model = classifier()
+        model.register_buffer("scale", torch.ones(4).to(dtype))
+
+        def loss_fn(m, batch):
+            m.scale.copy_(largest)
+            return cross_entropy(m, batch)
+
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+        assert torch.equal(model.scale.float(), largest.float())
+
+    local(spec_of(steps=1), train)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_model_is_refused_by_name():
+    def train(ctx):
+        model = torch.jit.script(classifier())
+        loop(ctx, model, adamw(model))
+
+    with pytest.raises(ModelError, match="model is a TorchScript module"):
+        local(spec_of(steps=1), train)
+
+
+def test_buffer_made_in_inference_mode_is_refused_by_name():
+    def train(ctx):
+        model = classifier()
+        with torch.inference_mode():
+            made = torch.ones(4)
+        model.register_buffer("scale", made)
+        loop(ctx, model, adamw(model))
+
+    with pytest.raises(ModelError, match=r"model\.scale was made under torch\.inference_mode"):
+        local(spec_of(steps=1), train)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norms_of_experts_count_the_steps_in_which_any_micro_batch_used_them(
     momentum, tmp_path
