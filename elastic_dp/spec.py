@@ -16,6 +16,8 @@ from typing import Any, Literal, get_args
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
+Format = Literal["parquet", "arrow", "jsonl", "csv", "tar"]
+
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
     if value is None:
@@ -95,9 +97,6 @@ class _Order:
         _whole(f"{owner}.epochs", self.epochs, 1)
         _whole(f"{owner}.seed", self.seed, 0)
         _one_of(f"{owner}.tail", self.tail, ("drop", "short"))
-
-
-Format = Literal["parquet", "arrow", "jsonl", "csv", "tar"]
 
 
 @dataclass(frozen=True, repr=False)

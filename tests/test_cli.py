@@ -467,6 +467,24 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
         (ended_run / "mine" / "away").rename(ended_run / "mine" / "result.json")
 
 
+def test_without_a_cluster_status_says_how_an_ended_run_is_found(monkeypatch):
+    """The local Ray of a script ends with it, so this is what its user meets who asks how the run ended."""
+
+    def refuse(**settings):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr("ray.init", refuse)
+    for verb in ("status", "events", "logs"):
+        assert "elastic-dp status RUN --storage-path URL" in run(verb, "mine", code=2).stderr
+
+
+def test_checkpoints_list_of_a_wrong_folder_names_it_and_says_which_is_meant(tmp_path):
+    said = run("checkpoints", "list", tmp_path / "runs").stdout
+    assert (
+        f"no sealed checkpoints at {tmp_path}/runs; a run's folder is its storage_path/name" in said
+    )
+
+
 def test_help_has_what_is_needed(tmp_path):
     assert "convert" in run("data", "--help").stdout
     assert "Default" in run("data", "convert", "--help").stdout

@@ -37,7 +37,9 @@ def list_(url: _Url, as_json: _Json = False) -> None:
         print(json.dumps(rows))
         return
     if not rows:
-        _out().print("no sealed checkpoints")
+        _out().print(
+            f"no sealed checkpoints at {redact_url(url)}; a run's folder is its storage_path/name"
+        )
         return
     table = Table("step", "claim", "saved", "MB", "metrics", box=None)
     for row in rows:

@@ -60,7 +60,8 @@ def connect(address: str | None, tell: Callable[[str], None] = _warn) -> None:
         raise ClusterError(
             f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address as HOST:6379, or set "
             "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its token in RAY_AUTH_TOKEN or "
-            f"~/.ray/auth_token. Ray says: {error}"
+            "~/.ray/auth_token. A run that has ended is found without a cluster: elastic-dp status RUN --storage-path "
+            f"URL. Ray says: {error}"
         ) from error
 
 

@@ -91,13 +91,16 @@ class Run:
         from elastic_dp.train.run import INTERRUPTED
 
         progress.say(INTERRUPTED)
-        step = None
+        reason, ended = "interrupted", Outcome()
         try:
             with contextlib.suppress(ClusterError):  # it is over
-                self.stop("interrupted")
-                step = self._ask("wait", None).step
+                self.stop(reason)
+                ended = self._ask("wait", None)
         finally:  # also where a second Ctrl-C ends the wait
-            progress.say(console.what_was_kept(self._url, step))
+            if ended.result is not None and ended.reason != reason:  # before the stop reached it
+                progress.say(f"the run had ended already, after step {ended.step} ({ended.reason})")
+            else:
+                progress.say(console.what_was_kept(self._url, ended.step or None))
 
     def checkpoint(self) -> None:
         """Make a checkpoint of one of the next steps; returns at once."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.cluster.record import Outcome
-from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.record import Outcome, Result
+from elastic_dp.cluster.run import Run, error_of
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data import open_data
 from elastic_dp.errors import (
@@ -181,3 +181,24 @@ def test_models_that_differ_are_an_error_of_the_job_that_names_the_first_differe
     outcome, _ = group(spec_of(workers=2, config={"hold": {3: 2}}), differs)
     assert type(error_of(outcome)) is ModelError
     assert str(error_of(outcome)).endswith(f"{its!r}, not {ours!r}")
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("the last step", "the run had ended already, after step 60 (the last step)"),
+        ("interrupted", "there is no checkpoint; run the same command again"),
+    ],
+)
+def test_ctrl_c_after_the_last_step_does_not_promise_that_the_run_goes_on(
+    tmp_path, monkeypatch, reason, said
+):
+    result = Result.__new__(Result)
+    outcome = Outcome(result=result, step=60, reason=reason)
+    monkeypatch.setattr("elastic_dp.cluster.run.ray_ends_with_us", lambda: True)
+    monkeypatch.setattr(Run, "_ask", lambda run, method, *of: outcome if method == "wait" else None)
+    texts = []
+    progress = type("Said", (), {"say": staticmethod(texts.append)})
+    run = Run(spec_of(), str(tmp_path / "run"), controller=object())
+    run.interrupted(progress)
+    assert texts[-1].startswith(said)
