@@ -228,9 +228,8 @@ class ScalingConfig:
     they change bits; defaults to the worker's CPUs. `stabilization_s`: a worker that is ready to join waits at most
     this long for others that are about to be ready, and as long after the last join, so that a burst of new nodes
     stops the group once or twice; it waits for nobody where it takes the last place, or no other builds its model.
-    `balance`: "equal", or "measured": where workers differ in speed, a slower one runs fewer virtual workers, as far as
-    that makes a step at least a tenth shorter; one that runs a single one and is the slowest by a fifth of a step for five
-    minutes is replaced, where a standby is ready.
+    `balance`: "equal", or "measured": a slower worker runs fewer virtual workers where that makes a step at least a tenth
+    shorter; a ready standby replaces one that runs a single one and is slowest by a fifth of a step for five minutes.
 
     On nodes with Ray's labels: `market` "spot", "on-demand", "spot-first" (on-demand where no spot node is to be had)
     or "any"; `min_on_demand` of the workers are asked for on-demand nodes whatever the market, and stay when others can
