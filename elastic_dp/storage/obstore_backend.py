@@ -222,14 +222,16 @@ def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _az(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     options = dict(options)
-    said = _connection_string(options.pop("connection_string", None) or "")
-    config = _translate(_AZURE, {**said, **options})
+    said = _connection_string(options.pop("connection_string", None))
+    config = None if said is None else _translate(_AZURE, {**said, **options})
     account = host.partition("@")[2].partition(".")[0]
     return {"account_name": account, **config} if account and config is not None else config
 
 
-def _connection_string(text: str) -> dict[str, str]:
-    """ "AccountName=…;AccountKey=…;BlobEndpoint=…" as options."""
+def _connection_string(text: str | None) -> dict[str, str] | None:
+    """ "AccountName=…;AccountKey=…;BlobEndpoint=…" as options; None if it names no account."""
+    if text is None:
+        return {}
     parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     suffix = parts.get("EndpointSuffix", "")
     protocol = parts.get("DefaultEndpointsProtocol", "https")
@@ -239,6 +241,8 @@ def _connection_string(text: str) -> dict[str, str]:
         **{"AccountName": "account_name", "AccountKey": "account_key"},
         **{"BlobEndpoint": "endpoint", "SharedAccessSignature": "sas_token"},
     }
+    if not parts.keys() & {"AccountName", "BlobEndpoint"}:
+        return None
     return {word: parts[name].rstrip("/") for name, word in words.items() if name in parts}
 
 

@@ -109,7 +109,7 @@ def test_filled_nulls_are_read_in_training_and_in_evaluation(write, missing, tmp
 def test_samples_of_tar_without_a_class_are_counted_and_filled(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for number in range(6):
-            for ending in ("txt", "cls", "cls")[: 1 + number % 3]:
+            for ending in ("txt", "cls", "bin")[: 1 + number % 3]:
                 member = tarfile.TarInfo(f"{number}.{ending}")
                 member.size = 1
                 tar.addfile(member, BytesIO(b"7"))

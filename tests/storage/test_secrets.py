@@ -181,6 +181,8 @@ def test_secrets_of_the_environment(monkeypatch):
 def test_a_url_without_its_package_names_the_extra(url, module, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, module, None)
+    for scheme in ("gs", "az", "abfss"):  # those that were imported before
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
     with pytest.raises(StorageError, match=rf"pip install 'elastic_dp\[{extra}\]'"):
         Store(url, {"account_name": "a"} if extra == "az" else {})
 

@@ -196,8 +196,8 @@ def _reference_tar(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     with tarfile.open(path, "r:") as members:
         for member in members:
             folder, slash, file = member.name.rpartition("/")
-            if not member.isfile() or file.startswith("."):
-                continue
+            if not member.isfile() or file.startswith(".") or tar_format._is_note(file):
+                continue  # a note is no sample, and said
             key, _, ending = file.partition(".")
             key, ending = folder + slash + key, ending.lower()
             if not samples or samples[-1]["__key__"] != key:
