@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.kinds import is_list, lossless, plain_schema
+from elastic_dp.data.kinds import lossless, plain_schema
 from elastic_dp.data.nulls import may_be_null
 from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, top_level
 from elastic_dp.errors import DataError
@@ -384,11 +384,9 @@ def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
 
 
 def _made_anew(kind: pa.DataType) -> list[int]:
-    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64, and so do offsets, which
-    are counted in lists of lists."""
-    nodes = list(_node_types(kind))
-    lists = [is_list(node) for node in nodes]
-    return [8 * (is_short_time(n) or (lists[i] and sum(lists) > 1)) for i, n in enumerate(nodes)]
+    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The offsets of lists in lists
+    are left out: the order of a run's rows follows from these sizes, and runs made before go on."""
+    return [8 * is_short_time(node) for node in _node_types(kind)]
 
 
 def _node_bytes(kind: pa.DataType, length: int) -> int:
