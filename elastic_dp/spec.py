@@ -157,10 +157,7 @@ class DataConfig(_Order):
         if self.format is not None:
             _one_of("DataConfig.format", self.format, get_args(Format))
         _one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
-        if (
-            not isinstance(self.max_bad_fraction, int | float)
-            or not 0 <= self.max_bad_fraction <= 1
-        ):
+        if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
         _whole("DataConfig.workers", self.workers, 0)
         _whole("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)

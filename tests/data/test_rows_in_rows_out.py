@@ -161,14 +161,23 @@ def check(config: DataConfig) -> None:
     assert evaluated(config, 1) == evaluated(config, 3) == WANTED
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def some(kind: str, *more: str) -> Any:
+    """Others of the same reader take the long run."""
+    every = kind in ("parquet", "arrow_by_polars", "csv_by_python", "jsonl", "tar")
+    return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [some(kind) for kind in KINDS])
 def test_rows_in_are_rows_out_of_files_read_in_place(kind, tmp_path):
     check(written(kind, tmp_path / "in"))
 
 
 @pytest.mark.parametrize(
     ("kind", "format"),
-    [*((kind, "parquet") for kind in KINDS if kind != "tar"), ("csv_by_python", "arrow")],
+    [
+        *(some(kind, "parquet") for kind in KINDS if kind != "tar"),
+        pytest.param("csv_by_python", "arrow", marks=pytest.mark.slow),
+    ],
 )
 def test_rows_in_are_rows_out_of_files_that_are_converted(kind, format, tmp_path):
     source = written(kind, tmp_path / "in")

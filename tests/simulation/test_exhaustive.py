@@ -222,22 +222,25 @@ class Scene:
 
     def key(self) -> bytes:
         """Everything but the absolute time."""
-        staff, generation = self.coordinator._registry, self.coordinator._generation
+        registry, generation = self.coordinator._registry, self.coordinator._generation
         told = {
             n: (p.stage, p.told, p.generation, p.step, p.whole) for n, p in self.puppets.items()
         }
-        workers = [(w.id, w.stage, w.place, w.whole) for w in staff.workers.values()]
+        workers = [(w.id, w.stage, w.position, w.has_state) for w in registry.workers.values()]
         facts = (
             str(self.coordinator.phase),
             generation.number,
-            sorted(generation.open),
-            sorted(generation.unformed),
-            sorted(staff.ready),
-            sorted(generation.ghosts),
-            generation.acknowledged,
+            sorted(generation.inside),
+            sorted(generation.not_formed),
+            sorted(registry.ready),
+            sorted(generation.fence.unconfirmed_dead),
+            generation.fence.exit_confirmed,
             self.coordinator._lineage.initial_source,
         )
-        facts += self.coordinator.size, sorted(w.id for w in staff.workers.values() if w.draining)
+        facts += (
+            self.coordinator.size,
+            sorted(w.id for w in registry.workers.values() if w.draining),
+        )
         facts += self.disturbances, [p.word for p in self.puppets.values() if self.disturbances]
         return pickle.dumps((told, workers, facts, self.claims, sorted(self.dismissed)))
 

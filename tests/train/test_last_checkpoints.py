@@ -41,7 +41,7 @@ def take_away(*workers):
     def act(run):
         alive = [run.fleet.processes[worker].is_alive for worker in workers]
         run.fleet.allow(2)
-        object.__setattr__(run.controller.coordinator.rules, "drain_margin_s", PATIENCE_S)
+        object.__setattr__(run.controller.coordinator.config, "drain_margin_s", PATIENCE_S)
         for worker in workers:
             run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))
         eventually(lambda: not any(is_alive() for is_alive in alive), run.controller.status)
