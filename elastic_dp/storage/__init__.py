@@ -9,7 +9,7 @@ scheme's fsspec file system takes; where obstore serves the scheme faster, the b
     s3://, s3a://        obstore, else s3fs            moto's S3 server, both ways
     http://, https://    obstore, else fsspec+aiohttp  a small HTTP server, both ways; one file, no listing
     gs://, gcs://        obstore, else gcsfs           untested
-    az://, abfs(s)://    obstore, else adlfs           untested
+    az://, abfs(s)://    obstore, else adlfs           Azurite, Microsoft's emulator
     chained, others      their fsspec file system      untested
 
 "Else" is: obstore is not installed, the options hold one that it has no word for (`profile`, a credential object),

@@ -260,7 +260,7 @@ def _botocore_files() -> bool:
 
 def _entry(meta: Any) -> Entry:
     tag = meta["e_tag"]
-    if tag and not tag.endswith('"'):
+    if tag and tag.startswith("0x"):
         tag = f'"{tag}"'  # Azure's listing leaves out the quotes that its answers to a read have
     version = tag or f"{meta['last_modified'].timestamp()}-{meta['size']}"
     return Entry(meta["path"], meta["size"], version)

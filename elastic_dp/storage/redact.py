@@ -24,8 +24,10 @@ _PUBLIC = {
         "account_name",
         "account_host",
     ),
+    *("aws_endpoint_url", "aws_endpoint", "aws_region", "aws_default_region", "account_url"),
     *("protocol", "target_protocol", "addressing_style", "signature_version", "access", "host"),
 }
+_SECRET_PARTS = {"AccountKey", "SharedAccessSignature"}
 _SHORTEST_SECRET = 4  # shorter values would blot out half of every message
 _SECRET_VARIABLE = re.compile(r"SECRET|TOKEN|PASSWORD|ACCOUNT_KEY|SAS_KEY|ACCESS_KEY")
 _ECHOED = re.compile(
@@ -69,3 +71,6 @@ def _values(value: Any, name: str = "") -> Iterator[str]:
         yield value.decode("utf-8", "replace")
     elif isinstance(value, str) and name not in _PUBLIC:
         yield value
+        if name == "connection_string":  # Azure's: a store is told its parts
+            named = (part.partition("=") for part in value.split(";"))
+            yield from (said for key, _, said in named if key in _SECRET_PARTS)

@@ -1,4 +1,4 @@
-"""A data set and a run's checkpoints on Azure's blob storage, as its emulator answers."""
+"""A data set on Azure's blob storage, as its emulator answers."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

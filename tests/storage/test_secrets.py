@@ -187,6 +187,12 @@ def test_a_url_without_its_package_names_the_extra(url, module, extra, monkeypat
         Store(url, {"account_name": "a"} if extra == "az" else {})
 
 
+def test_the_key_within_a_connection_string_is_hidden_alone_too():
+    text = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=c2VjcmV0LWtleQ==;EndpointSuffix=core.windows.net"
+    said = redact("refused: c2VjcmV0LWtleQ== of acme", {"connection_string": text})
+    assert said == "refused: *** of acme"
+
+
 def test_an_unknown_scheme_is_said():
     with pytest.raises(StorageError, match="nosuch"):
         Store("nosuch://bucket/x")
