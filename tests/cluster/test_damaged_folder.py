@@ -217,7 +217,7 @@ def tried(runs, tmp_path, damage, kinds, max_steps, result):
 # Finished; killed at its end; to go on.
 @pytest.mark.parametrize(
     ("max_steps", "result"),
-    [(4, True), pytest.param(4, False, marks=pytest.mark.slow), (6, True)],
+    [(4, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, False), (6, True)))],
 )
 @pytest.mark.parametrize("damage", OF_FILES, ids=_named)
 def test_a_start_with_a_damaged_file_ends_as_it_would_or_says_why(
@@ -231,7 +231,18 @@ def test_a_start_with_a_damaged_folder_ends_as_it_would_or_says_why(runs, tmp_pa
     assert not tried(runs, tmp_path, damage, lambda p: p.is_dir(), 6, True)
 
 
-@pytest.mark.parametrize("damage", OF_FILES, ids=_named)
+# Each kind of damage meets the same readers; the others take the long run.
+IN_SHORT = ("missing", "empty", "noise", "list")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, marks=() if _named(damage) in IN_SHORT else pytest.mark.slow)
+        for damage in OF_FILES
+    ],
+    ids=_named,
+)
 def test_a_file_damaged_under_a_running_job_changes_nothing_or_is_told(runs, tmp_path, damage):
     run, digests = runs
     wrong = {}

@@ -162,7 +162,9 @@ def holders(run, now):
     return {seat.worker for seat in membership.seats if seat.whole or all_do}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 20))]
+)
 def test_random_histories(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
 
