@@ -84,7 +84,9 @@ def steps_ms(balance: str) -> tuple[list[float], str]:
             outcome = run.wait()
             membership = run.controller.coordinator.membership
         assert outcome.error is None and membership is not None, outcome.traceback
-        assert tuple((seat.first, seat.last) for seat in membership.seats) == IDEAL, membership
+        assert tuple((member.first, member.last) for member in membership.members) == IDEAL, (
+            membership
+        )
         lines = [line.split() for line in file.read_text().splitlines()]
     medians = []
     for _, steps in itertools.groupby(lines, key=lambda line: line[0]):

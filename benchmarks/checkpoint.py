@@ -36,10 +36,10 @@ from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, median_interval, write
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.reading import read_share
-from elastic_dp.checkpoint.seal import About
 from elastic_dp.checkpoint.uploader import Uploader
-from elastic_dp.checkpoint.writing import write_seal
+from elastic_dp.checkpoint.writing import write_commit
 from elastic_dp.storage import Store
 
 TENSORS, RANGE_BYTES, IN_FLIGHT = 97, 8 << 20, 32
@@ -85,11 +85,13 @@ class Save:
     def ours(self, number: int) -> Callable[[], Any]:
         upload = self.uploader.take(number, self.state, 0, 1)
 
-        def seal() -> None:
+        def commit() -> None:
             share = upload.share.result()
-            write_seal(self.catalog, self.uploader.snapshot.manifest(), [share], 1, About())
+            write_commit(
+                self.catalog, self.uploader.snapshot.manifest(), [share], 1, CommitMetadata()
+            )
 
-        return seal
+        return commit
 
     def torch_save(self, number: int) -> Callable[[], Any]:
         torch.save(self.tensors, self.folder / f"{number}.pt")
@@ -184,9 +186,9 @@ def _kib(field: str) -> int:
 
 
 def restore(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
-    seal = write_one(megabytes, folder)
+    commit = write_one(megabytes, folder)
     catalog = Catalog(Store(str(folder / "ours")))
-    line = torch.zeros(seal.nbytes, dtype=torch.uint8)
+    line = torch.zeros(commit.nbytes, dtype=torch.uint8)
     files = sorted((folder / "ours").rglob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
     room = memoryview(bytearray(sum(sizes)))
@@ -200,16 +202,16 @@ def restore(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             list(executor.map(read_file, range(len(files))))
 
-    return in_turn(rounds, seal.nbytes, lambda: read_share(catalog, seal, 0, 1, line), bare)
+    return in_turn(rounds, commit.nbytes, lambda: read_share(catalog, commit, 0, 1, line), bare)
 
 
 def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     import obstore
     from obstore.store import S3Store
 
-    seal = write_one(megabytes, folder)
-    line = torch.zeros(seal.nbytes, dtype=torch.uint8)
-    room = memoryview(bytearray(seal.nbytes + (1 << 20)))
+    commit = write_one(megabytes, folder)
+    line = torch.zeros(commit.nbytes, dtype=torch.uint8)
+    room = memoryview(bytearray(commit.nbytes + (1 << 20)))
     ranges = []
     for file in sorted((folder / "ours").rglob("*.safetensors")):
         key, size = str(file.relative_to(folder)), file.stat().st_size
@@ -232,15 +234,17 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
             with ThreadPoolExecutor(IN_FLIGHT) as executor:
                 list(executor.map(read, range(len(ranges))))
 
-        return in_turn(rounds, seal.nbytes, lambda: read_share(catalog, seal, 0, 1, line), bare)
+        return in_turn(rounds, commit.nbytes, lambda: read_share(catalog, commit, 0, 1, line), bare)
 
 
 def write_one(megabytes: int, folder: Path) -> Any:
     uploader = Uploader(Catalog(Store(str(folder / "ours"))), lambda share, manifest: None)
     share = uploader.take(1, make_state(megabytes), 0, 1).share.result()
-    seal = write_seal(uploader._catalog, uploader.snapshot.manifest(), [share], 1, About())
+    commit = write_commit(
+        uploader._catalog, uploader.snapshot.manifest(), [share], 1, CommitMetadata()
+    )
     uploader.close()
-    return seal
+    return commit
 
 
 def in_turn(

@@ -87,10 +87,10 @@ class Life:
                 case m.FindCheckpoint():
                     self.inbox.append(m.CheckpointFound(None))
                 case m.FormGeneration(membership=membership):
-                    self.sent += len(membership.seats) - 1  # one for each seat
+                    self.sent += len(membership.members) - 1  # one for each member
                     generation = membership.generation
-                    for seat in membership.seats:
-                        heard = m.WorkerHeard(seat.worker, generation, self.step, "compute")
+                    for member in membership.members:
+                        heard = m.HeartbeatReceived(member.worker, generation, self.step, "compute")
                         self.inbox.append(heard)
                 case m.AbortGeneration(worker=worker, generation=generation):
                     self.stop(worker, generation)
@@ -110,14 +110,16 @@ class Life:
     def members(self) -> list[str]:
         membership = self.coordinator.membership
         assert membership is not None
-        return [seat.worker for seat in membership.seats]
+        return [member.worker for member in membership.members]
 
     def beat(self) -> None:
         """One interval: everybody is heard once, and made a step."""
         self.now += 1.0
         self.step += 1
         for worker in self.members():
-            self.tell(m.WorkerHeard(worker, self.coordinator.generation, self.step, "compute"))
+            self.tell(
+                m.HeartbeatReceived(worker, self.coordinator.generation, self.step, "compute")
+            )
         self.settle()
 
     def run(self) -> None:

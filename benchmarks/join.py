@@ -76,9 +76,9 @@ def train(ctx: Any) -> None:
 
 def bare_broadcast(session: Any, path: str, size: int) -> list[float]:
     """Seconds of a broadcast from the source to the one that joined, several times; empty elsewhere."""
-    seats = session.membership.seats
+    members = session.membership.members
     source = session.membership.source
-    joiners = [seat.worker for seat in seats if not seat.whole and seat.worker != source]
+    joiners = [member.worker for member in members if not member.whole and member.worker != source]
     if len(joiners) != 1 or session.worker not in (source, joiners[0]):
         return []
     gives = session.worker == source

@@ -52,7 +52,7 @@ def measure(times: int, workers: int, folder: str) -> dict[str, Any]:
                 membership = run.controller.coordinator.membership
                 assert membership is not None
                 changes.append((kind, membership.generation))
-                victim = rng.choice(membership.seats).worker
+                victim = rng.choice(membership.members).worker
                 if kind == "notice":
                     run.controller.post(DrainNoticed(victim, time.monotonic() + NOTICE_S))
                 else:

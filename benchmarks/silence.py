@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.recovery import Points, train
 from benchmarks.report import write
 from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.coordinator.messages import StopRequested, WorkerHeard
+from elastic_dp.coordinator.messages import HeartbeatReceived, StopRequested
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 
 LOAD = 8  # processes a core
@@ -111,7 +111,7 @@ def silent(times: int, workers: int) -> dict[str, Any]:
         for _ in range(times):
             wait_full(run, workers)
             time.sleep(STEADY_S * rng.uniform(0.5, 1.0))
-            found.append(silence(run, rng.choice(run.controller.coordinator.membership.seats)[0]))  # type: ignore[union-attr]
+            found.append(silence(run, rng.choice(run.controller.coordinator.membership.members)[0]))  # type: ignore[union-attr]
         run.controller.post(StopRequested("measured"))
         run.wait(120)
     limit = FailureConfig().heartbeat_timeout_s + SPARE_S
@@ -178,7 +178,7 @@ def listen(run: ProcessRun, gaps: dict[str, float]) -> None:
     post = heartbeats._heard
 
     def heard(event: Any) -> None:
-        if isinstance(event, WorkerHeard):
+        if isinstance(event, HeartbeatReceived):
             now = time.monotonic()
             gap = now - heard_at.get(event.worker, now)
             gaps[event.worker] = max(gaps.get(event.worker, 0.0), gap)

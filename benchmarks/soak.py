@@ -240,8 +240,8 @@ def _over(run: ChaosRun) -> bool:
 
 def _goes(run: ChaosRun) -> bool:
     """With all, and a checkpoint: who loses everyone before has nothing to go back to."""
-    sealed = any((run.folder / "checkpoints" / "seals").glob("step-*"))
-    return sealed and len(run.members) == 3
+    committed = any((run.folder / "checkpoints" / "seals").glob("step-*"))
+    return committed and len(run.members) == 3
 
 
 def _left(cluster: Cluster) -> list[str]:

@@ -104,8 +104,8 @@ def replay(trace: Trace, restart: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         journal = Journal(None, on_line)
         with ProcessRun(spec(), train, limit=PLACES, journal=journal, url=folder) as run:
-            seals = Path(folder, "checkpoints", "seals")  # whoever restarts needs one
-            _until(lambda: lines and lines[-1][2] == PLACES and list(seals.glob("step-*")), run)
+            commits = Path(folder, "checkpoints", "seals")  # whoever restarts needs one
+            _until(lambda: lines and lines[-1][2] == PLACES and list(commits.glob("step-*")), run)
             begun, first = lines[-1][0], lines[-1][1]
             _blow(trace, run, begun, restart)
             ends = begun + trace.seconds

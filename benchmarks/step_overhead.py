@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import exit_code, median_interval, write
 from elastic_dp.cluster.worker import prepare_environment
-from elastic_dp.coordinator.messages import Event, Membership, Seat, TrainingPosition, WorkerReady
+from elastic_dp.coordinator.messages import Event, Member, Membership, TrainingPosition, WorkerReady
 from elastic_dp.distributed.process_group import Rendezvous, open_store
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.train.control import Control
@@ -93,12 +93,12 @@ def worker(
         exact=exact,
         max_steps=pairs + 5,
     )
-    seats = tuple(
-        Seat(f"w{r}", r * per_worker, (r + 1) * per_worker, TrainingPosition(0), False)
+    members = tuple(
+        Member(f"w{r}", r * per_worker, (r + 1) * per_worker, TrainingPosition(0), False)
         for r in range(WORLD)
     )
     control = Control()
-    link = StaticLink(control, Membership(1, seats, "w0", 60.0), port)
+    link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
     session = Session(
         spec, f"w{rank}", data, torch.device("cpu"), "gloo", link, link, control, rank == 0

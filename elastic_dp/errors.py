@@ -16,7 +16,7 @@
     │   └── LeaseLost      another cluster has taken the run over; this one must stop
     ├── StorageError       the operator acts: the store refuses or is away; carries its own words, no secret
     │   ├── FileDamaged        a file of the run's folder cannot be read as what it must be; says which, and what to do
-    │   └── CheckpointDamaged  bytes are not the ones that were sealed; says which part; the one before it is used
+    │   └── CheckpointDamaged  bytes are not the ones that were committed; says which part; the one before it is used
     └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms by itself
 
 Beside them stands `Interrupted`, which is no failure: a KeyboardInterrupt.
@@ -65,7 +65,7 @@ class RunMismatch(SpecError):
 
 
 class CheckpointError(SpecError):
-    """A checkpoint cannot be used as asked. Example: `step=700` where only 500 and 1000 are sealed."""
+    """A checkpoint cannot be used as asked. Example: `step=700` where only 500 and 1000 are committed."""
 
 
 class TrainError(ElasticError):
@@ -139,7 +139,7 @@ class FileDamaged(StorageError):
 
 
 class CheckpointDamaged(StorageError):
-    """Bytes of a sealed checkpoint are missing or not the ones that were sealed. Example: a truncated part.
+    """Bytes of a committed checkpoint are missing or not the ones that were committed. Example: a truncated part.
 
     `step` is the checkpoint's, `reason` names the object and what is wrong with it.
     """

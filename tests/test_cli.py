@@ -481,7 +481,8 @@ def test_without_a_cluster_status_says_how_an_ended_run_is_found(monkeypatch):
 def test_checkpoints_list_of_a_wrong_folder_names_it_and_says_which_is_meant(tmp_path):
     said = run("checkpoints", "list", tmp_path / "runs").stdout
     assert (
-        f"no sealed checkpoints at {tmp_path}/runs; a run's folder is its storage_path/name" in said
+        f"no committed checkpoints at {tmp_path}/runs; a run's folder is its storage_path/name"
+        in said
     )
 
 

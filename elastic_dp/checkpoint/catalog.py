@@ -1,16 +1,16 @@
-"""Which checkpoints a run has: its seals by name, in the order of its history, and what may be deleted.
+"""Which checkpoints a run has: its commit records by name, in the order of its history, and what may be deleted.
 
     <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 went on from step 900 of claim 3
-    <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the seal
+    <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the commit record
     <run>/checkpoints/step-000000001000/<digest>/part-00000.safetensors
 
-- Only what is sealed is listed; one listing tells it all, and a seal is read when it is asked for.
+- Only what is committed is listed; one listing tells it all, and a commit record is read when it is asked for.
 - History is a chain of claims. A claim is created once, by who holds the run's lease (lease.py), before it trains; the
-  lease's number is its fence. What another claim sealed beyond the step from which the next one went on is not part
+  lease's number is its fence. What another claim committed beyond the step from which the next one went on is not part
   of history: that is a controller which was frozen, and did not know yet.
 - Parts lie below the digest of the whole state, so parts of two states never meet, and the same state written twice,
   by whomever, is the same objects with the same bytes.
-- Deleting begins with the seal. So a crash between any two deletions leaves no checkpoint that is half there.
+- Deleting begins with the commit record. So a crash between any two deletions leaves no checkpoint that is half there.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from elastic_dp.checkpoint.seal import Seal
+from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost
 from elastic_dp.storage import ObjectMissing, Store
 
-_SEAL = re.compile(r"step-(\d{12})\.claim-(\d{8})\.json")
+_COMMIT = re.compile(r"step-(\d{12})\.claim-(\d{8})\.json")
 _CLAIM = re.compile(r"claim-(\d{8})\.from-(\d{8})-(\d{12})\.json")
 _PART = re.compile(r"step-(\d{12})/([0-9a-f]{32})/")
 
 
-class SealName(NamedTuple):
+class CommitName(NamedTuple):
     step: int
     fence: int
 
@@ -72,33 +72,33 @@ class Catalog:
         self.store = store
         self.folder = f"{store.path.rstrip('/')}/checkpoints".lstrip("/" if not store.path else "")
 
-    def path(self, name: SealName | Claim) -> str:
+    def path(self, name: CommitName | Claim) -> str:
         return f"{self.folder}/seals/{name}"
 
     def highest_fence(self) -> int:
-        """Of all claims and seals; 0 before the first."""
+        """Of all claims and commits; 0 before the first."""
         names, claims = self._listed()
         return max([*(name.fence for name in names), *(claim.fence for claim in claims)], default=0)
 
-    def names(self) -> list[SealName]:
-        """Of the sealed checkpoints of this history, oldest first."""
+    def names(self) -> list[CommitName]:
+        """Of the committed checkpoints of this history, oldest first."""
         return history(*self._listed())
 
-    def read(self, name: SealName) -> Seal:
+    def read(self, name: CommitName) -> CommitRecord:
         """Raises CheckpointDamaged, or CheckpointError if it is of a later format."""
         try:
             content = self.store.read_all(self.path(name))
         except ObjectMissing:
             raise CheckpointError(f"the checkpoint of step {name.step} has been deleted") from None
         try:
-            seal = Seal.from_bytes(bytes(content), name.step)
+            commit = CommitRecord.from_bytes(bytes(content), name.step)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path(name)}: {error}") from None
-        if seal.fence != name.fence:
-            raise CheckpointDamaged(name.step, f"its seal is that of claim {seal.fence}")
-        return seal
+        if commit.fence != name.fence:
+            raise CheckpointDamaged(name.step, f"its commit record is that of claim {commit.fence}")
+        return commit
 
-    def seals(self, damaged: list[CheckpointDamaged] | None = None) -> Iterator[Seal]:
+    def commits(self, damaged: list[CheckpointDamaged] | None = None) -> Iterator[CommitRecord]:
         """Newest first. Damaged ones are left out, and put into `damaged`."""
         for name in reversed(self.names()):
             try:
@@ -109,8 +109,8 @@ class Catalog:
 
     def find(
         self, step: int | Literal["latest", "best"] = "latest", keep: Keep | None = None
-    ) -> Seal:
-        """The seal of that step, the newest, or the best by `keep`. Raises CheckpointError if there is none."""
+    ) -> CommitRecord:
+        """The commit record of that step, the newest, or the best by `keep`. Raises CheckpointError if there is none."""
         if step == "best":
             return self.best(keep or Keep())
         names = self.names()
@@ -119,25 +119,27 @@ class Catalog:
             return self.read(wanted[-1])
         steps = ", ".join(str(name.step) for name in names) or "none at all"
         what = "checkpoint" if step == "latest" else f"checkpoint of step {step}"
-        raise CheckpointError(f"{self.store.url} has no sealed {what}; it has: {steps}")
+        raise CheckpointError(f"{self.store.url} has no committed {what}; it has: {steps}")
 
-    def best(self, keep: Keep) -> Seal:
+    def best(self, keep: Keep) -> CommitRecord:
         """By the metric that `keep` names. Raises CheckpointError if no checkpoint has it."""
         name = keep.score_attribute
         if name is None:
             raise CheckpointError(
                 'step="best" needs a metric: set CheckpointConfig.checkpoint_score_attribute, or name it here'
             )
-        seals = list(self.seals())
-        scored = [seal for seal in seals if _score(keep, seal.step, seal.about.metrics)[0]]
+        commits = list(self.commits())
+        scored = [
+            commit for commit in commits if _score(keep, commit.step, commit.metadata.metrics)[0]
+        ]
         if not scored:
-            known = sorted({metric for seal in seals for metric in seal.about.metrics})
+            known = sorted({metric for commit in commits for metric in commit.metadata.metrics})
             raise CheckpointError(
                 f"no checkpoint of {self.store.url} has the metric {name!r}; they have: {', '.join(known) or 'none'}"
             )
-        return max(scored, key=lambda seal: _score(keep, seal.step, seal.about.metrics))
+        return max(scored, key=lambda commit: _score(keep, commit.step, commit.metadata.metrics))
 
-    def claim(self, fence: int, base: SealName | None) -> Claim:
+    def claim(self, fence: int, base: CommitName | None) -> Claim:
         """Begin to write under `fence`, going on from `base` (None: from the start). Raises LeaseLost if others do."""
         assert base is None or base.fence < fence, (base, fence)
         claim = Claim(fence, *((base.fence, base.step) if base else (0, 0)))
@@ -151,17 +153,17 @@ class Catalog:
         return claim
 
     def retain(self, keep: Keep, fence: int, *, writing: Iterable[int] = ()) -> list[int]:
-        """Delete what is not kept, and what was never sealed, except of the steps in `writing`. Returns the steps
-        whose seals went. Raises LeaseLost if `fence` is no longer the newest claim, and deletes nothing."""
-        metrics: dict[SealName, Mapping[str, float]] = {}
+        """Delete what is not kept, and what was never committed, except of the steps in `writing`. Returns the steps
+        whose commit records went. Raises LeaseLost if `fence` is no longer the newest claim, and deletes nothing."""
+        metrics: dict[CommitName, Mapping[str, float]] = {}
         names, claims = self._listed()
         fences = [name.fence for name in names] + [claim.fence for claim in claims]
         if max(fences, default=0) > fence:
             raise LeaseLost(f"{self.store.url} was claimed by others after claim {fence}")
         valid = history(names, claims)
         if keep.score_attribute is not None:
-            for seal in self.seals():
-                metrics[SealName(seal.step, seal.fence)] = seal.about.metrics
+            for commit in self.commits():
+                metrics[CommitName(commit.step, commit.fence)] = commit.metadata.metrics
         kept = to_keep(valid, keep, metrics)
         busy = set(writing)
         gone = [name for name in names if name not in kept and name.step not in busy]
@@ -170,8 +172,8 @@ class Catalog:
         self._sweep(kept, busy)
         return [name.step for name in gone]
 
-    def _sweep(self, kept: set[SealName], busy: set[int]) -> None:
-        """Delete the parts that no kept seal names, and what a killed writer left beside them; but nothing of later
+    def _sweep(self, kept: set[CommitName], busy: set[int]) -> None:
+        """Delete the parts that no kept commit record names, and what a killed writer left beside them; but nothing of later
         steps than the newest seal's, which may be being written."""
         newest = max((name.step for name in kept), default=0)
         folders = {name.step: self._digests(kept, name.step) for name in kept}
@@ -189,19 +191,19 @@ class Catalog:
             if (named is not None and digest not in named) or inner.endswith(".tmp"):
                 self.store.delete(entry.path)
 
-    def _digests(self, kept: Iterable[SealName], step: int) -> set[str] | None:
-        """The folders of a step that seals name. None if one cannot be read: then all may be needed."""
+    def _digests(self, kept: Iterable[CommitName], step: int) -> set[str] | None:
+        """The folders of a step that commits name. None if one cannot be read: then all may be needed."""
         try:
             return {self.read(name).digest[:32] for name in kept if name.step == step}
         except (CheckpointDamaged, CheckpointError):
             return None
 
-    def _listed(self) -> tuple[list[SealName], list[Claim]]:
+    def _listed(self) -> tuple[list[CommitName], list[Claim]]:
         names, claims = [], []
         for entry in self.store.find(f"{self.folder}/seals/"):
             inner = entry.path.rpartition("/")[2]
-            if found := _SEAL.fullmatch(inner):
-                names.append(SealName(*map(int, found.groups())))
+            if found := _COMMIT.fullmatch(inner):
+                names.append(CommitName(*map(int, found.groups())))
             elif found := _CLAIM.fullmatch(inner):
                 claims.append(Claim(*map(int, found.groups())))
         return sorted(names), sorted(claims)
@@ -211,16 +213,16 @@ def part_path(folder: str, step: int, digest: str, number: int) -> str:
     return f"{folder}/step-{step:012}/{digest[:32]}/part-{number:05}.safetensors"
 
 
-def history(names: Iterable[SealName], claims: Iterable[Claim]) -> list[SealName]:
-    """The seals that count, oldest first: of the newest claim all, of the one it went on from those up to there, and
+def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[CommitName]:
+    """The commit records that count, oldest first: of the newest claim all, of the one it went on from those up to there, and
     so on back to the start."""
-    sealed, by_fence = set(names), {claim.fence: claim for claim in claims}
-    fence = max([*by_fence, *(name.fence for name in sealed)], default=0)
-    found: list[SealName] = []
+    committed, by_fence = set(names), {claim.fence: claim for claim in claims}
+    fence = max([*by_fence, *(name.fence for name in committed)], default=0)
+    found: list[CommitName] = []
     limit: int | None = None
     while fence:
         claim = by_fence.get(fence, Claim(fence, 0, 0))
-        mine = [name for name in sealed if name.fence == fence]
+        mine = [name for name in committed if name.fence == fence]
         found += [name for name in mine if limit is None or name.step <= limit]
         limit = claim.step if limit is None else min(limit, claim.step)
         fence = claim.base if claim.base < fence else 0
@@ -228,8 +230,8 @@ def history(names: Iterable[SealName], claims: Iterable[Claim]) -> list[SealName
 
 
 def to_keep(
-    names: list[SealName], keep: Keep, metrics: Mapping[SealName, Mapping[str, float]]
-) -> set[SealName]:
+    names: list[CommitName], keep: Keep, metrics: Mapping[CommitName, Mapping[str, float]]
+) -> set[CommitName]:
     if keep.num_to_keep is None or not names:
         return set(names)
     ranked = sorted(names, key=lambda name: _score(keep, name.step, metrics.get(name, {})))

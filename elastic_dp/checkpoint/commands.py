@@ -17,7 +17,7 @@ from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store, redact_url
 
 if TYPE_CHECKING:
-    from elastic_dp.checkpoint.catalog import Catalog, SealName
+    from elastic_dp.checkpoint.catalog import Catalog, CommitName
 
 checkpoints = typer.Typer(help="Look at a run's checkpoints.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing els
 
 @checkpoints.command("list")
 def list_(url: _Url, as_json: _Json = False) -> None:
-    """Print the sealed checkpoints, oldest first; a damaged one says so as far as names and sizes tell."""
+    """Print the committed checkpoints, oldest first; a damaged one says so as far as names and sizes tell."""
     catalog = _catalog(url)
     rows = [_row(catalog, name) for name in catalog.names()]
     if as_json:
@@ -38,7 +38,7 @@ def list_(url: _Url, as_json: _Json = False) -> None:
         return
     if not rows:
         _out().print(
-            f"no sealed checkpoints at {redact_url(url)}; a run's folder is its storage_path/name"
+            f"no committed checkpoints at {redact_url(url)}; a run's folder is its storage_path/name"
         )
         return
     table = Table("step", "claim", "saved", "MB", "metrics", box=None)
@@ -59,14 +59,14 @@ def verify(
     step: Annotated[int | None, typer.Option(help="Only of this step. Default: all.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Read every byte of every checkpoint (or of one step's) and compare it with what was sealed."""
+    """Read every byte of every checkpoint (or of one step's) and compare it with what was committed."""
     from elastic_dp.checkpoint.reading import verify as verify_checkpoint
 
     catalog = _catalog(url)
     names = [name for name in catalog.names() if step in (None, name.step)]
     if not names:
         raise CheckpointError(
-            f"{catalog.store.url} has no sealed checkpoint{f' of step {step}' if step else ''}"
+            f"{catalog.store.url} has no committed checkpoint{f' of step {step}' if step else ''}"
         )
     wrong = {name.step: verify_checkpoint(catalog, name) for name in names}
     if as_json:
@@ -98,12 +98,12 @@ def export(
     from elastic_dp.checkpoint.exporting import export as export_checkpoint
 
     catalog = _catalog(url)
-    seal = catalog.find("latest" if step is None else step)
-    export_checkpoint(catalog, seal, destination)
+    commit = catalog.find("latest" if step is None else step)
+    export_checkpoint(catalog, commit, destination)
     if as_json:
-        print(json.dumps({"step": seal.step, "destination": redact_url(destination)}))
+        print(json.dumps({"step": commit.step, "destination": redact_url(destination)}))
     else:
-        _out().print(f"step {seal.step} → {redact_url(destination)}")
+        _out().print(f"step {commit.step} → {redact_url(destination)}")
 
 
 def _catalog(url: str) -> Catalog:
@@ -112,16 +112,16 @@ def _catalog(url: str) -> Catalog:
     return Catalog(Store(url))
 
 
-def _row(catalog: Catalog, name: SealName) -> dict[str, Any]:
+def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
     from elastic_dp.checkpoint.reading import missing_parts
 
     row = {"step": name.step, "claim": name.fence, "saved_at": 0.0, "nbytes": 0, "metrics": {}}
     try:
-        seal = catalog.read(name)
+        commit = catalog.read(name)
     except (CheckpointDamaged, CheckpointError) as error:
         return {**row, "wrong": [str(error)]}
-    about = {"saved_at": seal.about.saved_at, "metrics": dict(seal.about.metrics)}
-    return {**row, **about, "nbytes": seal.nbytes, "wrong": missing_parts(catalog, seal)}
+    metadata = {"saved_at": commit.metadata.saved_at, "metrics": dict(commit.metadata.metrics)}
+    return {**row, **metadata, "nbytes": commit.nbytes, "wrong": missing_parts(catalog, commit)}
 
 
 def _out() -> Console:

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
 from elastic_dp.checkpoint.naming import model_state, optimizer_state, scheduler_state
 from elastic_dp.checkpoint.reading import load, load_newest
-from elastic_dp.checkpoint.seal import Seal
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store
 
@@ -56,13 +56,13 @@ def load_state(
     catalog = Catalog(Store(url, storage_options))
     damaged: list[CheckpointDamaged] = []
     keep = Keep(score_attribute=metric, order=order)
-    seal, tree = load_newest(catalog, step, keep, on_damage=damaged.append)
-    return _loaded(seal, tree, tuple(map(str, damaged)))
+    commit, tree = load_newest(catalog, step, keep, on_damage=damaged.append)
+    return _loaded(commit, tree, tuple(map(str, damaged)))
 
 
-def export(catalog: Catalog, seal: Seal, destination: str) -> None:
+def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
     """Write a file, or a folder where the name has no ending. Raises CheckpointError if the ending is another."""
-    state = _loaded(seal, load(catalog, seal, plain=True), plain=True)
+    state = _loaded(commit, load(catalog, commit, plain=True), plain=True)
     if destination.endswith(".safetensors"):
         _write(destination, safetensors(state.model))
     elif destination.endswith((".pt", ".pth", ".bin")):
@@ -128,11 +128,11 @@ def _export_distributed(state: LoadedState, folder: str) -> None:
 
 
 def _loaded(
-    seal: Seal, tree: Any, damaged: tuple[str, ...] = (), *, plain: bool = False
+    commit: CommitRecord, tree: Any, damaged: tuple[str, ...] = (), *, plain: bool = False
 ) -> LoadedState:
-    naming, metrics = seal.about.naming, seal.about.metrics
+    naming, metrics = commit.metadata.naming, commit.metadata.metrics
     return LoadedState(
-        step=seal.step,
+        step=commit.step,
         model=model_state(tree, naming, plain=plain),
         optimizer=optimizer_state(tree, naming) if "groups" in naming else None,
         scheduler=scheduler_state(tree),

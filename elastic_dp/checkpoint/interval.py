@@ -14,9 +14,9 @@ _FIRST_COST_S = 1.0  # until one checkpoint was measured
 
 
 def auto_interval_s(cost_s: float | None, upload_s: float, losses: int, observed_s: float) -> float:
-    """Of training time between two snapshots. Never shorter than an upload: a snapshot that is not sealed saves nothing.
+    """Of training time between two snapshots. Never shorter than an upload: a snapshot that is not committed saves nothing.
 
-    `cost_s`: what a checkpoint takes from training, None before the first; `upload_s`: from its snapshot to its seal.
+    `cost_s`: what a checkpoint takes from training, None before the first; `upload_s`: from its snapshot to its commit record.
     `losses`: how often everyone was lost in `observed_s`.
     """
     cost = _FIRST_COST_S if cost_s is None else max(cost_s, 1e-3)

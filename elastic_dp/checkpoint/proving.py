@@ -42,5 +42,5 @@ def _refuses(store: Store, path: str, content: bytes) -> None:
 
 
 _WAY_OUT = (
-    "Two controllers could seal one checkpoint there; use a folder, s3, gs or az as storage_path"
+    "Two controllers could commit one checkpoint there; use a folder, s3, gs or az as storage_path"
 )

@@ -1,6 +1,6 @@
-"""Bytes of a sealed checkpoint: each block read once by the group, and not a byte used that its digest does not cover.
+"""Bytes of a committed checkpoint: each block read once by the group, and not a byte used that its digest does not cover.
 
-A group restores so: every member reads the same seal and makes room for the line (`Layout.total` bytes), reads its
+A group restores so: every member reads the same commit record and makes room for the line (`Layout.total` bytes), reads its
 share into it with `read_share`, gives it to the others, and has the tree by `whole_tree`. One alone calls `load`.
 
 - Requests are whole blocks, many at once, so that latency does not count.
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
-from elastic_dp.checkpoint.catalog import Catalog, Keep, SealName, part_path
-from elastic_dp.checkpoint.seal import Seal, block_digest, block_digester
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep, part_path
+from elastic_dp.checkpoint.commit_record import CommitRecord, block_digest, block_digester
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, StorageError
 from elastic_dp.storage import ObjectMissing
 
@@ -29,22 +29,22 @@ _CACHED_BYTES = 1 << 20  # of a file, at once: with smaller pieces threads wait 
 
 def read_share(
     catalog: Catalog,
-    seal: Seal,
+    commit: CommitRecord,
     rank: int,
     world_size: int,
     line: torch.Tensor,
     executor: Executor | None = None,
 ) -> tuple[int, int]:
     """Read one of `world_size` shares into its place in `line`, bytes on the host. Returns the place, (start, end)."""
-    layout = seal.manifest.layout
+    layout = commit.manifest.layout
     assert line.numel() == layout.total and line.element_size() == 1, (line.shape, line.dtype)
     parts = layout.share(rank, world_size)
-    _read_blocks(catalog, seal, layout.blocks_of(parts), line, executor)
+    _read_blocks(catalog, commit, layout.blocks_of(parts), line, executor)
     return layout.span(parts)
 
 
 def whole_tree(
-    seal: Seal,
+    commit: CommitRecord,
     line: torch.Tensor,
     *,
     device: torch.device | None = None,
@@ -54,24 +54,24 @@ def whole_tree(
     """The state, its tensors on the memory of `line`; those that were on a device on this `device`, if there is one."""
     from elastic_dp.checkpoint.decoding import decode
 
-    layout = seal.manifest.layout
+    layout = commit.manifest.layout
     tensors = [
         view if device is None or spec.device == "cpu" else view.to(device)
         for view, spec in zip(layout.views(line), layout.specs, strict=True)
     ]
-    return decode(seal.manifest.tree, tensors, types=types, plain=plain)
+    return decode(commit.manifest.tree, tensors, types=types, plain=plain)
 
 
-def load(catalog: Catalog, seal: Seal, **how: Any) -> Any:
+def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:
     """The whole state, read by this process alone, each tensor in memory of its own. `how`: see `whole_tree`."""
     import torch
 
     from elastic_dp.checkpoint.decoding import decode
 
-    line = torch.empty(seal.manifest.layout.total, dtype=torch.uint8)
-    read_share(catalog, seal, 0, 1, line)
-    tensors = [view.clone() for view in seal.manifest.layout.views(line)]
-    return decode(seal.manifest.tree, tensors, **how)
+    line = torch.empty(commit.manifest.layout.total, dtype=torch.uint8)
+    read_share(catalog, commit, 0, 1, line)
+    tensors = [view.clone() for view in commit.manifest.layout.views(line)]
+    return decode(commit.manifest.tree, tensors, **how)
 
 
 def load_newest(
@@ -81,14 +81,14 @@ def load_newest(
     *,
     on_damage: Callable[[CheckpointDamaged], None],
     **how: Any,
-) -> tuple[Seal, Any]:
+) -> tuple[CommitRecord, Any]:
     """The newest checkpoint that is whole; each that is not is told. With a step, or "best", that one or none."""
     if step != "latest":
-        seal = catalog.find(step, keep)
-        return seal, load(catalog, seal, **how)
-    for seal in newest_first(catalog, on_damage):
+        commit = catalog.find(step, keep)
+        return commit, load(catalog, commit, **how)
+    for commit in newest_first(catalog, on_damage):
         try:
-            return seal, load(catalog, seal, **how)
+            return commit, load(catalog, commit, **how)
         except CheckpointDamaged as error:
             on_damage(error)
     raise AssertionError("newest_first ends with an error")
@@ -96,8 +96,8 @@ def load_newest(
 
 def newest_first(
     catalog: Catalog, on_damage: Callable[[CheckpointDamaged], None]
-) -> Iterator[Seal]:
-    """Those whose seals can be read; the others are told. Raises CheckpointError where no more are to be had."""
+) -> Iterator[CommitRecord]:
+    """Those whose commit records can be read; the others are told. Raises CheckpointError where no more are to be had."""
     names = catalog.names()
     for name in reversed(names):
         try:
@@ -109,15 +109,15 @@ def newest_first(
     raise CheckpointError(f"none of the {len(names)} checkpoints of {catalog.store.url} is whole")
 
 
-def missing_parts(catalog: Catalog, seal: Seal) -> list[str]:
+def missing_parts(catalog: Catalog, commit: CommitRecord) -> list[str]:
     """What is wrong with the parts as far as a listing tells: names and sizes. Cheap, to choose a checkpoint by."""
-    folder = part_path(catalog.folder, seal.step, seal.digest, 0).rpartition("/")[0]
+    folder = part_path(catalog.folder, commit.step, commit.digest, 0).rpartition("/")[0]
     sizes = {
         entry.path.rpartition("/")[2]: entry.size for entry in catalog.store.find(f"{folder}/")
     }
     wrong = []
-    for part in seal.manifest.layout.parts:
-        name = part_path("", seal.step, seal.digest, part.number).rpartition("/")[2]
+    for part in commit.manifest.layout.parts:
+        name = part_path("", commit.step, commit.digest, part.number).rpartition("/")[2]
         if name not in sizes:
             wrong.append(f"{name} is missing")
         elif sizes[name] != part.nbytes:
@@ -125,16 +125,16 @@ def missing_parts(catalog: Catalog, seal: Seal) -> list[str]:
     return wrong
 
 
-def verify(catalog: Catalog, name: SealName) -> list[str]:
+def verify(catalog: Catalog, name: CommitName) -> list[str]:
     """Read everything, headers too; what is wrong, or nothing."""
     try:
-        seal = catalog.read(name)
+        commit = catalog.read(name)
     except CheckpointDamaged as error:
         return [error.reason]
-    wrong = missing_parts(catalog, seal)
-    layout = seal.manifest.layout
+    wrong = missing_parts(catalog, commit)
+    layout = commit.manifest.layout
     for part in layout.parts:
-        path = part_path(catalog.folder, seal.step, seal.digest, part.number)
+        path = part_path(catalog.folder, commit.step, commit.digest, part.number)
         try:
             header = catalog.store.read(path, 0, len(part.header))
             if bytes(header) != part.header:
@@ -142,14 +142,14 @@ def verify(catalog: Catalog, name: SealName) -> list[str]:
         except StorageError as error:
             wrong += [] if wrong else [str(error)]
     with ThreadPoolExecutor(_threads(catalog, layout.block_bytes)) as executor:
-        found = executor.map(lambda block: _wrong(catalog, seal, block), range(layout.blocks))
+        found = executor.map(lambda block: _wrong(catalog, commit, block), range(layout.blocks))
         return list(dict.fromkeys([*wrong, *(words for words in found if words and not wrong)]))
 
 
-def _wrong(catalog: Catalog, seal: Seal, block: int) -> str:
-    start, end = seal.manifest.layout.block_span(block)
+def _wrong(catalog: Catalog, commit: CommitRecord, block: int) -> str:
+    start, end = commit.manifest.layout.block_span(block)
     try:
-        _read_block(catalog, seal, block, memoryview(bytearray(end - start)))
+        _read_block(catalog, commit, block, memoryview(bytearray(end - start)))
     except CheckpointDamaged as error:
         return error.reason
     return ""
@@ -157,7 +157,7 @@ def _wrong(catalog: Catalog, seal: Seal, block: int) -> str:
 
 def _read_blocks(
     catalog: Catalog,
-    seal: Seal,
+    commit: CommitRecord,
     blocks: Iterable[int],
     line: torch.Tensor,
     executor: Executor | None,
@@ -166,39 +166,39 @@ def _read_blocks(
     target = memoryview(content)
 
     def read(block: int) -> None:
-        start, end = seal.manifest.layout.block_span(block)
-        _read_block(catalog, seal, block, target[start:end])
+        start, end = commit.manifest.layout.block_span(block)
+        _read_block(catalog, commit, block, target[start:end])
 
     if executor is not None:
         list(executor.map(read, blocks))
         return
-    with ThreadPoolExecutor(_threads(catalog, seal.manifest.layout.block_bytes)) as made:
+    with ThreadPoolExecutor(_threads(catalog, commit.manifest.layout.block_bytes)) as made:
         list(made.map(read, blocks))
 
 
-def _read_block(catalog: Catalog, seal: Seal, block: int, target: memoryview) -> None:
-    layout = seal.manifest.layout
+def _read_block(catalog: Catalog, commit: CommitRecord, block: int, target: memoryview) -> None:
+    layout = commit.manifest.layout
     start, end = layout.block_span(block)
     part = layout.part_of(start)
-    path = part_path(catalog.folder, seal.step, seal.digest, part.number)
+    path = part_path(catalog.folder, commit.step, commit.digest, part.number)
     at = len(part.header) + start - part.start
     local = catalog.store.local_path(path)
-    if local is not None and _read_file(local, at, target) == seal.manifest.blocks[block]:
+    if local is not None and _read_file(local, at, target) == commit.manifest.blocks[block]:
         return
     try:
         content = catalog.store.read(path, at, at + end - start)
     except ObjectMissing:
-        raise CheckpointDamaged(seal.step, f"{_short(path)} is missing") from None
+        raise CheckpointDamaged(commit.step, f"{_short(path)} is missing") from None
     except StorageError:
-        wrong = missing_parts(catalog, seal)
+        wrong = missing_parts(catalog, commit)
         if not wrong:
             raise
-        raise CheckpointDamaged(seal.step, "; ".join(wrong)) from None
+        raise CheckpointDamaged(commit.step, "; ".join(wrong)) from None
     target[:] = memoryview(content).cast("B")
-    if block_digest(target) != seal.manifest.blocks[block]:
+    if block_digest(target) != commit.manifest.blocks[block]:
         raise CheckpointDamaged(
-            seal.step,
-            f"{_short(path)}: bytes {at} to {at + end - start} are not those that were sealed",
+            commit.step,
+            f"{_short(path)}: bytes {at} to {at + end - start} are not those that were committed",
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic_dp.checkpoint.commit_record import Manifest, block_digest
 from elastic_dp.checkpoint.encoding import NamedTensor, encode
 from elastic_dp.checkpoint.layout import (
     ROOM_ALIGNED_TO,
@@ -25,7 +26,6 @@ from elastic_dp.checkpoint.layout import (
     TensorSpec,
     flat_bytes,
 )
-from elastic_dp.checkpoint.seal import Manifest, block_digest
 
 
 class Snapshot:

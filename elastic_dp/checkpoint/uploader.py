@@ -1,7 +1,7 @@
 """Uploads in the background: training goes on when the copy is made.
 
 - One upload at a time, since there is one snapshot's memory. `take` waits for the one before: who asks for the next
-  one when the last is sealed (train/pace.py) never waits; one of a fixed step, or that is asked for (a drain,
+  one when the last is committed (train/pace.py) never waits; one of a fixed step, or that is asked for (a drain,
   `ctx.checkpoint`) does.
 - The store may be away for minutes: who must go on asks `ready` first, which has `PATIENCE_S` in all for one upload.
 - What goes wrong in the background is raised by the next `take` or by `wait`, never lost.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.seal import Manifest
+from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.writing import Share, write_parts, write_share
 
@@ -40,7 +40,7 @@ class Upload:
 class Uploader:
     """Of one member. `take` from the training thread; everything else happens on threads of its own.
 
-    `on_written(share, manifest)`: called on such a thread with what the sealer needs; the manifest is all members' own.
+    `on_written(share, manifest)`: called on such a thread with what the committer needs; the manifest is all members' own.
     """
 
     def __init__(self, catalog: Catalog, on_written: Callable[[Share, Manifest], None]) -> None:

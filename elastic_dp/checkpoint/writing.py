@@ -1,8 +1,8 @@
-"""Parts aside, then the seal: one small conditional write makes a checkpoint of what lies there.
+"""Parts aside, then the commit record: one small conditional write makes a checkpoint of what lies there.
 
 - Every member writes its share of the parts; who wrote what does not show in them. A member that is lost leaves its
   parts to others: each has the whole state.
-- A seal is written only when every part was, and only when all members hold the same state, by its digest.
+- A commit record is written only when every part was, and only when all members hold the same state, by its digest.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from elastic_dp.checkpoint.catalog import Catalog, SealName, part_path
-from elastic_dp.checkpoint.seal import About, Manifest, Seal
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, part_path
+from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.errors import LeaseLost, StateError
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one member tells the sealer: the state that it holds, and the numbers of the parts that it has written."""
+    """What one member tells the committer: the state that it holds, and the numbers of the parts that it has written."""
 
     writer: str
     step: int
@@ -67,12 +67,16 @@ def missing(manifest: Manifest, shares: Iterable[Share]) -> list[int]:
     return [part.number for part in manifest.layout.parts if part.number not in written]
 
 
-def write_seal(
-    catalog: Catalog, manifest: Manifest, shares: Sequence[Share], fence: int, about: About
-) -> Seal:
+def write_commit(
+    catalog: Catalog,
+    manifest: Manifest,
+    shares: Sequence[Share],
+    fence: int,
+    metadata: CommitMetadata,
+) -> CommitRecord:
     """Make it a checkpoint. Raises StateError if the members' states differ, LeaseLost if the run is another's.
 
-    The same state sealed twice under one claim is one checkpoint; another state is refused.
+    The same state committed twice under one claim is one checkpoint; another state is refused.
     """
     odd = [share for share in shares if share.digest != manifest.digest]
     if odd:
@@ -83,14 +87,14 @@ def write_seal(
         )
     assert all(share.step == manifest.step for share in shares), shares
     assert not missing(manifest, shares), missing(manifest, shares)
-    made = Seal(manifest, fence, about)
-    name = SealName(manifest.step, fence)
+    made = CommitRecord(manifest, fence, metadata)
+    name = CommitName(manifest.step, fence)
     try:
         catalog.store.write(catalog.path(name), made.to_bytes(), create_only=True)
     except FileExistsError:
         if catalog.read(name).digest != made.digest:
             raise LeaseLost(
-                f"step {manifest.step} of claim {fence} is sealed already, with another state: two controllers "
+                f"step {manifest.step} of claim {fence} is committed already, with another state: two controllers "
                 "write under one claim"
             ) from None
     return made

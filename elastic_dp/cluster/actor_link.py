@@ -57,7 +57,7 @@ class ActorLink:
             for step, call, metrics in self._logged:
                 if (step, call) > logged_to:
                     self._call("log", term, step, call, metrics)
-            if self._written is not None:  # of the newest checkpoint, which may not be sealed
+            if self._written is not None:  # of the newest checkpoint, which may not be committed
                 self._call("wrote", *self._written)
 
     def _call(self, method: str, *content: Any) -> None:

@@ -28,9 +28,9 @@ from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.messages import (
     BeginTraining,
     Cause,
+    CheckpointCommitted,
     CheckpointFound,
     CheckpointRequested,
-    CheckpointSealed,
     ClaimGeneration,
     Command,
     DeadlineReached,
@@ -43,13 +43,13 @@ from elastic_dp.coordinator.messages import (
     FormGeneration,
     GenerationClaimed,
     GenerationClaimLost,
+    HeartbeatReceived,
     ReleaseWorker,
     RenewLease,
     StandDown,
     StartWorker,
     StopRequested,
     WorkerFinished,
-    WorkerHeard,
     WorkerId,
     WorkerLost,
 )
@@ -59,10 +59,10 @@ from elastic_dp.errors import ElasticError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.train.committing import CheckpointCommitter
 from elastic_dp.train.kind import why_inexact
 from elastic_dp.train.link import Written
 from elastic_dp.train.run import TIME_IS_UP
-from elastic_dp.train.sealing import Sealer
 
 LEFT = "left, as it was asked to"
 
@@ -100,7 +100,7 @@ class Controller:
         self._released: set[WorkerId] = set()
         self._died: set[WorkerId] = set()  # by their pulses, before anybody told them to go
         self._store: StoreServer | None = None
-        self._sealer: Sealer | None = None
+        self._committer: CheckpointCommitter | None = None
         self._last_words: LastWords | None = None
         for line in self.journal.recorded():  # by a controller before this one
             self._remember(line)
@@ -127,8 +127,8 @@ class Controller:
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
         """Every worker sends the same, in order; the first one counts, and is written before the next is."""
-        if self._sealer is not None:  # a step that is made once more has a new checkpoint
-            self._sealer.log(step, metrics)
+        if self._committer is not None:  # a step that is made once more has a new checkpoint
+            self._committer.log(step, metrics)
         with self._log_lock:
             if (step, call) > self.logged_to:
                 self.logged_to = step, call
@@ -141,8 +141,8 @@ class Controller:
 
     def wrote(self, worker: WorkerId, written: Written) -> None:
         """A member's word about a checkpoint."""
-        if self._sealer is not None:
-            self._sealer.wrote(worker, written)
+        if self._committer is not None:
+            self._committer.wrote(worker, written)
 
     def withdrawn(self, worker: WorkerId) -> None:
         """It never had a node, and another will be asked for in its place: its end is no loss."""
@@ -160,7 +160,7 @@ class Controller:
             "phase": "over" if self.ended.is_set() else coordinator.phase,
             "reason": coordinator.reason or self.outcome.reason,
             "generation": coordinator.generation,
-            "world_size": 0 if membership is None else len(membership.seats),
+            "world_size": 0 if membership is None else len(membership.members),
             "size": coordinator.size,
             "min_workers": self.ledger.facts.min_workers or self.spec.scaling.min_workers,
             "step": max(self._step, self.outcome.step),
@@ -178,14 +178,14 @@ class Controller:
         self._rendezvous = Rendezvous(self.host, self._store.port, self.run, self.secret)
         self.heartbeats.start()
         if self.url is not None:
-            self._sealer = self._open_sealer(self.url)
+            self._committer = self._open_committer(self.url)
             self._last_words = LastWords(Store(self.url))
-            if self.ledger.inherited:  # a claim to seal under, before any member tells of parts
+            if self.ledger.inherited:  # a claim to commit under, before any member tells of parts
                 if self.ledger.facts.at_most is not None:
-                    self._sealer.reject(self.ledger.facts.at_most, self.ledger.highest_claimed())
-                self._sealer.take_over()
+                    self._committer.reject(self.ledger.facts.at_most, self.ledger.highest_claimed())
+                self._committer.take_over()
                 for line in self.journal.recorded():
-                    self._sealer.log(line["step"], _metrics_of(line))
+                    self._committer.log(line["step"], _metrics_of(line))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> Outcome:
         """Until the run has ended, every worker is gone, or was told to go for long enough, and the result is kept.
@@ -205,8 +205,8 @@ class Controller:
         self.heartbeats.close()
         if self._store is not None:
             self._store.close()
-        if self._sealer is not None:
-            self._sealer.close()
+        if self._committer is not None:
+            self._committer.close()
         if self._last_words is not None:
             self._last_words.close()
         self.outcome.wall_s = time.time() - self.ledger.facts.started_at
@@ -327,7 +327,7 @@ class Controller:
 
     def _note(self, event: Event) -> None:
         match event:
-            case WorkerHeard(step=step):
+            case HeartbeatReceived(step=step):
                 self._step = max(self._step, step)
                 if not self.ledger.facts.stepped:
                     self.ledger.note(event)
@@ -342,8 +342,8 @@ class Controller:
                     if known is not self._gone[worker]:
                         self.journal.event(event)
                     return
-                if self._sealer is not None:
-                    self._sealer.lost(worker)
+                if self._committer is not None:
+                    self._committer.lost(worker)
                 if not self.outcome.reason and worker not in self._released:
                     self.ledger.lost()
             case DeadlineReached():
@@ -366,8 +366,8 @@ class Controller:
                 self.heartbeats.renew(worker, beat)
                 return
             case FormGeneration(membership=membership):
-                for seat in membership.seats:
-                    self._fleet.send(seat.worker, command, self._rendezvous)
+                for member in membership.members:
+                    self._fleet.send(member.worker, command, self._rendezvous)
             case StartWorker(worker=worker):
                 self._fleet.start(worker)
             case BeginTraining(worker=worker):
@@ -385,10 +385,10 @@ class Controller:
                 self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
             case FindCheckpoint(at_most=at_most):
                 self._find_checkpoint(at_most)
-            case FinishRun(place=place, digest=digest, reason=reason, digests_differ=differ):
+            case FinishRun(position=position, digest=digest, reason=reason, digests_differ=differ):
                 if differ:
                     self._inexact["workers finished with different weights"] = None
-                self.outcome.step, self.outcome.digest = place.step, digest
+                self.outcome.step, self.outcome.digest = position.step, digest
                 self.outcome.reason = reason
                 self.outcome.inexact_because = tuple(self._inexact)
                 self._ends()
@@ -417,10 +417,10 @@ class Controller:
         self.outcome.generations = self.coordinator.generation
         self.ledger.ended(self.outcome)
 
-    def _open_sealer(self, url: str) -> Sealer:
+    def _open_committer(self, url: str) -> CheckpointCommitter:
         timeout_s = self.spec.failure.storage_timeout_s
         catalog = Catalog(Store(url, timeout_s=timeout_s, on_wait=self.say))
-        return Sealer(
+        return CheckpointCommitter(
             catalog,
             self.spec.checkpoint,
             lease_s=self.spec.failure.run_lease_s,
@@ -429,7 +429,7 @@ class Controller:
             ),
             want=lambda: self.post(CheckpointRequested()),
             tell=self.say,
-            on_seal=lambda step: self.post(CheckpointSealed(step)),
+            on_commit=lambda step: self.post(CheckpointCommitted(step)),
             stand_down=self._stand_down,
             fail=self.fail,
             check=self.check,
@@ -442,12 +442,12 @@ class Controller:
         self.post(GenerationClaimLost(self.coordinator.generation + 1))
 
     def _find_checkpoint(self, at_most: int | None) -> None:
-        if self._sealer is None:
+        if self._committer is None:
             self.post(CheckpointFound(None))
         else:
             if at_most is not None:
-                self._sealer.reject(at_most, self.coordinator.generation)
-            self._sealer.find(lambda step: self.post(CheckpointFound(step)))
+                self._committer.reject(at_most, self.coordinator.generation)
+            self._committer.find(lambda step: self.post(CheckpointFound(step)))
 
     def _keep_last_words(self, worker: WorkerId, words: str) -> None:
         """Of one that nobody told to go before it died."""

@@ -43,7 +43,7 @@ class EndedRun:
         result = read_result(self.url)
         if result is not None and not self.may_be_live:
             return status_of(result, {})
-        sealed = Catalog(self._store).names()
+        committed = Catalog(self._store).names()
         said = [line["text"] for line in self.events() if line.get("command") == "Explain"]
         held = (
             f"{self.holder} holds its lease, and may train on a cluster that does not answer here; "
@@ -55,7 +55,7 @@ class EndedRun:
             "generation": 0,
             "world_size": 0,
             "size": 0,
-            "step": sealed[-1].step if sealed else 0,  # what it would go on from
+            "step": committed[-1].step if committed else 0,  # what it would go on from
             "inexact_because": (),
             "workers": {},
             "metrics": {},

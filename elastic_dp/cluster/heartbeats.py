@@ -20,7 +20,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from elastic_dp.cluster import pulse
-from elastic_dp.coordinator.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
+from elastic_dp.coordinator.messages import (
+    Cause,
+    HeartbeatReceived,
+    StackTracesCaptured,
+    WorkerId,
+    WorkerLost,
+)
 from elastic_dp.threads import background
 
 STACKS_S = 2.0  # a pulse that was asked for stacks has killed its worker by then
@@ -102,7 +108,7 @@ class HeartbeatServer:
         self,
         secret: bytes,
         host: str,
-        heard: Callable[[WorkerHeard | WorkerLost | StacksTaken], None],
+        heard: Callable[[HeartbeatReceived | WorkerLost | StackTracesCaptured], None],
         last_words: Callable[[WorkerId, str], None] = lambda worker, words: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -207,12 +213,14 @@ class _Peer:
         self.source: Any = None  # set by each genuine datagram
 
 
-def _event_of(worker: WorkerId, message: dict[str, Any]) -> WorkerHeard | WorkerLost | StacksTaken:
+def _event_of(
+    worker: WorkerId, message: dict[str, Any]
+) -> HeartbeatReceived | WorkerLost | StackTracesCaptured:
     if message.get("exits"):
         return _lost(worker, message)
     if "stacks" in message:
-        return StacksTaken(worker, str(message["stacks"]))
-    return WorkerHeard(
+        return StackTracesCaptured(worker, str(message["stacks"]))
+    return HeartbeatReceived(
         worker,
         int(message["generation"]),
         int(message["step"]),

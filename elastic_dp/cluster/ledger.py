@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_dp.coordinator.messages import (
+    CheckpointCommitted,
     CheckpointRequested,
-    CheckpointSealed,
     Command,
     DrainNoticed,
     Event,
     FindCheckpoint,
     FormGeneration,
+    HeartbeatReceived,
     ReleaseWorker,
     SizeRequested,
     StartWorker,
     StopRequested,
-    WorkerHeard,
     WorkerId,
     WorkerLost,
     WorkerStarted,
@@ -45,7 +45,7 @@ class Facts:
     size: int | None = None  # what an operator asked for
     min_workers: int | None = None  # likewise
     stop: StopRequested | None = None  # to end before the run's limits
-    checkpoint: bool = False  # one was asked for, and none was sealed since
+    checkpoint: bool = False  # one was asked for, and none was committed since
     # The deadline, and how long it was until then when the notice came; None: none is known.
     draining: dict[WorkerId, tuple[float, float] | None] = field(default_factory=dict)
     here: dict[WorkerId, bool] = field(default_factory=dict)  # asked for, not to leave: was it up?
@@ -123,13 +123,13 @@ def _noted(facts: Facts, message: Event | Command) -> bool:
             facts.stop = facts.stop or message  # the first counts
         case CheckpointRequested():
             facts.checkpoint = True
-        case CheckpointSealed() if facts.checkpoint:
+        case CheckpointCommitted() if facts.checkpoint:
             facts.checkpoint = False
         case FindCheckpoint(at_most=int() as at_most):
             facts.at_most = at_most
         case FormGeneration() if facts.at_most is not None:
             facts.at_most = None
-        case WorkerHeard(step=step) if step > 0 and not facts.stepped:
+        case HeartbeatReceived(step=step) if step > 0 and not facts.stepped:
             facts.stepped = True
         case _:
             return False

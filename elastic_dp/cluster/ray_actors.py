@@ -43,12 +43,12 @@ from elastic_dp.coordinator.messages import (
     DrainNoticed,
     Event,
     Explain,
-    Home,
     ReleaseWorker,
-    ReportYourself,
+    ReportState,
     SizeRequested,
     StopRequested,
     WorkerId,
+    WorkerLocation,
     WorkerLost,
     WorkerPlaced,
 )
@@ -90,7 +90,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
-        if isinstance(command, ReportYourself):
+        if isinstance(command, ReportState):
             self._link.post(self._placed)
         self._worker.deliver(command, rendezvous)
 
@@ -106,9 +106,11 @@ class WorkerActor:
         return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}
 
 
-def _home() -> Home:
+def _home() -> WorkerLocation:
     context = ray.get_runtime_context()
-    return Home(context.get_node_id(), context.get_node_labels().get(placing.MARKET) == "spot")
+    return WorkerLocation(
+        context.get_node_id(), context.get_node_labels().get(placing.MARKET) == "spot"
+    )
 
 
 class RayFleet:
@@ -303,7 +305,7 @@ class ControllerActor:
         self._notices.start()
 
     @ray.method(concurrency_group="events")
-    def about(self) -> tuple[JobSpec, str, bool]:
+    def metadata(self) -> tuple[JobSpec, str, bool]:
         """The spec without what is the user's own, which a driver may have no code for; the folder; whether it has
         ended."""
         data = self._spec.data

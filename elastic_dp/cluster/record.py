@@ -21,8 +21,8 @@ from elastic_dp.storage.json_files import make, path_in, read_json, write_json
 
 if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read without them
     from elastic_dp.checkpoint.catalog import Catalog
+    from elastic_dp.checkpoint.commit_record import CommitRecord
     from elastic_dp.checkpoint.exporting import LoadedState
-    from elastic_dp.checkpoint.seal import Seal
     from elastic_dp.data import Index
 
 FORMAT = 1  # of the JSON files here
@@ -87,7 +87,7 @@ class Result:
             )
         export(*self._final(), destination)
 
-    def _final(self) -> tuple[Catalog, Seal]:
+    def _final(self) -> tuple[Catalog, CommitRecord]:
         """The checkpoint of the last step."""
         from elastic_dp.checkpoint.catalog import Catalog
 

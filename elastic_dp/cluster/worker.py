@@ -20,14 +20,14 @@ from elastic_dp.coordinator.messages import (
     Command,
     EndGeneration,
     FormGeneration,
-    KeepState,
     ReleaseWorker,
-    ReportYourself,
+    ReportState,
     StopTraining,
     TakeCheckpoint,
     WorkerId,
     WorkerReported,
     WorkerStarted,
+    WriteDrainCheckpoint,
 )
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
@@ -120,9 +120,9 @@ class Worker:
                     self._session.checkpoints.write(step, parts)
             case TakeCheckpoint():
                 control.keep()
-            case KeepState(generation=generation, writers=writers):
+            case WriteDrainCheckpoint(generation=generation, writers=writers):
                 control.keep_state(generation, writers)
-            case ReportYourself(asked=asked):
+            case ReportState(asked=asked):
                 self._link.post(self._reported(asked))
             case _:
                 raise AssertionError(f"not for a worker: {command}")

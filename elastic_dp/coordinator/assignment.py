@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_dp.coordinator.balance import deal
-from elastic_dp.coordinator.messages import Membership, Seat, WorkerId
+from elastic_dp.coordinator.messages import Member, Membership, WorkerId
 from elastic_dp.coordinator.scale_down import choose_departing
 from elastic_dp.coordinator.worker_state import WorkerState
 from elastic_dp.wording import counted
@@ -81,18 +81,18 @@ def membership(
     assignment: Assignment,
     virtual_workers: int,
     timeout_s: float,
-    founded: int,
+    lineage_id: int,
     restore: bool,
 ) -> Membership:
     ranges = deal([worker.virtual_s for worker in assignment.members], virtual_workers)
-    new = tuple.__new__  # of thousands, `Seat(...)` takes twice as long
-    seats = tuple(
+    new = tuple.__new__  # of thousands, `Member(...)` takes twice as long
+    members = tuple(
         [
-            new(Seat, (worker.id, first, last, worker.position, worker.has_state))
+            new(Member, (worker.id, first, last, worker.position, worker.has_state))
             for worker, (first, last) in zip(assignment.members, ranges, strict=True)
         ]
     )
-    return Membership(generation, seats, assignment.source.id, timeout_s, founded, restore)
+    return Membership(generation, members, assignment.source.id, timeout_s, lineage_id, restore)
 
 
 def members_to_exclude(

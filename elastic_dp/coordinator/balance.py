@@ -5,7 +5,7 @@ of any other split. A worker that is not measured yet counts as the median of th
 would gain too little, all get as many (`shares`). A generation is ended for this only if all its members were measured
 in it, and not soon after the last time, so speeds that waver cost a pause now and then, and not one after another.
 Where no split helps any more, because one that runs a single virtual worker is still the one that all wait for, and has
-been for long, it is named, for a standby to take its seat.
+been for long, it is named, for a standby to take its member.
 """
 
 import heapq
@@ -88,12 +88,12 @@ class Balance:
         assert membership is not None
         if any(worker.measured_in != generation.number for worker in members):
             return None
-        if len(members) < len(membership.seats):
+        if len(members) < len(membership.members):
             return None  # one has finished, and is gone
         seconds = [worker.virtual_s for worker in members]
-        ranges = tuple((seat.first, seat.last) for seat in membership.seats)
+        ranges = tuple((member.first, member.last) for member in membership.members)
         self._note_slow(members, ranges, now)
-        now_s, virtual_workers = longest(ranges, seconds), membership.seats[-1].last
+        now_s, virtual_workers = longest(ranges, seconds), membership.members[-1].last
         if not _pays(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
             return None  # not even if they could be split
         better = deal(seconds, virtual_workers)
@@ -120,7 +120,7 @@ class Balance:
             self._slow = _Slow(slowest, since, self._generation.number)
 
     def too_slow(self, now: float) -> WorkerId | None:
-        """A member whose seat another is to have. Seldom: the caller asks it to leave then."""
+        """A member whose member another is to have. Seldom: the caller asks it to leave then."""
         slow = self._slow
         if slow is None or slow.seen_in != self._generation.number:
             return None

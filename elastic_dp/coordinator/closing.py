@@ -12,12 +12,12 @@ from elastic_dp.coordinator.worker_state import Stage, WorkerState
 
 def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) -> None:
     digests = {worker.finished for worker in finished}
-    place = max(worker.position for worker in finished)
+    position = max(worker.position for worker in finished)
     if len(digests) > 1:
         registry.run.explain(f"THE RESULT IS NOT EXACT: {len(digests)} different final weights")
     reason = finished[0].finished_because or "all members finished"
-    registry.run.emit(m.FinishRun(place, finished[0].finished or "", reason, len(digests) > 1))
-    _close(registry, f"finished after step {place.step}: {reason}", now)
+    registry.run.emit(m.FinishRun(position, finished[0].finished or "", reason, len(digests) > 1))
+    _close(registry, f"finished after step {position.step}: {reason}", now)
 
 
 def stop_before_first_step(

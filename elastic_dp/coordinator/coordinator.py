@@ -63,7 +63,7 @@ from elastic_dp.coordinator.worker_state import Identities, Stage, WorkerState
 from elastic_dp.wording import counted
 
 FROM_WORKERS = (
-    m.WorkerHeard,
+    m.HeartbeatReceived,
     m.WorkerStarted,
     m.WorkerReady,
     m.WorkerStopped,
@@ -220,14 +220,14 @@ class Coordinator:
             if worker is not None and worker.stage not in UNTIMED_STAGES:
                 registry.failure_detector.heard(worker.id, now)
         match event:
-            case m.WorkerHeard():
+            case m.HeartbeatReceived():
                 self._heard(worker, event, now)
             case m.WorkerStarted():
                 if worker is not None and worker.stage is Stage.STARTING:
                     self._admission.begin(worker, now)
-            case m.WorkerPlaced(worker=worker_id, home=home):
+            case m.WorkerPlaced(worker=worker_id, location=location):
                 if worker_id in registry.workers:
-                    registry.workers[worker_id].locate(home)
+                    registry.workers[worker_id].locate(location)
             case m.WorkerReady(signature=signature, can_source=can_source):
                 self._admission.became_ready(worker, signature, can_source, now)
             case m.WorkerStopped():
@@ -250,7 +250,7 @@ class Coordinator:
                 self._asked_to_stop(event)
             case m.CheckpointRequested():
                 self._checkpointer.ask()
-            case m.CheckpointSealed(step=step):
+            case m.CheckpointCommitted(step=step):
                 self._checkpointer.committed(step)
             case m.CheckpointFound(step=found):
                 self._lineage.found(found)
@@ -258,7 +258,7 @@ class Coordinator:
                 self._was_claimed(event)
             case m.GenerationClaimLost():
                 self._stand_down(event)
-            case m.DeadlineReached() | m.StacksTaken():
+            case m.DeadlineReached() | m.StackTracesCaptured():
                 pass
 
     def _settle(self, event: Event, now: float) -> None:
@@ -297,7 +297,7 @@ class Coordinator:
 
     # ---------------------------------------------------------------------------- events
 
-    def _heard(self, worker: WorkerState | None, event: m.WorkerHeard, now: float) -> None:
+    def _heard(self, worker: WorkerState | None, event: m.HeartbeatReceived, now: float) -> None:
         run = self._run
         if worker is None or worker.stage is Stage.EVICTED:
             stuck = worker is not None and worker.stuck  # its stacks may be on their way
@@ -318,7 +318,7 @@ class Coordinator:
             worker.stage is Stage.BUILDING and event.phase == "wait"
         ):
             self._note_step(event.step, now)
-            run.emit(m.ReportYourself(worker.id, self._registry.inquiry))  # its report was lost
+            run.emit(m.ReportState(worker.id, self._registry.inquiry))  # its report was lost
         elif worker.stage is Stage.BUILDING and event.phase == "start":
             self._tell_again_to_begin(worker, now)
         if worker.stage in (Stage.MEMBER, Stage.UNREPORTED):

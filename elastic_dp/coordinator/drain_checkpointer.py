@@ -137,14 +137,16 @@ class DrainCheckpointer:
                 return False
             case Committed(step):
                 for worker in due:
-                    reason = f"its node goes away, and step {step} is sealed"
+                    reason = f"its node goes away, and step {step} is committed"
                     self._registry.release(worker, reason, now)
                 return False
             case Write() as write:
                 self._request(write, now)
         self._held_of, self._held_until = situation, min(self._again_at, self._gone_at(due))
         self.run.timers.wake(self._held_until)
-        self.run.say(f"{names(due)} must leave; the state after step {write.step} is sealed before")
+        self.run.say(
+            f"{names(due)} must leave; the state after step {write.step} is committed before"
+        )
         return True
 
     def _decide(self, due: list[WorkerState], now: float) -> CheckpointDecision:
@@ -162,4 +164,6 @@ class DrainCheckpointer:
             self._asked = write
             self._again_at = now + self.run.config.drain_margin_s / 3
             for worker_id in write.writers:
-                self.run.emit(m.KeepState(worker_id, self._generation.number, write.writers))
+                self.run.emit(
+                    m.WriteDrainCheckpoint(worker_id, self._generation.number, write.writers)
+                )

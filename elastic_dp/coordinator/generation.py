@@ -83,7 +83,7 @@ class Generation:
         self.not_formed: set[WorkerId] = set()
         self.not_finished: set[WorkerId] = set()
         self.unreachable_pairs: set[tuple[WorkerId, WorkerId]] = set()
-        self.mismatch: m.Disagreement | None = None  # of what its members hold
+        self.mismatch: m.ReplicaMismatch | None = None  # of what its members hold
         self.fence = Fence()
         self.steps = StepProgress()
 
@@ -176,7 +176,7 @@ class Generation:
         """Whether it is a new one."""
         return self.steps.note(step, now, self.run.config.heartbeat_interval_s)
 
-    def is_past(self, event: m.WorkerHeard) -> bool:
+    def is_past(self, event: m.HeartbeatReceived) -> bool:
         """Whether this worker makes steps in an earlier generation: a lease would let it go on beside this one."""
         return 0 < event.generation < self.number and event.phase != "wait"
 
@@ -184,7 +184,7 @@ class Generation:
         """A worker that may make its steps was answered."""
         self.fence.renew(now + self.run.config.lease_s)
 
-    def heard(self, worker: WorkerState, event: m.WorkerHeard, now: float) -> None:
+    def heard(self, worker: WorkerState, event: m.HeartbeatReceived, now: float) -> None:
         inside = worker.id in self.inside
         if inside:  # a worker that has stopped makes no steps, whatever its lease
             self.renewed(now)
@@ -263,9 +263,9 @@ class Generation:
             return False
         self.inside.discard(worker.id)
         worker.stopped(event)
-        if event.whole:
-            self._lineage.shown(event.founded)
-        self.mismatch = self.mismatch or event.disagreement
+        if event.has_state:
+            self._lineage.shown(event.lineage_id)
+        self.mismatch = self.mismatch or event.mismatch
         self.first_stop_at = min(self.first_stop_at, now)
         self.run.timers.wake(now + self.run.config.gather_timeout_s)
         if worker.entered == self.number:  # after a takeover, others cannot speak for it
@@ -275,7 +275,7 @@ class Generation:
             self.abort(f"{worker.id} stopped: {event.reason}")
             return True
         if self._after_step is not None and (
-            event.place < (self._after_step,) or not event.at_head
+            event.position < (self._after_step,) or not event.at_head
         ):
             self.abort(f"{worker.id} stopped before the planned end: {event.reason}")
         return False
@@ -286,7 +286,7 @@ class Generation:
             return
         worker.finish(event)
         self.fence.confirm_exit()
-        self._lineage.shown(event.founded)  # after a takeover it may be the first to say so
+        self._lineage.shown(event.lineage_id)  # after a takeover it may be the first to say so
         self.inside.discard(worker.id)
         self.not_formed.discard(worker.id)
         self.not_finished.discard(worker.id)

@@ -15,7 +15,7 @@ from collections import deque
 from statistics import median
 
 from elastic_dp.coordinator.generation import Generation
-from elastic_dp.coordinator.messages import WorkerHeard
+from elastic_dp.coordinator.messages import HeartbeatReceived
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.worker_state import Stage, WorkerState
@@ -59,7 +59,7 @@ class HangDetector:
             self._paces.append(took_s / steps)
             self.limit_s = max(LEAST_S, STEPS * median(self._paces))
 
-    def heard(self, worker: WorkerState, event: WorkerHeard, now: float) -> None:
+    def heard(self, worker: WorkerState, event: HeartbeatReceived, now: float) -> None:
         """O(1) while there is progress."""
         worker.progress.heard(event)
         if self._stalled_s(worker) < self.limit_s or now <= self._caught_up_at:

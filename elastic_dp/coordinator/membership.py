@@ -24,19 +24,19 @@ class TrainingPosition(NamedTuple):
 START = TrainingPosition(0)
 
 
-class Home(NamedTuple):
+class WorkerLocation(NamedTuple):
     """Where a worker runs, as far as the cluster says."""
 
     node: str = ""  # "": not known
     spot: bool = False  # its node may be taken away
 
     @property
-    def firm(self) -> bool:
+    def stable(self) -> bool:
         """On a node that stays."""
         return self.node != "" and not self.spot
 
 
-NOWHERE = Home()
+UNKNOWN_LOCATION = WorkerLocation()
 
 
 class Signature(NamedTuple):
@@ -51,42 +51,42 @@ class Signature(NamedTuple):
     lines: bytes = b""  # what `layout` is the digest of, compressed
 
 
-class Disagreement(NamedTuple):
+class ReplicaMismatch(NamedTuple):
     """Members of a generation hold different weights, though they are at one step."""
 
     agreed: int  # the last step after which all were seen to hold the same
     odd: tuple[WorkerId, ...]  # those that differ from the majority; all, where there is none
 
 
-class Seat(NamedTuple):
-    """One member of a generation; its index in `Membership.seats` is its rank."""
+class Member(NamedTuple):
+    """One member of a generation; its index in `Membership.members` is its rank."""
 
     worker: WorkerId
     first: int  # its virtual workers are first..last-1
     last: int
-    place: (
+    position: (
         TrainingPosition  # where it stands as the generation forms; meaningless while not `whole`
     )
-    whole: bool  # holds complete state of `place`; False: void, must be given everything
+    has_state: bool  # holds complete state of `place`; False: void, must be given everything
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
     """Who trains together in one generation, who runs which virtual workers, and whose state is the truth.
 
-    Seats that are not whole receive everything from `source`; whole ones behind it receive what the steps
-    between changed. `source` is always one of the whole seats with the greatest place, except where a run
+    Members that are not whole receive everything from `source`; whole ones behind it receive what the steps
+    between changed. `source` is always one of the whole members with the greatest place, except where a run
     begins: nobody is whole, and `source` is the worker whose initial weights count, or, with `restore`, the one
-    that says which sealed checkpoint all of them read.
+    that says which committed checkpoint all of them read.
     """
 
     generation: int
-    seats: tuple[Seat, ...]
+    members: tuple[Member, ...]
     source: WorkerId
     forming_timeout_s: float
     # The generation whose source gave the initial weights; whoever is whole remembers it.
-    founded: int = 0
+    lineage_id: int = 0
     restore: bool = False  # nobody holds anything: all take the state from the newest checkpoint
 
     def rank(self, worker: WorkerId) -> int:
-        return next(rank for rank, seat in enumerate(self.seats) if seat.worker == worker)
+        return next(rank for rank, member in enumerate(self.members) if member.worker == worker)

@@ -270,7 +270,7 @@ class MembershipPlanner:
     def _leave_out(self, worker: WorkerState, now: float) -> None:
         """It is no member now: retained until the others have made a step, if it has state."""
         registry = self._registry
-        reason = worker.leave_reason if worker.draining else "its seat is gone"
+        reason = worker.leave_reason if worker.draining else "its member is gone"
         if worker.has_state:
             registry.retain(worker, reason, now)
         elif worker.draining or len(registry.provisioned) > registry.wanted:

@@ -9,15 +9,15 @@ are used once and never again.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_dp.coordinator.membership import NOWHERE as NOWHERE
 from elastic_dp.coordinator.membership import START as START
-from elastic_dp.coordinator.membership import Disagreement as Disagreement
-from elastic_dp.coordinator.membership import Home as Home
+from elastic_dp.coordinator.membership import UNKNOWN_LOCATION as UNKNOWN_LOCATION
+from elastic_dp.coordinator.membership import Member as Member
 from elastic_dp.coordinator.membership import Membership as Membership
-from elastic_dp.coordinator.membership import Seat as Seat
+from elastic_dp.coordinator.membership import ReplicaMismatch as ReplicaMismatch
 from elastic_dp.coordinator.membership import Signature as Signature
 from elastic_dp.coordinator.membership import TrainingPosition as TrainingPosition
 from elastic_dp.coordinator.membership import WorkerId as WorkerId
+from elastic_dp.coordinator.membership import WorkerLocation as WorkerLocation
 
 # ------------------------------------------------------------------------------------------------ facts
 
@@ -34,7 +34,7 @@ class WorkerPlaced:
     """The process runs there; said at its start, and again when it is asked to report itself."""
 
     worker: WorkerId
-    home: Home
+    location: WorkerLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +59,19 @@ class WorkerStopped:
 
     worker: WorkerId
     generation: int
-    place: TrainingPosition
-    whole: bool
+    position: TrainingPosition
+    has_state: bool
     reason: str
     unreachable: tuple[WorkerId, ...] = ()
     # At the head of the loop: every body so far has run here. Only such a source can give a void worker its
     # state; one that stopped inside an evaluation can serve those behind it, but no joiner.
     at_head: bool = True
-    founded: int = 0  # `Membership.founded` of the generation in which it became whole
-    disagreement: Disagreement | None = None  # why nobody may go on from the state it holds
+    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it became whole
+    mismatch: ReplicaMismatch | None = None  # why nobody may go on from the state it holds
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHeard:
+class HeartbeatReceived:
     """A heartbeat, sent by a process beside the worker, so it needs nothing of the worker's Python."""
 
     worker: WorkerId
@@ -89,11 +89,11 @@ class WorkerFinished:
 
     worker: WorkerId
     generation: int
-    place: TrainingPosition
+    position: TrainingPosition
     digest: str  # SHA-256 of its final weights
     inexact_because: tuple[str, ...] = ()  # operations without a deterministic kernel
     reason: str = ""  # why the steps ended, the same for all members
-    founded: int = 0  # `Membership.founded` of the generation in which it became whole
+    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it became whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class StacksTaken:
+class StackTracesCaptured:
     """What the threads of a stuck worker were doing, taken before it was killed. Nothing follows from it."""
 
     worker: WorkerId
@@ -137,7 +137,7 @@ class StacksTaken:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
-    """Answer to ReportYourself (`asked` is that of the question), for a controller that must learn what there is.
+    """Answer to ReportState (`asked` is that of the question), for a controller that must learn what there is.
 
     `signature` is None before the worker was ready; `generation` is 0 before it entered one; `stopped` says
     that it is out of `generation` and waits (it will not resume there).
@@ -145,12 +145,12 @@ class WorkerReported:
 
     worker: WorkerId
     generation: int
-    place: TrainingPosition
-    whole: bool
+    position: TrainingPosition
+    has_state: bool
     stopped: bool
     signature: Signature | None
     can_source: bool
-    founded: int = 0  # `Membership.founded` of the generation in which it became whole
+    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it became whole
     asked: int = 0
 
 
@@ -183,7 +183,7 @@ class CheckpointRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointSealed:
+class CheckpointCommitted:
     """The state after `step` is in the storage, whole."""
 
     step: int
@@ -191,7 +191,7 @@ class CheckpointSealed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFound:
-    """Answer to FindCheckpoint: the newest sealed one is of `step`. None: there is none."""
+    """Answer to FindCheckpoint: the newest committed one is of `step`. None: there is none."""
 
     step: int | None
 
@@ -220,17 +220,17 @@ Event = (
     | WorkerPlaced
     | WorkerReady
     | WorkerStopped
-    | WorkerHeard
+    | HeartbeatReceived
     | WorkerFinished
     | WorkerFailed
     | WorkerLost
-    | StacksTaken
+    | StackTracesCaptured
     | WorkerReported
     | DrainNoticed
     | SizeRequested
     | StopRequested
     | CheckpointRequested
-    | CheckpointSealed
+    | CheckpointCommitted
     | CheckpointFound
     | GenerationClaimed
     | GenerationClaimLost
@@ -264,7 +264,7 @@ class ClaimGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FindCheckpoint:
-    """Nobody holds the run's state: look for the newest sealed checkpoint, however long the storage takes.
+    """Nobody holds the run's state: look for the newest committed checkpoint, however long the storage takes.
 
     `at_most`: what was made after this step is wrong, and no part of the run's history any more.
     """
@@ -274,7 +274,7 @@ class FindCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class FormGeneration:
-    """To every seat: form the process group of `membership`, hand over state, and train in it."""
+    """To every member: form the process group of `membership`, hand over state, and train in it."""
 
     membership: Membership
 
@@ -341,7 +341,7 @@ class TakeCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepState:
+class WriteDrainCheckpoint:
     """Out of `generation`, and at the head of the loop: make a checkpoint of the state that you hold.
 
     `writers` hold the same, and share the writing.
@@ -353,7 +353,7 @@ class KeepState:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportYourself:
+class ReportState:
     """Say where you stand (WorkerReported). `asked` is a number that grows with each generation that is claimed."""
 
     worker: WorkerId
@@ -364,7 +364,7 @@ class ReportYourself:
 class FinishRun:
     """Every member finished: record the result."""
 
-    place: TrainingPosition
+    position: TrainingPosition
     digest: str
     reason: str
     digests_differ: bool = False  # members finished with different weights: not exact
@@ -407,8 +407,8 @@ Command = (
     | EvictWorker
     | StopTraining
     | TakeCheckpoint
-    | KeepState
-    | ReportYourself
+    | WriteDrainCheckpoint
+    | ReportState
     | FinishRun
     | FailRun
     | StandDown

@@ -24,18 +24,18 @@ def choose_departing(
     many on nodes that may not be taken away are to be left. `draining` leave in any case, so their nodes are emptied first."""
     if count <= 0:
         return []
-    homeless = [worker for worker in reversed(workers) if not worker.home.node]
+    homeless = [worker for worker in reversed(workers) if not worker.location.node]
     chosen = [(worker, "the last to come goes first") for worker in homeless[:count]]
     if len(chosen) == count:
         return chosen
-    others, emptying = list(others), {worker.home.node for worker in draining} - {""}
-    missing = floor - sum(worker.home.firm for worker in others)
+    others, emptying = list(others), {worker.location.node for worker in draining} - {""}
+    missing = floor - sum(worker.location.stable for worker in others)
     held = _held(workers, max(0, min(missing, len(workers) - count)), emptying)
     nodes: dict[str, list[WorkerState]] = {}
     for worker in reversed(workers):
-        if worker.home.node and worker not in held:
-            nodes.setdefault(worker.home.node, []).append(worker)
-    occupied = {worker.home.node for worker in (*others, *held)}
+        if worker.location.node and worker not in held:
+            nodes.setdefault(worker.location.node, []).append(worker)
+    occupied = {worker.location.node for worker in (*others, *held)}
     for node, group in sorted(nodes.items(), key=lambda item: _to_empty(item[1], emptying)):
         if node not in occupied and len(group) <= count - len(chosen):
             chosen += [(worker, _emptied(worker)) for worker in group]
@@ -50,22 +50,22 @@ def _held(
     workers: Sequence[WorkerState], count: int, emptying: Collection[str]
 ) -> set[WorkerState]:
     """For the floor: from nodes that nobody leaves, and from those with most of them, so that the others can be emptied."""
-    firm = [worker for worker in workers if worker.home.firm] if count else []
-    on = Counter(worker.home.node for worker in firm)
-    firm.sort(key=lambda w: (w.home.node in emptying, -on[w.home.node], w.home.node))
-    return set(firm[:count])
+    stable = [worker for worker in workers if worker.location.stable] if count else []
+    on = Counter(worker.location.node for worker in stable)
+    stable.sort(key=lambda w: (w.location.node in emptying, -on[w.location.node], w.location.node))
+    return set(stable[:count])
 
 
 def _to_empty(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:
-    home = group[0].home
-    return home.node not in emptying, not home.spot, -len(group)
+    location = group[0].location
+    return location.node not in emptying, not location.spot, -len(group)
 
 
 def _to_thin(group: list[WorkerState], emptying: Collection[str]) -> tuple[bool, bool, int]:
-    home = group[0].home
-    return home.node not in emptying, not home.spot, len(group)
+    location = group[0].location
+    return location.node not in emptying, not location.spot, len(group)
 
 
 def _emptied(worker: WorkerState) -> str:
-    kind = "spot node" if worker.home.spot else "node"
-    return f"its {kind} {worker.home.node[:8]} becomes free"
+    kind = "spot node" if worker.location.spot else "node"
+    return f"its {kind} {worker.location.node[:8]} becomes free"

@@ -78,7 +78,7 @@ class WorkerRegistry:
         self.provisioned.add(worker_id)
         self.unreported.add(worker_id)
         self.failure_detector.heard(worker_id, now)
-        self.run.emit(m.ReportYourself(worker_id, self.inquiry))
+        self.run.emit(m.ReportState(worker_id, self.inquiry))
 
     def reported(self, worker: WorkerState, event: m.WorkerReported) -> None:
         self.unreported.discard(worker.id)

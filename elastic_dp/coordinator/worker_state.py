@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastic_dp.coordinator.messages import (
-    NOWHERE,
     START,
-    Home,
+    UNKNOWN_LOCATION,
+    HeartbeatReceived,
     Signature,
     TrainingPosition,
     WorkerFinished,
-    WorkerHeard,
     WorkerId,
+    WorkerLocation,
     WorkerReported,
     WorkerStopped,
 )
@@ -65,7 +65,7 @@ class HeartbeatProgress:
         self._cpu_s_before += self.cpu_s
         self.beats, self.cpu_s = 0, 0.0
 
-    def heard(self, event: WorkerHeard) -> None:
+    def heard(self, event: HeartbeatReceived) -> None:
         if event.beat <= self._beat:
             return  # late, or twice
         self._beat = event.beat
@@ -85,7 +85,7 @@ class WorkerState:
     number: int  # in the order of requests
     stage: Stage
     since: float  # when it came to this stage
-    home: Home = NOWHERE
+    location: WorkerLocation = UNKNOWN_LOCATION
     renewed_at: float = -math.inf  # last answer to a heartbeat
     signature: Signature | None = None
     can_source: bool = False
@@ -118,8 +118,8 @@ class WorkerState:
     def move(self, stage: Stage, now: float) -> None:
         self.stage, self.since = stage, now
 
-    def locate(self, home: Home) -> None:
-        self.home = home
+    def locate(self, location: WorkerLocation) -> None:
+        self.location = location
 
     def renew(self, now: float) -> None:
         """Its lease runs from here."""
@@ -177,19 +177,19 @@ class WorkerState:
         return True
 
     def stopped(self, event: WorkerStopped) -> None:
-        self.position, self.has_state, self.at_head = event.place, event.whole, event.at_head
-        if event.whole:
-            self.lineage_id = event.founded
+        self.position, self.has_state, self.at_head = event.position, event.has_state, event.at_head
+        if event.has_state:
+            self.lineage_id = event.lineage_id
 
     def finish(self, event: WorkerFinished) -> None:
-        self.finished, self.position, self.has_state = event.digest, event.place, True
-        self.finished_because, self.lineage_id = event.reason, event.founded
+        self.finished, self.position, self.has_state = event.digest, event.position, True
+        self.finished_because, self.lineage_id = event.reason, event.lineage_id
         self.at_head = True
 
     def reported(self, event: WorkerReported) -> None:
         self.signature, self.can_source = event.signature, event.can_source
-        self.entered, self.lineage_id = event.generation, event.founded
-        self.position, self.has_state = event.place, event.whole
+        self.entered, self.lineage_id = event.generation, event.lineage_id
+        self.position, self.has_state = event.position, event.has_state
 
 
 class Identities:

@@ -247,7 +247,7 @@ def _fields(message: Any) -> dict[str, Any]:
     membership = fields.pop("membership", None)
     if membership is not None:
         fields["generation"] = membership.generation
-        fields["members"] = [seat.worker for seat in membership.seats]
+        fields["members"] = [member.worker for member in membership.members]
         fields["source"] = membership.source
     if (signature := fields.get("signature")) is not None:  # without the bytes, which nobody reads
         fields["signature"] = [field for field in signature if not isinstance(field, bytes)]

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.naming import naming_of
 from elastic_dp.checkpoint.reading import whole_tree
-from elastic_dp.checkpoint.seal import About, Manifest, Seal
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.checkpoint.writing import Share
 from elastic_dp.coordinator.messages import Signature, WorkerId
@@ -32,7 +32,7 @@ from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.handing import settled
 from elastic_dp.train.link import Link, Written
-from elastic_dp.train.orphans import seal_alone
+from elastic_dp.train.orphans import commit_alone
 from elastic_dp.train.reading import read_together
 from elastic_dp.train.restoring import changed, check_fits, check_job, made_of, total_changed
 from elastic_dp.train.state import TrainState, types_of
@@ -120,7 +120,7 @@ class Checkpoints:
         step: int,
         evaluations: Sequence[dict[str, float]],
         members: tuple[WorkerId, ...],
-        founded: int,
+        lineage_id: int,
     ) -> None:
         """Raises StateError if something in the state cannot be stored, where the job makes checkpoints of its own; one
         that only others want is then not made, and that is said."""
@@ -131,7 +131,7 @@ class Checkpoints:
         except StorageError as error:  # that one is lost, and training goes on
             self._link.say(f"{self._worker}: no checkpoint: {error}")
         tree = _tree(state, evaluations)
-        self._members, self._founded = members, founded
+        self._members, self._founded = members, lineage_id
         rank = members.index(self._worker)
         try:
             upload = self._uploader.take(step, tree, rank, len(members), writer=self._worker)
@@ -153,7 +153,7 @@ class Checkpoints:
         """Write these parts, too: who should have is lost."""
         self._uploader.write(step, parts, writer=self._worker)
 
-    def seal_alone(
+    def commit_alone(
         self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
     ) -> None:
         """At the head of the loop, when no controller has answered for long: see orphans.py. Says what came of it."""
@@ -165,7 +165,7 @@ class Checkpoints:
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
-        said = seal_alone(
+        said = commit_alone(
             self._catalog,
             snapshot,
             self._about,
@@ -175,9 +175,9 @@ class Checkpoints:
         )
         self._link.say(f"{self._worker}: {said}")
 
-    def _about(self, before: About | None) -> About:
+    def _about(self, before: CommitMetadata | None) -> CommitMetadata:
         losses, observed_s = (0, 0.0) if before is None else (before.losses, before.observed_s)
-        return About(
+        return CommitMetadata(
             job=self._job,
             data=self._data,
             versions=self._versions,
@@ -193,7 +193,7 @@ class Checkpoints:
         group: ProcessGroup,
         device: torch.device,
         enters: Callable[[str], None],
-    ) -> tuple[Seal, list[dict[str, float]]]:
+    ) -> tuple[CommitRecord, list[dict[str, float]]]:
         """Take everything from the newest checkpoint that is whole, as all members of `group` do at the same time.
         Returns it, and what its step's body evaluated. `enters`: see `read_together`.
 
@@ -202,33 +202,35 @@ class Checkpoints:
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
 
-        seal, line = read_together(self._catalog, group, enters=enters, damaged=damaged)
+        commit, line = read_together(self._catalog, group, enters=enters, damaged=damaged)
         types = types_of(state)
-        check_job(seal.about, self._naming["job"], self._data)
-        tree = whole_tree(seal, line, device=device, types=types)
+        check_job(commit.metadata, self._naming["job"], self._data)
+        tree = whole_tree(commit, line, device=device, types=types)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
-        kinds = tree["step"].setdefault("kinds", [seal.about.versions["kind"]])  # absent at first
+        kinds = tree["step"].setdefault(
+            "kinds", [commit.metadata.versions["kind"]]
+        )  # absent at first
         warnings = []
         if kind not in kinds:
             kinds.append(kind)
             warnings.append(
-                f"goes on from step {seal.step} on {kind!r}, another kind of machine than {kinds[-2]!r}"
+                f"goes on from step {commit.step} on {kind!r}, another kind of machine than {kinds[-2]!r}"
             )
-        check_fits(tree, seal.about.naming, state)
-        made = seal.about.naming.get("made", {})
+        check_fits(tree, commit.metadata.naming, state)
+        made = commit.metadata.naming.get("made", {})
         if texts := changed(made, self._naming["made"]):
             warnings.append(
-                f"{'; '.join(texts)}. The values of the checkpoint of step {seal.step} count, as after "
+                f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} count, as after "
                 "load_state_dict; to change them in this run, set them in the loop's body"
             )
-        warnings += total_changed(made, self._naming["made"], seal.step)
+        warnings += total_changed(made, self._naming["made"], commit.step)
         if group.rank == 0:  # the others have nothing else to say
-            self._link.say(f"going on from step {seal.step}")
+            self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
         state.adopt(settled(tree, device, types, state.own_tensors), body=True)
-        self._taken = seal.step
-        return seal, tree["evaluations"]
+        self._taken = commit.step
+        return commit, tree["evaluations"]
 
     def close(self) -> None:
         """What is being written is written to its end."""

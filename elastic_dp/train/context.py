@@ -156,7 +156,7 @@ class TrainContext:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Record metrics for this step. Call it on every worker: it is recorded once."""
-        session, step = self._session, self._session.place.step
+        session, step = self._session, self._session.position.step
         self._refuse_in_loss("ctx.log")
         if not isinstance(metrics, Mapping):
             raise LoopError(

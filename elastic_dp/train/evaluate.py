@@ -64,7 +64,7 @@ def evaluate(
         session.ensure_generation()
         if index < len(session.evaluations):
             break  # the others had finished it; it came with the hand-over
-        reason = session.control.may_attempt(session.place.step)
+        reason = session.control.may_attempt(session.position.step)
         if reason is not None:
             session.leave(reason)
             continue
@@ -76,7 +76,7 @@ def evaluate(
             session.leave(str(error))
             continue
         session.evaluations.append(_summary(known))
-        session.place = session.place._replace(evaluations=len(session.evaluations))
+        session.position = session.position._replace(evaluations=len(session.evaluations))
         session.report("body")
     return dict(session.evaluations[index])
 
@@ -111,10 +111,10 @@ def _complete(
 def _one(
     session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
 ) -> tuple[float, float, dict[str, float], int]:
-    place = (session.spec.data.seed, session.place.step, _EVALUATION + i)
-    seed_everything(batch_seed(*place))
+    position = (session.spec.data.seed, session.position.step, _EVALUATION + i)
+    seed_everything(batch_seed(*position))
     batch = to_device(data.batch(i), session.device)
-    seed_everything(seed_for(*place))  # as in a step
+    seed_everything(seed_for(*position))  # as in a step
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)

@@ -33,14 +33,14 @@ class Groups:
     def start(self, form: Form, involved: Sequence[int]) -> None:
         """Begin to form the group of all, and that of the ranks that are `involved` in the hand-over, if any are."""
         self._form, self.unreachable, self._involved = form, (), involved
-        self._main_forming = self._forming("main", range(len(form.membership.seats)))
+        self._main_forming = self._forming("main", range(len(form.membership.members)))
         self._state_forming = self._forming("state", involved) if involved else None
 
     def formed(self) -> ProcessGroup | None:
         """Wait until they are. Sets `main`; returns the other. Raises GroupError."""
         state = self._state_forming
         try:
-            self.main = self._formed(self._main_forming, range(len(self._membership.seats)))
+            self.main = self._formed(self._main_forming, range(len(self._membership.members)))
             state_group = None if state is None else self._formed(state, self._involved)
         except GroupError:
             if state is not None:
@@ -56,7 +56,7 @@ class Groups:
         """A second group of the same members, for evaluations. Raises GroupError."""
         assert self._form is not None
         if self._side is None:
-            everyone = range(len(self._form.membership.seats))
+            everyone = range(len(self._form.membership.members))
             self._side = self._formed(self._forming("side", everyone), everyone)
         return self._side
 
@@ -90,6 +90,6 @@ class Groups:
         try:
             return forming.wait()
         except FormingFailed:
-            seats = self._membership.seats
-            self.unreachable = tuple(seats[ranks[r]].worker for r in forming.absent)
+            members = self._membership.members
+            self.unreachable = tuple(members[ranks[r]].worker for r in forming.absent)
             raise

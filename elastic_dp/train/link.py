@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic_dp.checkpoint.seal import Manifest
+from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.writing import Share
 from elastic_dp.coordinator.messages import Event, WorkerId
 
@@ -17,7 +17,7 @@ class Written:
 
     `members`: by rank, those whom this one shared the writing with; one that is a step behind may have others.
     `manifest`: what the checkpoint is. `naming`: how parameters are called (`checkpoint.naming`). `versions`: what it
-    was made with. `job`, `data`: fingerprints of the code and the data set. `stall_s`: how long the snapshot kept this member from training. `founded`: the generation in which
+    was made with. `job`, `data`: fingerprints of the code and the data set. `stall_s`: how long the snapshot kept this member from training. `lineage_id`: the generation in which
     the run began, or went back, whose state this is.
     """
 
@@ -27,7 +27,7 @@ class Written:
     naming: Mapping[str, Any]
     versions: Mapping[str, str]
     stall_s: float
-    founded: int = 0
+    lineage_id: int = 0
     job: str = ""
     data: str = ""
 

@@ -1,7 +1,7 @@
-"""The last checkpoint of a worker whose controller is gone: written and sealed by itself, by the rules for everybody.
+"""The last checkpoint of a worker whose controller is gone: written and committed by itself, by the rules for everybody.
 
 It becomes for a moment what the controller was. It takes the run's lease once that has run out, makes a claim that
-goes on from the newest checkpoint, writes all parts, seals them, and gives the lease up.
+goes on from the newest checkpoint, writes all parts, commits them, and gives the lease up.
 
 - Only after its own controller: where the lease was renewed, given up, or is another's, the run has ended or goes on
   elsewhere, and nothing is written.
@@ -16,19 +16,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from elastic_dp.checkpoint.catalog import Catalog, SealName
+from elastic_dp.checkpoint.catalog import Catalog, CommitName
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
-from elastic_dp.checkpoint.seal import About
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
-from elastic_dp.checkpoint.writing import write_parts, write_seal
+from elastic_dp.checkpoint.writing import write_commit, write_parts
 from elastic_dp.errors import LeaseLost, StorageError
 
 
-def seal_alone(
+def commit_alone(
     catalog: Catalog,
     snapshot: Snapshot,
-    about: Callable[[About | None], About],
+    metadata: Callable[[CommitMetadata | None], CommitMetadata],
     *,
     worker: str,
     token: str,
@@ -45,7 +45,7 @@ def seal_alone(
         if why:
             return f"no last checkpoint: {why}"
         try:
-            return _seal(catalog, snapshot, about, holder, worker)
+            return _commit(catalog, snapshot, metadata, holder, worker)
         finally:
             with contextlib.suppress(StorageError):
                 holder.release()
@@ -78,25 +78,27 @@ def _may_follow(record: Record, token: str) -> bool:
     )
 
 
-def _seal(
+def _commit(
     catalog: Catalog,
     snapshot: Snapshot,
-    about: Callable[[About | None], About],
+    metadata: Callable[[CommitMetadata | None], CommitMetadata],
     holder: Holder,
     worker: str,
 ) -> str:
     names = catalog.names()
-    newest: SealName | None = names[-1] if names else None
+    newest: CommitName | None = names[-1] if names else None
     if newest is not None and newest.step >= snapshot.step:
-        return f"step {newest.step} is sealed already"
+        return f"step {newest.step} is committed already"
     fence = holder.lease.fence
     catalog.claim(fence, newest)
-    before = None if newest is None else next((seal.about for seal in catalog.seals()), None)
+    before = (
+        None if newest is None else next((commit.metadata for commit in catalog.commits()), None)
+    )
     with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
         manifest = snapshot.manifest(executor)
         parts = range(len(manifest.layout.parts))
         share = write_parts(catalog, snapshot, parts, executor, writer=worker)
     if not holder.lease.is_valid(time.monotonic()):
         holder.renew()  # or learn that another one was faster
-    write_seal(catalog, manifest, [share], fence, about(before))
-    return f"checkpoint of step {snapshot.step} is sealed, without a controller"
+    write_commit(catalog, manifest, [share], fence, metadata(before))
+    return f"checkpoint of step {snapshot.step} is committed, without a controller"

@@ -1,7 +1,7 @@
 """When a checkpoint is wanted besides those that lie at fixed steps: by time, or by what one costs and saves.
 
-The workers know the steps, the sealer knows the time: it wants one, a member says so in the next step's header, and
-all take it. How often everyone was lost, and in how much time, is learned over all starts of a run: the seals keep it.
+The workers know the steps, the committer knows the time: it wants one, a member says so in the next step's header, and
+all take it. How often everyone was lost, and in how much time, is learned over all starts of a run: the commit records keep it.
 Here is no clock and no I/O.
 """
 
@@ -41,8 +41,8 @@ class Pace:
     def asked(self, now: float) -> None:
         self._asked, self._kept_at = True, now
 
-    def sealed(self, stall_s: float, now: float) -> None:
-        """A checkpoint took `stall_s` from the training; it was sealed now."""
+    def committed(self, stall_s: float, now: float) -> None:
+        """A checkpoint took `stall_s` from the training; it was committed now."""
         self._cost_s = stall_s
         if self._asked:
             self._upload_s = now - self._kept_at

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_dp.checkpoint.seal import About
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.errors import RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.state import TrainState
@@ -72,10 +72,10 @@ def decides(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def check_job(about: About, job: Mapping[str, Any], data: str) -> None:
+def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str) -> None:
     """Raises RunMismatch where a checkpoint was made by another job: `run.json` may have been replaced since. What a
     checkpoint of an earlier version does not tell is not compared."""
-    then = {"data": about.data, **about.naming.get("job", {})}
+    then = {"data": metadata.data, **metadata.naming.get("job", {})}
     for name, mine in {**job, "data": data}.items():
         if then.get(name, "") not in ("", mine):
             what = "data (its fingerprint)" if name == "data" else name

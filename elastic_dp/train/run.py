@@ -16,8 +16,8 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.coordinator.messages import (
     Event,
+    Member,
     Membership,
-    Seat,
     TrainingPosition,
     WorkerFailed,
     WorkerFinished,
@@ -31,11 +31,11 @@ from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpoints import Checkpoints
+from elastic_dp.train.committing import CheckpointCommitter
 from elastic_dp.train.context import TrainContext
 from elastic_dp.train.control import ORPHANED, Control, Released
 from elastic_dp.train.kind import Determinism
 from elastic_dp.train.link import Link, Written
-from elastic_dp.train.sealing import Sealer
 from elastic_dp.train.session import Session
 from elastic_dp.train.step import BatchSource
 
@@ -95,7 +95,7 @@ def _call(train: TrainFunction, session: Session) -> None:
         )
     if not session.exhausted:
         raise LoopError(
-            f"the loop over ctx.steps was left after step {session.place.step}, before its end. To end the run "
+            f"the loop over ctx.steps was left after step {session.position.step}, before its end. To end the run "
             "early on all workers call ctx.stop(reason) and let the loop go on; it ends by itself"
         )
 
@@ -142,20 +142,20 @@ class LocalRun:
         self._failure: Exception | None = None
         self._session: Session | None = None
         self._checkpoints: Checkpoints | None = None
-        self._sealer: Sealer | None = None
+        self._committer: CheckpointCommitter | None = None
         if self.url is not None:
             timeout_s = self.spec.failure.storage_timeout_s
             catalog = Catalog(Store(self.url, timeout_s=timeout_s, on_wait=self.say))
             kept = Checkpoints(catalog, self.spec.checkpoint, "w1", self)
             self._checkpoints = kept
-            self._sealer = Sealer(
+            self._committer = CheckpointCommitter(
                 catalog,
                 self.spec.checkpoint,
                 lease_s=self.spec.failure.run_lease_s,
                 ask=lambda worker, step, parts: kept.write(step, parts),
                 want=self.control.keep,
                 tell=self.say,
-                on_seal=lambda step: None,
+                on_commit=lambda step: None,
                 stand_down=lambda reason: self._fail(LeaseLost(reason)),
                 fail=self._fail,
                 check=lambda: self.check(),
@@ -164,7 +164,7 @@ class LocalRun:
     @property
     def step(self) -> int:
         """The last one that was made."""
-        return 0 if self._session is None else self._session.place.step
+        return 0 if self._session is None else self._session.position.step
 
     def run(self, train: TrainFunction) -> Session:
         """User errors are raised as they are, for pdb and pytest. Ctrl-C and SIGTERM make a checkpoint at the head of the
@@ -201,9 +201,9 @@ class LocalRun:
             raise self._failure from None
         finally:
             limit.cancel()
-            if self._checkpoints is not None and self._sealer is not None:
+            if self._checkpoints is not None and self._committer is not None:
                 self._checkpoints.close()
-                self._sealer.close()
+                self._committer.close()
             torch.set_num_threads(threads)
         return session
 
@@ -229,15 +229,15 @@ class LocalRun:
 
     def post(self, event: Event) -> None:
         match event:
-            case WorkerReady() if self._sealer is not None:
-                self._sealer.find(
+            case WorkerReady() if self._committer is not None:
+                self._committer.find(
                     lambda step: self._form(TrainingPosition(0), False, step is not None)
                 )
             case WorkerReady():
-                self._form(TrainingPosition(0), whole=False)
-            case WorkerStopped(place=place, whole=whole):
+                self._form(TrainingPosition(0), has_state=False)
+            case WorkerStopped(position=position, has_state=has_state):
                 if self.control.release_reason is None:
-                    self._form(place, whole)
+                    self._form(position, has_state)
             case WorkerFinished(digest=digest):
                 self.digest = digest
                 self.control.release("finished")
@@ -245,8 +245,8 @@ class LocalRun:
     def log(self, step: int, call: int, metrics: Any) -> None:
         record = {"step": step, **metrics}
         self.logged.append(record)
-        if self._sealer is not None:
-            self._sealer.log(step, metrics)
+        if self._committer is not None:
+            self._committer.log(step, metrics)
         if self.on_log is not None:
             self.on_log(record)
 
@@ -255,8 +255,8 @@ class LocalRun:
             self.on_say(text)
 
     def wrote(self, worker: str, written: Written) -> None:
-        assert self._sealer is not None
-        self._sealer.wrote(worker, written)
+        assert self._committer is not None
+        self._committer.wrote(worker, written)
 
     def skipped(self, row_groups: Sequence[str]) -> None:
         """`Session.skipped` has them."""
@@ -272,8 +272,8 @@ class LocalRun:
     def write_speed(self, virtual_s: float) -> None:
         pass
 
-    def _form(self, place: TrainingPosition, whole: bool, restore: bool = False) -> None:
+    def _form(self, position: TrainingPosition, has_state: bool, restore: bool = False) -> None:
         self._generation += 1
-        seat = Seat("w1", 0, self.spec.scaling.num_virtual_workers, place, whole)
-        membership = Membership(self._generation, (seat,), "w1", 60.0, restore=restore)
+        member = Member("w1", 0, self.spec.scaling.num_virtual_workers, position, has_state)
+        membership = Membership(self._generation, (member,), "w1", 60.0, restore=restore)
         self.control.form(membership, Rendezvous("127.0.0.1", 0, "local", b""))

@@ -41,8 +41,8 @@ from elastic_dp.train.handing import received, wrapped
 from elastic_dp.train.inputs import check_inputs
 from elastic_dp.train.kind import kind_of, software_of, why_inexact
 from elastic_dp.train.link import Link, Status, Timing
+from elastic_dp.train.members import handing_over
 from elastic_dp.train.restoring import decides
-from elastic_dp.train.seats import handing_over
 from elastic_dp.train.speed import Speed
 from elastic_dp.train.state import LossScale, StepRecord, TrainState, types_of
 from elastic_dp.train.step import BatchSource, LossFn, Redo, Stepper, StopAgreed
@@ -71,9 +71,9 @@ class Session:
     timings: list[Timing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.place = TrainingPosition(0)
-        self.whole = False
-        self.founded = 0  # the generation whose source gave the initial weights of our state
+        self.position = TrainingPosition(0)
+        self.has_state = False
+        self.lineage_id = 0  # the generation whose source gave the initial weights of our state
         self.asked_source = False
         self.told_total_steps = False  # to the train function
         self.opened = False
@@ -99,7 +99,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        return 0 if self.membership is None else len(self.membership.seats)
+        return 0 if self.membership is None else len(self.membership.members)
 
     @property
     def generation(self) -> int:
@@ -122,19 +122,19 @@ class Session:
 
     def report(self, phase: str) -> None:
         self._phase = phase
-        self.status.write(self.generation, self.place.step, phase)
+        self.status.write(self.generation, self.position.step, phase)
 
     def reported(self, asked: int) -> WorkerReported:
         """For a controller that starts anew; called by the control thread."""
         return WorkerReported(
             self.worker,
             self.generation,
-            self.place,
-            self.whole,
+            self.position,
+            self.has_state,
             self._phase == "wait",
             self._signature if self.opened else None,
             self.is_source or not self.asked_source,
-            self.founded,
+            self.lineage_id,
             asked,
         )
 
@@ -205,25 +205,25 @@ class Session:
             caught_up = self.ensure_generation()
             if caught_up is not None:
                 return self._body_begins(caught_up)
-            if self.place.ended:
+            if self.position.ended:
                 self._keep()
                 self.exhausted = True
                 self.evaluations_in_loop = self.evaluations_begun
                 self.report("body")
                 return None
-            reason = self.control.may_attempt(self.place.step + 1)
+            reason = self.control.may_attempt(self.position.step + 1)
             if reason is not None:
                 self.leave(reason)
                 continue
             try:
-                outcome = self.stepper.attempt(self.place.step + 1)
+                outcome = self.stepper.attempt(self.position.step + 1)
             except GroupError as error:
                 self.leave(str(error))
                 continue
             if isinstance(outcome, StepRecord):
                 return self._body_begins(self._committed(outcome))
             if isinstance(outcome, StopAgreed):
-                self.ended, self.place = outcome.reason, self.place._replace(ended=1)
+                self.ended, self.position = outcome.reason, self.position._replace(ended=1)
             else:
                 assert isinstance(outcome, Redo)
 
@@ -240,9 +240,9 @@ class Session:
             self.report("done")
             self.link.skipped(self.skipped)
             because = why_inexact(self.inexact_because, self.state.kinds)
-            where = self.worker, self.generation, self.place
+            where = self.worker, self.generation, self.position
             why = self.ended or ""
-            self.link.post(WorkerFinished(*where, digest, because, why, self.founded))
+            self.link.post(WorkerFinished(*where, digest, because, why, self.lineage_id))
             self._wait_for_the_end_of_this_generation()
 
     # -------------------------------------------------------------------------- generations
@@ -261,21 +261,21 @@ class Session:
             if isinstance(call, Keep):
                 self._keep(call.writers)
                 continue
-            before, was_whole = self.place, self.whole
+            before, had_state = self.position, self.has_state
             try:
                 self._enter(call)
             except GroupError as error:
                 self.leave(str(error), self._groups.unreachable)
                 continue
-            if was_whole and self.place.step > before.step:
+            if had_state and self.position.step > before.step:
                 return self.state.record
         return None
 
     def _keep_alone(self) -> None:
         """A last checkpoint, where a body has ended and nothing is newer."""
-        right = self.whole and self.opened and self.weights.disagreement is None
+        right = self.has_state and self.opened and self.weights.mismatch is None
         if right and not self.in_body and self.checkpoints is not None:
-            self.checkpoints.seal_alone(self.state, self.place.step, self.evaluations)
+            self.checkpoints.commit_alone(self.state, self.position.step, self.evaluations)
 
     def leave(self, reason: str, unreachable: tuple[WorkerId, ...] = ()) -> None:
         """Out of this generation, for good: undo what is not committed, say where we stand."""
@@ -302,12 +302,12 @@ class Session:
         self.membership = membership
         self.report("form")
         self.pass_point("forming")
-        seats = membership.seats
-        self.weights.members = tuple(seat.worker for seat in seats)
-        involved = handing_over(membership, self.rank, self.place)
-        source = seats[membership.rank(membership.source)]
+        members = membership.members
+        self.weights.members = tuple(member.worker for member in members)
+        involved = handing_over(membership, self.rank, self.position)
+        source = members[membership.rank(membership.source)]
         if not membership.restore:  # the rows of virtual workers that come here, meanwhile
-            self._read_ahead(source.place.step + 1)
+            self._read_ahead(source.position.step + 1)
         self._groups.start(form, involved)
         gives = bool(involved) and membership.source == self.worker
         parcel = self._parcel() if gives and not membership.restore else None  # meanwhile
@@ -317,25 +317,25 @@ class Session:
         if membership.restore:
             self._restore(state_group or ProcessGroup(None, 0, 1, self.device))
         if membership.restore or membership.source == self.worker:
-            self.whole, self.founded = True, membership.founded
+            self.has_state, self.lineage_id = True, membership.lineage_id
         if state_group is not None and not membership.restore:
             taken = self._hand_over(state_group, membership, parcel)
         copied_at = time.time()
         if membership.restore:
-            self._read_ahead(self.place.step + 1)
+            self._read_ahead(self.position.step + 1)
         assert self._groups.main is not None
-        self.stepper.open(self._groups.main, [(s.first, s.last) for s in seats])
+        self.stepper.open(self._groups.main, [(s.first, s.last) for s in members])
         self.timings.append(Timing(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
     def _read_ahead(self, next_step: int) -> None:
         assert self.membership is not None
-        mine = self.membership.seats[self.rank]
+        mine = self.membership.members[self.rank]
         self.data.read_ahead(next_step, range(mine.first, mine.last))
 
     def _parcel(self) -> Parcel:
         tree = self.state.tree(self.evaluations, self.ended)
-        ours = {"place": self.place, "evaluations_in_loop": self.evaluations_in_loop}
+        ours = {"position": self.position, "evaluations_in_loop": self.evaluations_in_loop}
         return wrapped(tree | ours | {"agreed": self.weights.agreed})
 
     def _hand_over(self, group: ProcessGroup, membership: Membership, parcel: Parcel | None) -> int:
@@ -347,7 +347,7 @@ class Session:
             return 0
         self.report("receive")
         self.pass_point("taking_state")
-        return self._take(group, membership.founded)
+        return self._take(group, membership.lineage_id)
 
     def _restore(self, group: ProcessGroup) -> None:
         """From the newest checkpoint, as all members do."""
@@ -357,23 +357,23 @@ class Session:
             self.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
 
         assert self.checkpoints is not None
-        seal, self.evaluations = self.checkpoints.restore(self.state, group, self.device, enters)
-        step = seal.step
+        commit, self.evaluations = self.checkpoints.restore(self.state, group, self.device, enters)
+        step = commit.step
         self.data.mark_bad(self.state.bad_row_groups)
         self.stepper.buffers.reload()
         self.evaluations_begun = self.evaluations_in_loop = len(self.evaluations)
         self.weights.agreed = step
         last = self.total_steps and step >= self.total_steps
         self.ended = "the last step" if last else None
-        self.place = TrainingPosition(step, int(bool(last)), len(self.evaluations))
+        self.position = TrainingPosition(step, int(bool(last)), len(self.evaluations))
 
-    def _take(self, group: ProcessGroup, founded: int) -> int:
-        joins = not self.whole
+    def _take(self, group: ProcessGroup, lineage_id: int) -> int:
+        joins = not self.has_state
         targets = self.state.own_tensors if joins else None
         tree, nbytes = received(group, self.device, types_of(self.state), targets)
         self.control.may_continue()
-        place = tree["place"]
-        if joins or place.step > self.place.step:
+        position = tree["position"]
+        if joins or position.step > self.position.step:
             self.state.adopt(tree, body=joins)
             self.data.mark_bad(self.state.bad_row_groups)
             self.stepper.buffers.reload()
@@ -384,7 +384,7 @@ class Session:
                 self.control.checkpoint_wanted = False  # this is the step that all agreed on
         # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote are ours to keep.
         self.evaluations, self.ended = tree["evaluations"], tree["ended"]
-        self.place, self.whole, self.founded = place, True, founded
+        self.position, self.has_state, self.lineage_id = position, True, lineage_id
         return nbytes
 
     def _finish_record(self) -> None:
@@ -400,13 +400,13 @@ class Session:
             WorkerStopped(
                 self.worker,
                 generation,
-                self.place,
-                self.whole,
+                self.position,
+                self.has_state,
                 reason,
                 unreachable,
                 at_head=not self.in_body,
-                founded=self.founded,
-                disagreement=self.weights.disagreement,
+                lineage_id=self.lineage_id,
+                mismatch=self.weights.mismatch,
             )
         )
 
@@ -426,7 +426,7 @@ class Session:
     def _committed(self, record: StepRecord) -> StepRecord:
         self._say_skipped(record.number)
         last = self.total_steps and record.number >= self.total_steps
-        self.place = TrainingPosition(record.number, int(bool(last)))
+        self.position = TrainingPosition(record.number, int(bool(last)))
         self.ended = "the last step" if last else None
         self.evaluations = []
         self.evaluations_begun = 0
@@ -453,12 +453,12 @@ class Session:
 
     def _keep(self, writers: tuple[WorkerId, ...] = ()) -> None:
         """At the head of the loop: a checkpoint, if one is due, or these shall make one. It goes on when the state is copied."""
-        kept, step = self.checkpoints, self.place.step
-        if kept is None or not self.whole or self.state.record is None or self.in_body:
+        kept, step = self.checkpoints, self.position.step
+        if kept is None or not self.has_state or self.state.record is None or self.in_body:
             return
-        if self.weights.disagreement is not None:
+        if self.weights.mismatch is not None:
             return  # wrong
-        record, ended = self.state.record, bool(self.place.ended)
+        record, ended = self.state.record, bool(self.position.ended)
         due = kept.due(step, record.kept or bool(self.control.interrupted), ended)
         if due or (writers and not kept.writing(step)):
             self.report("keep")
@@ -466,7 +466,7 @@ class Session:
             must = ended or self.control.interrupted
             if must or ((writers or not record.late) and kept.ready(step)):
                 members = writers or self.weights.members
-                kept.take(self.state, step, self.evaluations, members, self.founded)
+                kept.take(self.state, step, self.evaluations, members, self.lineage_id)
             elif due:
                 kept.put_off()
                 self.control.keep()
@@ -492,5 +492,5 @@ class Session:
     def pass_point(self, name: str, step: int | None = None) -> None:
         """A named instant at which a test may have planned a fault."""
         if self.faults.plan:
-            step = self.place.step if step is None else step
+            step = self.position.step if step is None else step
             self.faults.point(name, step, self.rank, self.world_size, self.generation)

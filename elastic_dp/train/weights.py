@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
-from elastic_dp.coordinator.messages import Disagreement, WorkerId
+from elastic_dp.coordinator.messages import ReplicaMismatch, WorkerId
 from elastic_dp.errors import GroupError
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,7 +29,7 @@ class Weights:
         self._wanted = 0
         self.members: tuple[WorkerId, ...] = ()
         self.agreed = 0  # after this step all members held the same, or read it from a checkpoint
-        self.disagreement: Disagreement | None = None
+        self.mismatch: ReplicaMismatch | None = None
 
     def compare_after(self, step: int) -> None:
         """It goes into a checkpoint."""
@@ -57,7 +57,7 @@ class Weights:
         usual, times = Counter(said.values()).most_common(1)[0]
         majority = times > len(said) / 2
         odd = tuple(worker for worker, d in said.items() if d != usual or not majority)
-        self.disagreement = Disagreement(self.agreed, odd)
+        self.mismatch = ReplicaMismatch(self.agreed, odd)
         raise GroupError(f"the weights of members differ after step {step}: {', '.join(odd)}")
 
 

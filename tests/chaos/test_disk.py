@@ -1,4 +1,4 @@
-"""A disk that is full: training goes on, nothing sealed is lost, and what was put off is done when there is room.
+"""A disk that is full: training goes on, nothing committed is lost, and what was put off is done when there is room.
 
 The disks are small, of memory, and mounted here, so this needs root.
 """
@@ -66,13 +66,13 @@ def test_the_disk_of_a_run_is_full_for_a_while(disk, monkeypatch):
     spec = dataclasses.replace(spec, failure=failure, checkpoint=keep)
     url = str(disk / "run")
     with ProcessRun(spec, in_a_hurry, journal=Journal(url), url=url) as run:
-        wait(run, lambda: said(run, "checkpoint of step 5 is sealed"))
+        wait(run, lambda: said(run, "checkpoint of step 5 is committed"))
         with full(disk):
             before = names(url)
             wait(run, lambda: said(run, "No space left on device"))
-            sealed, step = names(url), run.controller.status()["step"]
+            committed, step = names(url), run.controller.status()["step"]
             wait(run, lambda: run.controller.status()["step"] >= step + 3)
-            assert names(url) == sealed and sealed[: len(before)] == before
+            assert names(url) == committed and committed[: len(before)] == before
         wait(run, lambda: said(run, "is back"))
         run.controller.post(StopRequested("enough"))
         outcome = run.wait(PATIENCE_S)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.naming import naming_of
-from elastic_dp.checkpoint.seal import About
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.writing import write_seal, write_share
+from elastic_dp.checkpoint.writing import write_commit, write_share
 from elastic_dp.storage import Store
 from elastic_dp.train.state import StepRecord, TrainState
 
@@ -67,8 +67,8 @@ def big_tree(nbytes: int, seed: int = 0) -> dict:
     }
 
 
-def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: int = 1, **about):
-    """Write and seal it as a group of `workers` would, each with its own copy."""
+def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: int = 1, **metadata):
+    """Write and commit it as a group of `workers` would, each with its own copy."""
     with ThreadPoolExecutor(4) as executor:
         snapshots = [Snapshot() for _ in range(workers)]
         for snapshot in snapshots:
@@ -77,7 +77,9 @@ def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: in
             write_share(catalog, snapshot, rank, workers, executor)
             for rank, snapshot in enumerate(snapshots)
         ]
-        return write_seal(catalog, snapshots[0].manifest(), shares, fence, About(**about))
+        return write_commit(
+            catalog, snapshots[0].manifest(), shares, fence, CommitMetadata(**metadata)
+        )
 
 
 def save(catalog: Catalog, state: TrainState, step: int, **how):

@@ -1,17 +1,17 @@
-"""Which seals count, which are kept, and that nothing else is deleted."""
+"""Which commit records count, which are kept, and that nothing else is deleted."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_dp.checkpoint.catalog import Catalog, Claim, Keep, SealName, history, to_keep
+from elastic_dp.checkpoint.catalog import Catalog, Claim, CommitName, Keep, history, to_keep
 from elastic_dp.checkpoint.reading import load_newest
 from elastic_dp.errors import CheckpointError, LeaseLost
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
 
 
 def names(*pairs):
-    return [SealName(step, fence) for step, fence in pairs]
+    return [CommitName(step, fence) for step, fence in pairs]
 
 
 CHAINS = {
@@ -19,7 +19,7 @@ CHAINS = {
     "nothing at all": ([], [], []),
     "no claims, as in a copied folder": ([(1, 1), (2, 1)], [], [(1, 1), (2, 1)]),
     "went on from the newest": ([(1, 1), (2, 1), (3, 4)], [(1, 0, 0), (4, 1, 2)], [(1, 1), (2, 1), (3, 4)]),
-    "a frozen controller's late seal": ([(1, 1), (2, 1), (3, 1)], [(1, 0, 0), (4, 1, 2)], [(1, 1), (2, 1)]),
+    "a frozen controller's late commit record": ([(1, 1), (2, 1), (3, 1)], [(1, 0, 0), (4, 1, 2)], [(1, 1), (2, 1)]),
     "went on from an older one": ([(1, 1), (2, 1), (2, 5)], [(1, 0, 0), (5, 1, 1)], [(1, 1), (2, 5)]),
     "began anew": ([(1, 1), (9, 1), (1, 3)], [(1, 0, 0), (3, 0, 0)], [(1, 3)]),
     "back, and back again": ([(5, 1), (7, 1), (6, 2), (6, 3)], [(1, 0, 0), (2, 1, 5), (3, 1, 5)], [(5, 1), (6, 3)]),
@@ -30,8 +30,8 @@ CHAINS = {
 
 @pytest.mark.parametrize("case", CHAINS)
 def test_history(case):
-    sealed, claims, expected = CHAINS[case]
-    assert history(names(*sealed), [Claim(*claim) for claim in claims]) == names(*expected)
+    committed, claims, expected = CHAINS[case]
+    assert history(names(*committed), [Claim(*claim) for claim in claims]) == names(*expected)
 
 
 @given(
@@ -42,18 +42,20 @@ def test_history(case):
     st.data(),
 )
 def test_keeping(steps, num, every, order, data):
-    sealed = names(*((step, 1) for step in sorted(steps)))
-    metrics = {name: {"m": data.draw(st.floats())} for name in sealed if data.draw(st.booleans())}
+    committed = names(*((step, 1) for step in sorted(steps)))
+    metrics = {
+        name: {"m": data.draw(st.floats())} for name in committed if data.draw(st.booleans())
+    }
     keep = Keep(num, every, "m" if order else None, order or "max")
-    kept = to_keep(sealed, keep, metrics)
-    if sealed:
-        assert sealed[-1] in kept
-    assert len(kept) >= min(num, len(sealed))
-    assert {name for name in sealed if every and name.step % every == 0} <= kept
+    kept = to_keep(committed, keep, metrics)
+    if committed:
+        assert committed[-1] in kept
+    assert len(kept) >= min(num, len(committed))
+    assert {name for name in committed if every and name.step % every == 0} <= kept
     extra = [name for name in kept if not (every and name.step % every == 0)]
     assert len(extra) <= num + 1
-    if order is None and sealed:
-        assert set(sealed[-num:]) <= kept
+    if order is None and committed:
+        assert set(committed[-num:]) <= kept
     values = {name: m["m"] for name, m in metrics.items() if m["m"] == m["m"]}
     if order and values:
         best = (max if order == "max" else min)(values.values())
@@ -66,13 +68,13 @@ def objects(catalog):
     }
 
 
-def test_retaining_deletes_the_seal_and_all_its_parts_and_leftovers():
+def test_retaining_deletes_the_commit_record_and_all_its_parts_and_leftovers():
     catalog = Catalog(memory_store())
     catalog.claim(1, None)
     for step in range(1, 6):
         checkpoint(catalog, step, big_tree(1000, seed=step), metrics={"loss": float(step)})
     checkpoint(catalog, 9, big_tree(3), fence=1)
-    catalog.store.delete(catalog.path(SealName(9, 1)))  # never sealed
+    catalog.store.delete(catalog.path(CommitName(9, 1)))  # never committed
     catalog.store.write(f"{catalog.folder}/seals/.x.json.123.tmp", b"half")
     catalog.store.write(f"{catalog.folder}/notes.txt", b"the user's own")
     with pytest.raises(LeaseLost, match="after claim 0"):
@@ -99,24 +101,24 @@ def test_retaining_deletes_the_seal_and_all_its_parts_and_leftovers():
         )
 
 
-def test_parts_that_two_claims_share_outlive_the_older_seal():
+def test_parts_that_two_claims_share_outlive_the_older_commit_record():
     """A run that went back and did the same steps again writes the same objects."""
     catalog = Catalog(memory_store())
     tree = big_tree(1000)
     catalog.claim(1, None)
     for step in (1, 2):
         checkpoint(catalog, step, tree, fence=1)
-    catalog.claim(2, SealName(1, 1))
+    catalog.claim(2, CommitName(1, 1))
     checkpoint(catalog, 2, tree, fence=2)
     assert catalog.names() == names((1, 1), (2, 2))
     assert catalog.retain(Keep(5), 2) == [2]
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], tree)
 
 
-def test_a_seal_that_cannot_be_read_keeps_its_parts():
+def test_a_commit_record_that_cannot_be_read_keeps_its_parts():
     catalog = Catalog(memory_store())
     checkpoint(catalog, 1, big_tree(1000))
-    path = catalog.path(SealName(1, 1))
+    path = catalog.path(CommitName(1, 1))
     content = bytes(catalog.store.read_all(path))
     catalog.store.write(path, b"{}")
     catalog.retain(Keep(1), 1)
@@ -130,12 +132,12 @@ def test_a_claim_is_made_once_and_never_behind_another():
     assert catalog.claim(3, None) == Claim(3, 0, 0), "repeated by its owner"
     for fence in (2, 3):
         with pytest.raises(LeaseLost, match="claim 3"):
-            catalog.claim(fence, SealName(1, 1))
+            catalog.claim(fence, CommitName(1, 1))
 
 
 def test_what_is_not_there_is_said_with_what_is():
     catalog = Catalog(memory_store())
-    with pytest.raises(CheckpointError, match="no sealed checkpoint; it has: none at all"):
+    with pytest.raises(CheckpointError, match="no committed checkpoint; it has: none at all"):
         catalog.find()
     for step, accuracy in ((10, 0.5), (20, 0.9), (30, float("nan")), (40, 0.7)):
         checkpoint(catalog, step, {}, metrics={"accuracy": accuracy})

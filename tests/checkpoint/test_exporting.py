@@ -141,8 +141,8 @@ def test_damage_is_told_and_skipped(tmp_path):
 def test_nothing_there(verb, tmp_path):
     words = [tmp_path, tmp_path / "x.pt"] if verb == "export" else [tmp_path]
     result = invoke(verb, *words)
-    assert result.exit_code == 2 and "no sealed checkpoint" in result.stderr
-    assert "no sealed" in invoke("list", tmp_path).stdout
+    assert result.exit_code == 2 and "no committed checkpoint" in result.stderr
+    assert "no committed" in invoke("list", tmp_path).stdout
 
 
 class Counting(torch.nn.Linear):

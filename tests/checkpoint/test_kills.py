@@ -1,4 +1,4 @@
-"""Whatever instant a writer dies at: what was sealed last loads in every bit, nothing half is seen, leftovers go.
+"""Whatever instant a writer dies at: what was committed last loads in every bit, nothing half is seen, leftovers go.
 
 A writer checkpoints two steps and keeps one. On a disk it is killed, really, at every write, flush, link and deletion
 of the second step; elsewhere the call and all later ones fail, since a dead process asks for nothing more.
@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from elastic_dp.checkpoint.catalog import Catalog, Keep, SealName
+from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep
 from elastic_dp.checkpoint.reading import load_newest, verify
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
@@ -91,7 +91,7 @@ def check_and_go_on(store):
     """After a death: step 1 or step 2 is there, whole, and a new writer finds nothing in its way."""
     catalog = Catalog(store)
     names = catalog.names()
-    assert names in ([SealName(1, 1)], [SealName(1, 1), SealName(2, 1)], [SealName(2, 1)])
+    assert names in ([CommitName(1, 1)], [CommitName(1, 1), CommitName(2, 1)], [CommitName(2, 1)])
     for name in names:
         assert verify(catalog, name) == [] and same(
             load_newest(catalog, name.step, on_damage=pytest.fail)[1], STATES[name.step]
@@ -132,8 +132,8 @@ def test_killed_on_a_disk(tmp_path):
         assert status == -signal.SIGKILL
         found.append(check_and_go_on(Store(str(tmp_path / str(at)))))
     assert set(found) == {1, 2}
-    seal_at = found.index(2)
-    assert found[seal_at:] == [2] * (calls - seal_at), "a checkpoint was lost again"
+    commit_at = found.index(2)
+    assert found[commit_at:] == [2] * (calls - commit_at), "a checkpoint was lost again"
 
 
 def test_dead_in_memory():

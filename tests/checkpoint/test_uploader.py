@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.reading import load_newest
-from elastic_dp.checkpoint.seal import About
 from elastic_dp.checkpoint.uploader import Uploader
-from elastic_dp.checkpoint.writing import write_seal
+from elastic_dp.checkpoint.writing import write_commit
 from elastic_dp.errors import StateError, StorageError
 from tests.checkpoint.states import big_tree, memory_store, same
 from tests.patience import PATIENCE_S, eventually
@@ -49,7 +49,7 @@ def test_the_state_may_change_during_the_upload(uploader, monkeypatch):
     share = uploader.wait()
     [(told, manifest)] = uploader.shares
     assert told == share and share.writer == "w0" and not uploader.busy
-    write_seal(catalog, manifest, [share], 1, About())
+    write_commit(catalog, manifest, [share], 1, CommitMetadata())
     assert same(load_newest(catalog, on_damage=pytest.fail)[1], before)
 
 

@@ -108,7 +108,7 @@ def test_who_is_superseded_touches_no_worker_and_writes_nothing() -> None:
     controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
     controller.ledger.claim = lambda generation: False  # type: ignore[method-assign]
     controller._fleet = fleet = Told()
-    controller._sealer = None
+    controller._committer = None
     controller.lead()
     assert controller.superseded and not controller.ended.is_set()
     assert not [told for told in fleet.told if not told.startswith("start")]

@@ -53,7 +53,7 @@ def test_the_reason_is_the_job_s_own(config, step, reason):
     assert (outcome.step, outcome.reason, outcome.error) == (step, reason, None)
     assert outcome.result.reason == reason
     session = run_local(spec, stops)
-    assert (session.place.step, session.ended) == (step, reason)
+    assert (session.position.step, session.ended) == (step, reason)
 
 
 @pytest.mark.parametrize("where", ["local", "group"])
@@ -88,7 +88,7 @@ def test_who_was_asked_to_leave_is_not_lost():
             return status["world_size"] == size and gone not in status["workers"]
 
         eventually(so, run.controller.status)
-        return run.controller.coordinator.membership.seats[0].worker
+        return run.controller.coordinator.membership.members[0].worker
 
     def leave_one_by_one(run):
         wait_for(run, 3)

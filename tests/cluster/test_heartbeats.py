@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.cluster import pulse
 from elastic_dp.cluster.heartbeats import HeartbeatServer, Page
-from elastic_dp.coordinator.messages import WorkerHeard
+from elastic_dp.coordinator.messages import HeartbeatReceived
 from tests.patience import PATIENCE_S, eventually
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -168,7 +168,7 @@ class Relay:
         server.start()
 
     def _hear(self, event):
-        if isinstance(event, WorkerHeard):
+        if isinstance(event, HeartbeatReceived):
             self.pulse = self.server._peers[event.worker].source
             self.server.renew(event.worker, event.beat)
             self.heard.set()

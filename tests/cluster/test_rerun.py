@@ -183,9 +183,9 @@ def test_once_made_on_another_kind_of_machine_it_stays_inexact(tmp_path, monkeyp
 
 def test_a_checkpoint_of_a_newer_version(tmp_path):
     fit(tmp_path)
-    for seal in tmp_path.glob("again/checkpoints/seals/step-*"):
-        stored = json.loads(seal.read_text())
-        seal.write_text(json.dumps(stored | {"elastic_dp_checkpoint": 99}))
+    for commit in tmp_path.glob("again/checkpoints/seals/step-*"):
+        stored = json.loads(commit.read_text())
+        commit.write_text(json.dumps(stored | {"elastic_dp_checkpoint": 99}))
     with pytest.raises(CheckpointError, match=r"format 99.*install the version that wrote it"):
         fit(tmp_path, max_steps=6)
 

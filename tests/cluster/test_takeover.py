@@ -58,7 +58,7 @@ def earlier(now=0.0):
         m.ReleaseWorker("w4", "the size is 3 now"),
         m.SizeRequested(2, 2),
         m.SizeRequested(3),
-        m.WorkerHeard("w1", 1, 5, "compute"),
+        m.HeartbeatReceived("w1", 1, 5, "compute"),
         *(m.WorkerStarted(worker) for worker in ("w1", "w2", "w3")),
         m.StartWorker("w5"),  # the controller died before there was an actor
         m.DrainNoticed("w2", now + 30.0),
@@ -81,7 +81,7 @@ def controller(ledger, journal=None):
 def test_it_asks_the_workers_there_are():
     made = controller(Stored(earlier()))
     commands = made._take_over(["w1", "w2", "w4"])
-    asked = [c.worker for c in commands if isinstance(c, m.ReportYourself)]
+    asked = [c.worker for c in commands if isinstance(c, m.ReportState)]
     assert asked == ["w1", "w2"]
     assert made._fleet.killed == ["w4"], "it was told to leave, and takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
@@ -113,7 +113,7 @@ def test_who_came_up_while_no_controller_led_is_begun(monkeypatch, was_begun):
     if was_begun:
         worker.deliver(m.BeginTraining("w1", True), None)
     scene = Scene.recovered(["w1"], 0, size=1)
-    for command in scene.ever(m.ReportYourself):
+    for command in scene.ever(m.ReportState):
         worker.deliver(command, None)
     for event in link.said:
         scene.tell(event)
@@ -160,11 +160,11 @@ def test_the_first_stop_counts_for_who_takes_over():
     assert requests(ledger.facts, 0.0) == [m.StopRequested("enough")]
 
 
-def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_one_is_sealed():
+def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_one_is_committed():
     ledger = Ledger()
     ledger.note(m.CheckpointRequested())
     assert requests(ledger.facts, 0.0) == [m.CheckpointRequested()]
-    ledger.note(m.CheckpointSealed(3))
+    ledger.note(m.CheckpointCommitted(3))
     assert requests(ledger.facts, 0.0) == []
 
 

@@ -85,12 +85,12 @@ def test_workers_refuse_a_checkpoint_of_another_job(tmp_path):
 
 
 def test_a_checkpoint_that_does_not_tell_its_job_is_taken():
-    from elastic_dp.checkpoint.seal import About
+    from elastic_dp.checkpoint.commit_record import CommitMetadata
     from elastic_dp.train.restoring import check_job
 
-    check_job(About(), decides(spec_of()), "fingerprint")
+    check_job(CommitMetadata(), decides(spec_of()), "fingerprint")
     with pytest.raises(RunMismatch, match="fingerprint"):
-        check_job(About(data="another"), decides(spec_of()), "fingerprint")
+        check_job(CommitMetadata(data="another"), decides(spec_of()), "fingerprint")
 
 
 def test_a_local_run_whose_lease_is_taken_raises_and_writes_no_result(tmp_path, monkeypatch):

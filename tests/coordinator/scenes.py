@@ -37,7 +37,7 @@ class Scene:
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []
         self.beats = 0
-        self.sealed: int | None = None  # the newest checkpoint
+        self.committed: int | None = None  # the newest checkpoint
         self.older: int | None = None  # the one that is found where that is too new
         self.coordinator = Coordinator(self.rules)
         if begin:
@@ -53,7 +53,7 @@ class Scene:
     def answer(self, event: m.Event) -> m.Event:
         """A report, unless it says otherwise, answers the newest question."""
         if isinstance(event, m.WorkerReported) and event.asked == 0:
-            asked = [c.asked for c in self.all if isinstance(c, m.ReportYourself)]
+            asked = [c.asked for c in self.all if isinstance(c, m.ReportState)]
             return dataclasses.replace(event, asked=asked[-1] if asked else 0)
         return event
 
@@ -64,8 +64,8 @@ class Scene:
             if isinstance(command, m.ClaimGeneration) and self.claims:
                 self.tell(m.GenerationClaimed(command.generation), keep=True)
             if isinstance(command, m.FindCheckpoint):
-                late = command.at_most is not None and (self.sealed or 0) > command.at_most
-                self.tell(m.CheckpointFound(self.older if late else self.sealed), keep=True)
+                late = command.at_most is not None and (self.committed or 0) > command.at_most
+                self.tell(m.CheckpointFound(self.older if late else self.committed), keep=True)
 
     def tell(self, event: m.Event, keep: bool = False) -> list[m.Command]:
         before = self.said if keep else []
@@ -107,7 +107,7 @@ class Scene:
         for worker in workers:
             self.beats += 1
             at = self.coordinator.generation if generation < 0 else generation
-            heard = m.WorkerHeard(worker, at, step, phase, self.beats, virtual_s=virtual_s)
+            heard = m.HeartbeatReceived(worker, at, step, phase, self.beats, virtual_s=virtual_s)
             said += self.tell(heard)
         self.said = said
         return said
@@ -130,11 +130,11 @@ class Scene:
         )
 
     def stopped(
-        self, worker: str, step: int = 0, whole: bool = True, **more: Any
+        self, worker: str, step: int = 0, has_state: bool = True, **more: Any
     ) -> list[m.Command]:
         generation = more.pop("generation", self.coordinator.generation)
-        place = more.pop("place", TrainingPosition(step))
-        return self.tell(m.WorkerStopped(worker, generation, place, whole, "asked", **more))
+        position = more.pop("position", TrainingPosition(step))
+        return self.tell(m.WorkerStopped(worker, generation, position, has_state, "asked", **more))
 
     def lost(self, worker: str) -> list[m.Command]:
         return self.tell(m.WorkerLost(worker, "killed"))
@@ -149,4 +149,4 @@ class Scene:
     @property
     def members(self) -> list[str]:
         membership = self.coordinator.membership
-        return [seat.worker for seat in membership.seats] if membership else []
+        return [member.worker for member in membership.members] if membership else []

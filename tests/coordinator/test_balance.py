@@ -79,7 +79,7 @@ def change(scene, step=20):
 
 
 def dealt(scene):
-    return [seat.last - seat.first for seat in scene.coordinator.membership.seats]
+    return [member.last - member.first for member in scene.coordinator.membership.members]
 
 
 def test_a_generation_ends_for_a_faster_split():

@@ -1,14 +1,14 @@
 """Many who come, and who goes: a burst makes one change or two, and a smaller run gives whole nodes back."""
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.messages import Home
+from elastic_dp.coordinator.messages import WorkerLocation
 from elastic_dp.coordinator.scale_down import choose_departing
 from elastic_dp.coordinator.worker_state import Stage, WorkerState
 from tests.coordinator.scenes import Scene
 
 
 def alone(**rules: object) -> Scene:
-    """w1 trains; five seats are free."""
+    """w1 trains; five members are free."""
     scene = Scene(**({"size": 6, "stabilization_s": 5.0} | rules))
     scene.running("w1")
     return scene
@@ -110,7 +110,7 @@ def test_a_drain_does_not_wait_for_a_burst() -> None:
 def placed(scene: Scene, **nodes: str) -> None:
     """By worker: its node, of the spot market where it begins with s."""
     for worker, node in nodes.items():
-        scene.tell(m.WorkerPlaced(worker, Home(node, spot=node.startswith("s"))))
+        scene.tell(m.WorkerPlaced(worker, WorkerLocation(node, spot=node.startswith("s"))))
 
 
 def stay_after(size: int, floor: int = 0, **nodes: str) -> list[str]:
@@ -210,5 +210,5 @@ def test_standbys_leave_by_node_too() -> None:
 
 def worker(number: int, node: str) -> WorkerState:
     made = WorkerState(f"w{number}", number, Stage.MEMBER, 0.0)
-    made.home = Home(node, spot=node.startswith("s"))
+    made.location = WorkerLocation(node, spot=node.startswith("s"))
     return made

@@ -33,7 +33,7 @@ def test_the_first_to_start_is_the_source_and_the_first_group_needs_it() -> None
     scene.tell(m.WorkerReady("w2", SIGNATURE, True))
     assert sorted(scene.members) == ["w1", "w2", "w3"]
     assert scene.coordinator.membership.source == "w2"
-    assert not any(seat.whole for seat in scene.coordinator.membership.seats)
+    assert not any(member.has_state for member in scene.coordinator.membership.members)
 
 
 def test_pending_workers_hold_nobody_up_and_a_burst_makes_one_change() -> None:
@@ -79,7 +79,7 @@ def test_another_founder_when_the_first_dies_as_it_gives() -> None:
     scene.hear("w2", phase="receive")
     assert scene.coordinator.phase == "forming"
     scene.lost("w1")
-    scene.stopped("w2", whole=False)
+    scene.stopped("w2", has_state=False)
     assert not scene.ever(m.FailRun)
     scene.ready("w3", can_source=True)
     scene.wait(0.1, "w2")
@@ -101,7 +101,7 @@ def test_who_received_a_part_cannot_found_the_run() -> None:
     scene.ready("w2", can_source=True)
     assert scene.members == ["w1", "w2"]
     scene.lost("w1")  # in the middle of the hand-over
-    scene.stopped("w2", whole=False)
+    scene.stopped("w2", has_state=False)
     scene.ready("w3")
     assert scene.coordinator.membership.source == "w3"
 
@@ -175,7 +175,11 @@ def test_a_lost_claim_silences_for_good() -> None:
     assert scene.tell(m.GenerationClaimLost(1)) == [
         m.StandDown("generation 1 belongs to another controller")
     ]
-    for event in (m.WorkerHeard("w1", 1, 1, "body"), m.WorkerLost("w1", ""), m.StopRequested("")):
+    for event in (
+        m.HeartbeatReceived("w1", 1, 1, "body"),
+        m.WorkerLost("w1", ""),
+        m.StopRequested(""),
+    ):
         assert scene.tell(event) == []
     assert scene.coordinator.deadline is None
 
@@ -205,7 +209,7 @@ def test_void_workers_are_no_survivors() -> None:
     scene.stopped("w1", step=2)
     assert scene.members == ["w1", "w2"]
     scene.lost("w1")
-    scene.stopped("w2", step=0, whole=False)
+    scene.stopped("w2", step=0, has_state=False)
     assert "lost" in scene.ever(m.FailRun)[0].error
 
 
@@ -226,8 +230,11 @@ def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
     assert ends and ends[0].after_step >= 6
     assert scene.hear("w1", step=5)[1:] == [ends[0]]  # the same again
     scene.stopped("w1", step=6)
-    seats = scene.coordinator.membership.seats
-    assert [(seat.worker, seat.whole) for seat in seats] == [("w1", True), ("w2", False)]
+    members = scene.coordinator.membership.members
+    assert [(member.worker, member.has_state) for member in members] == [
+        ("w1", True),
+        ("w2", False),
+    ]
 
 
 def test_what_is_not_acted_on_is_repeated_seldomer_each_time() -> None:
@@ -260,7 +267,7 @@ def test_a_source_inside_a_body_has_no_joiners() -> None:
     scene = Scene(size=2)
     scene.running("w1")
     scene.ready("w2")
-    scene.stopped("w1", place=TrainingPosition(3, 0, 1), at_head=False)
+    scene.stopped("w1", position=TrainingPosition(3, 0, 1), at_head=False)
     assert scene.members == ["w1"]
 
 
@@ -414,7 +421,7 @@ def test_who_fails_to_join_twice_is_replaced() -> None:
     scene.ready("w2")
     for _ in range(2):
         scene.stopped("w1", step=0)
-        scene.stopped("w2", whole=False, unreachable=("w1",))
+        scene.stopped("w2", has_state=False, unreachable=("w1",))
         scene.wait(8.0, "w1", "w2", phase="wait")
     evicted = scene.ever(m.EvictWorker)
     assert {c.worker for c in evicted} == {"w2"}
@@ -427,8 +434,8 @@ def test_who_holds_the_state_is_kept_whoever_cannot_reach_it() -> None:
     scene.ready("w2", "w3")
     scene.stopped("w1", step=3)
     assert scene.members == ["w1", "w2", "w3"]
-    scene.stopped("w2", whole=False, unreachable=("w1",))
-    scene.stopped("w3", whole=False, unreachable=("w1",))
+    scene.stopped("w2", has_state=False, unreachable=("w1",))
+    scene.stopped("w3", has_state=False, unreachable=("w1",))
     scene.stopped("w1", step=3)
     assert scene.members == ["w1"]
 
@@ -451,7 +458,7 @@ def test_the_unreachable_join_later_and_whole_ones_get_a_second_try() -> None:
     scene.ready("w2")
     scene.stopped("w1", step=3)
     assert scene.members == ["w1", "w2"]
-    scene.stopped("w2", whole=False, unreachable=("w1",))
+    scene.stopped("w2", has_state=False, unreachable=("w1",))
     scene.stopped("w1", step=3)
     assert scene.members == ["w1"], "void and out of reach: without it for now"
     both = Scene(size=2)
@@ -470,7 +477,7 @@ def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None
     for worker in ("w1", "w2"):
         scene.stopped(worker, step=3)
     all_three = scene.members
-    scene.stopped("w3", whole=False, unreachable=("w1",))
+    scene.stopped("w3", has_state=False, unreachable=("w1",))
     for worker in ("w1", "w2"):
         scene.stopped(worker, step=3)
     assert all_three == ["w1", "w2", "w3"] and scene.members == ["w1", "w2"]
@@ -487,7 +494,7 @@ def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None
         assert scene.members == all_three
         for worker in ("w1", "w2"):
             scene.stopped(worker, step=3)
-        scene.stopped("w3", whole=False)
+        scene.stopped("w3", has_state=False)
         assert [c.worker for c in scene.ever(m.EvictWorker)] == evicted
 
 
@@ -508,7 +515,7 @@ def test_who_never_enters_is_left_out_next_time() -> None:
         scene.wait(1.0, "w1", phase="form", step=3)
         scene.hear("w2", phase="wait", generation=0)
     scene.stopped("w1", step=3)
-    scene.stopped("w2", whole=False)
+    scene.stopped("w2", has_state=False)
     assert scene.members == ["w1"]
 
 
@@ -529,9 +536,9 @@ def test_a_death_while_forming_is_no_failure_of_the_others() -> None:
     assert scene.members == ["w1", "w2", "w3"]
     scene.stopped("w1", step=3)
     scene.lost("w3")
-    scene.stopped("w2", whole=False)
+    scene.stopped("w2", has_state=False)
     assert scene.members == ["w1", "w2"]
-    scene.stopped("w2", whole=False, unreachable=("w1",))
+    scene.stopped("w2", has_state=False, unreachable=("w1",))
     scene.stopped("w1", step=3)
     assert scene.members == ["w1"]
     assert not scene.ever(m.EvictWorker), "it failed to join once, and may try again"
@@ -599,7 +606,7 @@ def test_a_leaver_that_alone_is_ahead_stays_for_the_copy() -> None:
 
 
 def with_a_leaver(min_workers: int) -> Scene:
-    """w2 drains, w3 has its seat, and w2 stays for its state."""
+    """w2 drains, w3 has its member, and w2 stays for its state."""
     scene = Scene(size=2, min_workers=min_workers)
     scene.running("w1", "w2")
     scene.tell(m.DrainNoticed("w2", None))
@@ -613,7 +620,7 @@ def with_a_leaver(min_workers: int) -> Scene:
 def test_a_leaver_is_called_back_when_the_newest_state_is_lost() -> None:
     scene = with_a_leaver(min_workers=1)
     scene.lost("w1")
-    scene.stopped("w3", whole=False)
+    scene.stopped("w3", has_state=False)
     assert scene.members == ["w3", "w2"] or scene.members == ["w2", "w3"]
     assert scene.coordinator.membership.source == "w2"
 
@@ -919,20 +926,25 @@ def test_a_stop_before_the_first_step() -> None:
 
 
 def report(worker: str, generation: int, step: int, **more: object) -> m.WorkerReported:
-    values = {"whole": True, "stopped": False, "signature": SIGNATURE, "can_source": False} | more
+    values = {
+        "has_state": True,
+        "stopped": False,
+        "signature": SIGNATURE,
+        "can_source": False,
+    } | more
     return m.WorkerReported(worker, generation, TrainingPosition(step), **values)
 
 
 def test_a_take_over_ends_what_runs_and_goes_on_above_it() -> None:
     scene = Scene.recovered(["w1", "w2", "w9"], 6, size=2)
-    assert [c.worker for c in scene.ever(m.ReportYourself)] == ["w1", "w2", "w9"]
+    assert [c.worker for c in scene.ever(m.ReportState)] == ["w1", "w2", "w9"]
     assert scene.ever(m.ClaimGeneration) == [m.ClaimGeneration(7)]
     assert m.AbortGeneration("w1", 6) in scene.tell(report("w1", 6, 5))
     scene.tell(report("w2", 6, 6, stopped=True))
     scene.stopped("w1", step=5)
     scene.stopped("w2", step=6)
     assert not scene.ever(m.FormGeneration), "w9 has not said where it stands"
-    scene.tell(report("w9", 0, 0, whole=False, signature=None))
+    scene.tell(report("w9", 0, 0, has_state=False, signature=None))
     assert scene.coordinator.generation == 7
     assert scene.coordinator.membership.source == "w2"
 
@@ -950,8 +962,8 @@ def test_a_take_over_renews_no_lease_of_an_earlier_generation() -> None:
 def test_a_lease_that_a_take_over_renewed_is_waited_for() -> None:
     """It hung before it could say where it stands, and may go on."""
     scene = Scene.recovered(["w1", "w2"], 1, size=1, lease_s=30.0)
-    scene.tell(report("w2", 0, 0, whole=False, can_source=True))
-    scene.stopped("w2", whole=False)
+    scene.tell(report("w2", 0, 0, has_state=False, can_source=True))
+    scene.stopped("w2", has_state=False)
     scene.wait(10.0, "w1", "w2", phase="form")
     scene.wait(25.0, "w2", phase="wait")
     assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
@@ -963,21 +975,21 @@ def test_a_lease_that_a_take_over_renewed_is_waited_for() -> None:
 def test_an_answer_to_an_earlier_question_says_what_was() -> None:
     """It was building then; by now it may be the only one that holds the state."""
     scene = Scene.recovered(["w1"], 4, size=1)
-    scene.tell(report("w1", 0, 0, whole=False, signature=None, asked=3))
+    scene.tell(report("w1", 0, 0, has_state=False, signature=None, asked=3))
     assert m.AbortGeneration("w1", 4) in scene.tell(report("w1", 4, 12))
     scene.stopped("w1", step=12, generation=4)
     scene.wait(0.1, "w1", phase="wait")
     assert scene.coordinator.membership.source == "w1"
-    assert scene.coordinator.membership.seats[0].whole
+    assert scene.coordinator.membership.members[0].has_state
 
 
-@pytest.mark.parametrize("founded", [False, True])
-def test_nobody_whole_after_a_take_over(founded: bool) -> None:
+@pytest.mark.parametrize("lineage_id", [False, True])
+def test_nobody_whole_after_a_take_over(lineage_id: bool) -> None:
     """Unless a step is known to have been made, the run may begin anew."""
     scene = Scene(begin=False, size=1)
-    scene.coordinator, commands = scene.coordinator.recover(scene.rules, [], 3, 0.0, founded)
+    scene.coordinator, commands = scene.coordinator.recover(scene.rules, [], 3, 0.0, lineage_id)
     scene.note(commands)
-    assert bool(scene.ever(m.FailRun)) is founded
+    assert bool(scene.ever(m.FailRun)) is lineage_id
     assert scene.ever(m.StartWorker)
 
 
@@ -989,7 +1001,7 @@ def test_identities_after_a_take_over_are_new() -> None:
 def test_an_unreported_worker_is_asked_until_it_answers_or_is_silent() -> None:
     scene = Scene.recovered(["w1", "w2"], 1, size=2, lease_s=4.0)
     scene.wait(3.0, "w1", "w2")
-    assert {c.worker for c in scene.of(m.ReportYourself)} == {"w1", "w2"}
+    assert {c.worker for c in scene.of(m.ReportState)} == {"w1", "w2"}
     scene.tell(report("w1", 1, 3))
     scene.stopped("w1", step=3)
     scene.wait(9.0, "w1", phase="wait", step=3)
@@ -1021,8 +1033,8 @@ def test_a_take_over_waits_for_a_lease_when_nobody_speaks_for_the_newest_generat
 
 def test_after_a_take_over_a_void_worker_may_found_the_run_that_nobody_holds() -> None:
     scene = Scene.recovered(["w1"], 3, size=1, lease_s=8.0)
-    scene.tell(report("w1", 0, 0, whole=False, can_source=True))
-    scene.stopped("w1", whole=False)
+    scene.tell(report("w1", 0, 0, has_state=False, can_source=True))
+    scene.stopped("w1", has_state=False)
     scene.wait(10.0, "w1", phase="wait")
     assert scene.members == ["w1"]
     assert scene.coordinator.membership.source == "w1"
@@ -1031,7 +1043,7 @@ def test_after_a_take_over_a_void_worker_may_found_the_run_that_nobody_holds() -
 def test_after_a_take_over_who_does_not_fit_goes() -> None:
     scene = Scene.recovered(["w1", "w2"], 3, size=2)
     other = SIGNATURE._replace(kind="other")
-    scene.tell(report("w2", 0, 0, whole=False, signature=other))
+    scene.tell(report("w2", 0, 0, has_state=False, signature=other))
     scene.tell(report("w1", 3, 5))
     assert [c.worker for c in scene.of(m.ReleaseWorker)] == ["w2"]
 
@@ -1040,38 +1052,38 @@ def test_after_a_take_over_who_was_building_is_asked_until_it_is_ready() -> None
     scene = Scene.recovered(["w1", "w2"], 3, size=2)
     scene.tell(report("w1", 3, 5))
     scene.stopped("w1", step=5)
-    scene.tell(report("w2", 0, 0, whole=False, signature=None))
+    scene.tell(report("w2", 0, 0, has_state=False, signature=None))
     assert scene.members == ["w1"]
     scene.hear("w1", step=6)
     assert "w2" in [
         c.worker
         for c in scene.hear("w2", phase="wait", generation=0)
-        if isinstance(c, m.ReportYourself)
+        if isinstance(c, m.ReportState)
     ]
-    scene.tell(report("w2", 0, 0, whole=False))
+    scene.tell(report("w2", 0, 0, has_state=False))
     scene.wait(0.1)
     assert scene.ever(m.EndGeneration), "it joins"
 
 
 def test_the_state_of_an_earlier_beginning_does_not_come_back() -> None:
     scene = Scene.recovered(["w1", "w2"], 5, size=2)
-    scene.tell(report("w1", 2, 9, founded=1))
-    scene.tell(report("w2", 5, 3, founded=4))
-    scene.stopped("w1", step=9, founded=1)
-    scene.stopped("w2", step=3, founded=4)
+    scene.tell(report("w1", 2, 9, lineage_id=1))
+    scene.tell(report("w2", 5, 3, lineage_id=4))
+    scene.stopped("w1", step=9, lineage_id=1)
+    scene.stopped("w2", step=3, lineage_id=4)
     assert scene.members == ["w2"]
 
 
 def test_one_that_was_not_whole_when_asked_and_then_finished_hands_on_its_beginning() -> None:
     scene = Scene.recovered(["w1", "w2"], 5, size=2)
-    scene.tell(report("w1", 5, 0, whole=False))
-    scene.tell(report("w2", 0, 0, whole=False))
-    scene.stopped("w2", step=0, whole=False)
-    scene.tell(m.WorkerFinished("w1", 5, TrainingPosition(9, 1), "digest", founded=4))
+    scene.tell(report("w1", 5, 0, has_state=False))
+    scene.tell(report("w2", 0, 0, has_state=False))
+    scene.stopped("w2", step=0, has_state=False)
+    scene.tell(m.WorkerFinished("w1", 5, TrainingPosition(9, 1), "digest", lineage_id=4))
     membership = scene.coordinator.membership
     assert membership.generation == 6
     assert membership.source == "w1"
-    assert membership.founded == 4
+    assert membership.lineage_id == 4
 
 
 # --------------------------------------------------------------------- old generations
@@ -1081,8 +1093,8 @@ OLD = [
     m.WorkerStopped("w1", 1, TrainingPosition(99), True, "old"),
     m.WorkerStopped("w2", 1, TrainingPosition(0), False, "old", ("w1",)),
     m.WorkerFinished("w1", 1, TrainingPosition(99, 1), "old"),
-    m.WorkerHeard("w1", 1, 99, "done"),
-    m.WorkerHeard("w2", 1, 99, "wait"),
+    m.HeartbeatReceived("w1", 1, 99, "done"),
+    m.HeartbeatReceived("w2", 1, 99, "wait"),
     m.GenerationClaimed(1),
     m.GenerationClaimed(2),
     m.WorkerStarted("w1"),
@@ -1127,10 +1139,10 @@ def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
 
     before = known()
     answers = scene.tell(event)
-    allowed = (m.RenewLease, m.AbortGeneration) if isinstance(event, m.WorkerHeard) else ()
+    allowed = (m.RenewLease, m.AbortGeneration) if isinstance(event, m.HeartbeatReceived) else ()
     assert [c for c in answers if not isinstance(c, allowed)] == []
     after = known()
-    if isinstance(event, m.WorkerHeard):
+    if isinstance(event, m.HeartbeatReceived):
         for key in ("_generation.steps", "workers"):
             before.pop(key), after.pop(key)
     assert after == before
@@ -1143,7 +1155,7 @@ def bereft(**rules: object) -> Scene:
     """Three trained up to step 9, two more were about to join; then the three are lost."""
     scene = Scene(size=3, **rules)
     scene.running("w1", "w2", "w3")
-    scene.sealed = 5
+    scene.committed = 5
     scene.hear("w1", "w2", "w3", step=9)
     for worker in ("w1", "w2", "w3"):
         scene.lost(worker)
@@ -1158,11 +1170,11 @@ def test_who_loses_everyone_goes_back_to_the_newest_checkpoint() -> None:
     membership = scene.coordinator.membership
     assert scene.members == ["w4", "w5"]
     assert membership.restore and membership.source == "w4"
-    assert membership.founded == membership.generation == 2
-    assert not any(seat.whole for seat in membership.seats)
+    assert membership.lineage_id == membership.generation == 2
+    assert not any(member.has_state for member in membership.members)
     scene.hear("w4", "w5", step=5)
     scene.lost("w4")
-    scene.stopped("w5", 5, founded=2)
+    scene.stopped("w5", 5, lineage_id=2)
     scene.wait(0.1, "w5", phase="wait")
     assert not scene.coordinator.membership.restore
     assert scene.coordinator.membership.source == "w5"
@@ -1184,7 +1196,7 @@ def test_who_reads_the_checkpoint_may_die_and_another_does_it() -> None:
     scene.wait(0.1)
     scene.hear("w4", "w5", phase="receive")
     scene.lost("w4")
-    scene.stopped("w5", whole=False)
+    scene.stopped("w5", has_state=False)
     scene.wait(0.1, "w5", phase="wait")
     membership = scene.coordinator.membership
     assert (membership.source, membership.restore) == ("w5", True)
@@ -1192,7 +1204,7 @@ def test_who_reads_the_checkpoint_may_die_and_another_does_it() -> None:
 
 def test_a_run_that_left_a_checkpoint_begins_with_it() -> None:
     scene = Scene(size=2, begin=False)
-    scene.sealed = 7
+    scene.committed = 7
     scene.note(scene.coordinator.start(0.0))
     scene.tell(m.WorkerStarted("w1"))
     scene.ready("w2", can_source=False)
@@ -1217,7 +1229,7 @@ def test_places_given_up_are_filled_again_after_going_back() -> None:
     scene.ready("w2", kind="another")
     scene.wait(0.1)
     scene.hear("w1")
-    scene.sealed = 5
+    scene.committed = 5
     assert len(scene.ever(m.StartWorker)) == 2
     scene.lost("w1")
     assert len(scene.ever(m.StartWorker)) == 4
@@ -1258,7 +1270,7 @@ def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> Non
     """A step that kills everyone, again and again, though a few steps lie between it and the checkpoint."""
     scene = Scene(size=1, max_losses_without_progress=4)
     scene.running("w1")
-    scene.sealed = 5
+    scene.committed = 5
     scene.hear("w1", step=9)
     for number in range(1, 6):
         assert not scene.ever(m.FailRun)
@@ -1276,7 +1288,7 @@ def test_the_checkpoint_waits_for_the_lease_of_whoever_may_be_alive() -> None:
     assert scene.coordinator.phase == "gathering"
     held = Scene(size=1, lease_s=50.0)
     held.running("w1")
-    held.sealed = 5
+    held.committed = 5
     held.wait(6.0)  # silent, evicted, perhaps alive
     assert [c.worker for c in held.ever(m.EvictWorker)] == ["w1"]
     held.ready("w2")

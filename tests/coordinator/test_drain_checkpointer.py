@@ -52,15 +52,17 @@ def test_one_that_can_be_spared_is_not() -> None:
     scene.wait(7.1, "w1", "w2", step=5)
     for worker in ("w1", "w2"):
         scene.stopped(worker, step=6)
-    assert scene.members == ["w1"] and not scene.ever(m.KeepState)
+    assert scene.members == ["w1"] and not scene.ever(m.WriteDrainCheckpoint)
 
 
-def test_who_must_go_leaves_when_what_it_holds_is_sealed() -> None:
+def test_who_must_go_leaves_when_what_it_holds_is_committed() -> None:
     scene = stopped()
-    assert scene.of(m.KeepState) == [m.KeepState(w, 1, ("w1", "w2")) for w in ("w1", "w2")]
-    scene.tell(m.CheckpointSealed(4))
-    assert not scene.ever(m.ReleaseWorker), "what is sealed is not what they hold"
-    scene.tell(m.CheckpointSealed(6))
+    assert scene.of(m.WriteDrainCheckpoint) == [
+        m.WriteDrainCheckpoint(w, 1, ("w1", "w2")) for w in ("w1", "w2")
+    ]
+    scene.tell(m.CheckpointCommitted(4))
+    assert not scene.ever(m.ReleaseWorker), "what is committed is not what they hold"
+    scene.tell(m.CheckpointCommitted(6))
     assert told(scene, m.ReleaseWorker) == ["w2"]
     assert "1 of at least 2 workers" in scene.coordinator.reason
     scene.ready("w3")
@@ -73,8 +75,8 @@ def test_the_last_of_all_leave_the_run_to_others() -> None:
     scene.tell(m.DrainNoticed("w1", scene.now + 10.0))
     scene.wait(7.1, "w1", step=5)
     scene.stopped("w1", step=7)
-    scene.sealed = 7
-    scene.tell(m.CheckpointSealed(7))
+    scene.committed = 7
+    scene.tell(m.CheckpointCommitted(7))
     assert told(scene, m.ReleaseWorker) == ["w1"]
     scene.ready("w2")
     scene.wait(0.1, "w2", phase="wait")
@@ -85,17 +87,19 @@ def test_the_last_of_all_leave_the_run_to_others() -> None:
 def test_those_who_share_the_writing_are_told_anew_when_one_is_lost() -> None:
     scene = stopped()
     scene.lost("w1")
-    assert scene.of(m.KeepState) == [m.KeepState("w2", 1, ("w2",))]
+    assert scene.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))]
     scene.wait(0.9, "w2", phase="wait", step=6)
-    assert not scene.of(m.KeepState)
+    assert not scene.of(m.WriteDrainCheckpoint)
     scene.wait(0.2, "w2", phase="wait", step=6)
-    assert scene.of(m.KeepState) == [m.KeepState("w2", 1, ("w2",))], "a word may be lost"
+    assert scene.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))], (
+        "a word may be lost"
+    )
 
 
 def test_only_those_furthest_keep_their_state() -> None:
     scene = stopped("w1")
     scene.stopped("w2", step=7)
-    assert scene.of(m.KeepState) == [m.KeepState("w2", 1, ("w2",))]
+    assert scene.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))]
 
 
 def test_others_who_come_meanwhile_end_the_waiting() -> None:
@@ -117,7 +121,7 @@ def test_one_of_two_notices_comes_later(keeps: bool) -> None:
     assert told(scene, m.EndGeneration)[:2] == ["w1", "w2"]
     for worker in ("w1", "w2"):
         scene.stopped(worker, step=7)
-    assert scene.members == ["w1"] and not scene.ever(m.KeepState)
+    assert scene.members == ["w1"] and not scene.ever(m.WriteDrainCheckpoint)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -128,38 +132,38 @@ def test_without_a_step_or_a_storage_they_train_on(keeps: bool) -> None:
     assert bool(scene.ever(m.TakeCheckpoint)) is keeps
     scene.stopped("w1", step=0 if keeps else 6)
     scene.stopped("w2", step=0 if keeps else 6)
-    assert not scene.ever(m.KeepState)
+    assert not scene.ever(m.WriteDrainCheckpoint)
     assert scene.members == ["w1", "w2"] and scene.coordinator.generation == 2
 
 
 def test_what_is_half_way_through_a_body_is_finished_first() -> None:
     scene = stopped("w1")
-    scene.stopped("w2", place=TrainingPosition(7), at_head=False)
-    assert not scene.ever(m.KeepState)
+    scene.stopped("w2", position=TrainingPosition(7), at_head=False)
+    assert not scene.ever(m.WriteDrainCheckpoint)
     assert scene.members == ["w1", "w2"] and scene.coordinator.generation == 2
 
 
 def test_the_end_of_the_run_is_not_held_up() -> None:
     scene = stopped("w1", step=6)
-    scene.stopped("w2", place=TrainingPosition(6, 1))
-    assert not scene.ever(m.KeepState)
+    scene.stopped("w2", position=TrainingPosition(6, 1))
+    assert not scene.ever(m.WriteDrainCheckpoint)
     assert scene.members == ["w1", "w2"] and scene.coordinator.generation == 2
 
 
-def test_what_was_sealed_before_going_back_does_not_count() -> None:
+def test_what_was_committed_before_going_back_does_not_count() -> None:
     """The newest one was damaged: the run goes on from the one before it, and makes the same steps again."""
     scene = Scene(size=1, keeps=True, drain_margin_s=3.0)
     scene.running("w1", step=4)
-    scene.sealed = 9
-    scene.tell(m.CheckpointSealed(9))
+    scene.committed = 9
+    scene.tell(m.CheckpointCommitted(9))
     scene.lost("w1")
     scene.ready("w2")
     scene.wait(0.1)
     scene.hear("w2", step=5)
     scene.tell(m.DrainNoticed("w2", scene.now + 10.0))
     scene.wait(7.1, "w2", step=5)
-    scene.stopped("w2", step=7, founded=2)
-    assert told(scene, m.KeepState) == ["w2"]
+    scene.stopped("w2", step=7, lineage_id=2)
+    assert told(scene, m.WriteDrainCheckpoint) == ["w2"]
     assert not scene.ever(m.ReleaseWorker)
 
 
@@ -193,7 +197,7 @@ def test_a_stop_is_told_again_until_it_is_heard() -> None:
     assert scene.of(m.StopTraining) == [m.StopTraining("w1", "enough")]
 
 
-def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_sealed() -> None:
+def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
     """All who were to go on without it are lost before they made a step."""
     scene = Scene(size=2, min_workers=2, keeps=True)
     scene.running("w1", "w2", step=4)
@@ -206,10 +210,10 @@ def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_sealed() -> None:
     for worker in scene.members:
         scene.lost(worker)
     scene.wait(26.0, "w2", phase="wait", step=6)
-    assert told(scene, m.KeepState)[:1] == ["w2"]
+    assert told(scene, m.WriteDrainCheckpoint)[:1] == ["w2"]
     assert not scene.ever(m.ReleaseWorker)
-    scene.sealed = 6
-    scene.tell(m.CheckpointSealed(6))
+    scene.committed = 6
+    scene.tell(m.CheckpointCommitted(6))
     assert told(scene, m.ReleaseWorker) == ["w2"]
 
 

@@ -28,7 +28,7 @@ def stay(scene: Scene, seconds: float, cpu_s: float = 0.0, **at: tuple[str, int]
             scene.beats += 1
             generation = scene.coordinator.generation
             scene.tell(
-                m.WorkerHeard(
+                m.HeartbeatReceived(
                     worker, generation, step, phase, scene.beats, scene.beats * cpu_s / len(at)
                 )
             )
@@ -151,7 +151,7 @@ def test_a_hand_over_in_which_nothing_moves_is_left() -> None:
     at = {"w1": ("give", 5), "w3": ("receive", 0)}
     assert stay(scene, LIMIT_S + 5, **at) == []
     assert "nothing moves in" in scene.coordinator.reason
-    scene.stopped("w3", whole=False, place=TrainingPosition(0))
+    scene.stopped("w3", has_state=False, position=TrainingPosition(0))
     assert stay(scene, LIMIT_S + 1, w1=("give", 5), w3=("wait", 0)) == ["w1"]
 
 
@@ -166,7 +166,7 @@ def test_heartbeats_that_are_late_or_doubled_make_nobody_older() -> None:
     scene = training("w1", "w2")
     for _ in range(200):
         for worker in ("w1", "w2"):
-            scene.tell(m.WorkerHeard(worker, 1, 5, "compute", 1))
+            scene.tell(m.HeartbeatReceived(worker, 1, 5, "compute", 1))
     assert not scene.ever(m.EvictWorker)
 
 
@@ -202,7 +202,7 @@ def test_without_a_limit_of_the_jobs_it_grows_with_the_steps() -> None:
 def test_what_was_used_before_an_abort_does_not_count_after_it() -> None:
     standing = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
-        standing.heard(m.WorkerHeard("w1", 0, 0, "start", beat, cpu_s))
+        standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
     standing.restart()
-    standing.heard(m.WorkerHeard("w1", 0, 0, "start", 2, 20.5))
+    standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
     assert (standing.beats, standing.cpu_s) == (1, 0.5)

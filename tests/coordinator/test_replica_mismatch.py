@@ -1,21 +1,23 @@
 """Members whose weights differ: all who hold a state are replaced, and the run goes back to when they agreed."""
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.messages import Disagreement, TrainingPosition
+from elastic_dp.coordinator.messages import ReplicaMismatch, TrainingPosition
 from elastic_dp.coordinator.replica_mismatch import MAX_IN_A_ROW
 from tests.coordinator.scenes import Scene
 
 
-def differing(agreed: int = 10, *odd: str, sealed: int | None = 12, older: int | None = 8) -> Scene:
+def differing(
+    agreed: int = 10, *odd: str, committed: int | None = 12, older: int | None = 8
+) -> Scene:
     """Three have found in the header of step 16 that they are not equal."""
     scene = Scene(size=3, standby=1)
-    scene.sealed, scene.older = None, None
+    scene.committed, scene.older = None, None
     scene.running("w1", "w2", "w3")
     scene.hear("w1", "w2", "w3", step=15)
-    scene.sealed, scene.older = sealed, older
-    said = Disagreement(agreed, odd or ("w2",))
+    scene.committed, scene.older = committed, older
+    said = ReplicaMismatch(agreed, odd or ("w2",))
     for worker in ("w1", "w3", "w2"):
-        scene.stopped(worker, step=15, generation=1, disagreement=said)
+        scene.stopped(worker, step=15, generation=1, mismatch=said)
     return scene
 
 
@@ -36,7 +38,7 @@ def test_it_goes_back_to_the_newest_checkpoint_of_when_they_agreed() -> None:
     assert set(scene.members) == {"w4", "w5", "w6"}
     assert "back to step 8" in " ".join(c.text for c in scene.ever(m.Explain))
     scene.hear("w4", "w5", "w6", phase="compute", step=8)
-    for worker in scene.members:  # from then on all that is sealed counts
+    for worker in scene.members:  # from then on all that is committed counts
         scene.lost(worker)
     assert scene.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(None)
 
@@ -57,8 +59,8 @@ def test_one_word_of_it_is_enough_and_who_has_not_noticed_is_replaced_too() -> N
     scene = Scene(size=2)
     scene.running("w1", "w2")
     scene.hear("w1", "w2", step=15)
-    scene.sealed = 10
-    scene.stopped("w1", step=15, generation=1, disagreement=Disagreement(10, ("w1", "w2")))
+    scene.committed = 10
+    scene.stopped("w1", step=15, generation=1, mismatch=ReplicaMismatch(10, ("w1", "w2")))
     scene.stopped("w2", step=15, generation=1)
     assert {c.worker for c in scene.ever(m.EvictWorker)} == {"w1", "w2"}
 
@@ -67,12 +69,12 @@ def test_who_lost_its_seat_and_holds_state_is_replaced_too() -> None:
     scene = Scene(size=2, min_workers=1)
     scene.running("w1", "w2")
     scene.hear("w1", "w2", step=4)
-    scene.sealed = 3
+    scene.committed = 3
     scene.tell(m.SizeRequested(1))
     scene.stopped("w1", step=6)
     scene.stopped("w2", step=6)
     assert scene.coordinator.workers["w2"] == "retained"
-    scene.stopped("w1", step=6, disagreement=Disagreement(3, ("w1",)))
+    scene.stopped("w1", step=6, mismatch=ReplicaMismatch(3, ("w1",)))
     assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
     assert [c.worker for c in scene.ever(m.ReleaseWorker)] == ["w2"]
 
@@ -81,9 +83,9 @@ def test_who_was_void_may_stay() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
     scene.hear("w1", "w2", step=15)
-    scene.sealed = 10
-    scene.stopped("w1", step=15, generation=1, disagreement=Disagreement(10, ("w1",)))
-    scene.stopped("w2", whole=False, place=TrainingPosition(0), generation=1)
+    scene.committed = 10
+    scene.stopped("w1", step=15, generation=1, mismatch=ReplicaMismatch(10, ("w1",)))
+    scene.stopped("w2", has_state=False, position=TrainingPosition(0), generation=1)
     assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1"]
     assert not scene.ever(m.ReleaseWorker)
 
@@ -98,7 +100,7 @@ def test_if_it_happens_again_and_again_the_job_is_to_blame() -> None:
         members = scene.members
         scene.hear(*members, step=15)
         for worker in members:
-            said = Disagreement(10, (members[0],))
-            scene.stopped(worker, step=15, disagreement=said)
+            said = ReplicaMismatch(10, (members[0],))
+            scene.stopped(worker, step=15, mismatch=said)
     (failed,) = scene.ever(m.FailRun)
     assert "time 4" in failed.error

@@ -27,7 +27,7 @@ class Counting(Life):
     heard = renewed = 0
 
     def tell(self, event: m.Event) -> None:
-        self.heard += isinstance(event, m.WorkerHeard)
+        self.heard += isinstance(event, m.HeartbeatReceived)
         super().tell(event)
 
     def obey(self, commands: list[m.Command]) -> None:
@@ -38,7 +38,7 @@ class Counting(Life):
 
 @pytest.mark.parametrize("size", [500, 2000])
 def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size: int) -> None:
-    """Two for each whose generation ends (stop after this step; stop now), one for each seat, two for each that comes or
+    """Two for each whose generation ends (stop after this step; stop now), one for each member, two for each that comes or
     goes."""
     life = Counting(size)
     life.run()

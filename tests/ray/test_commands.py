@@ -107,7 +107,9 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
 
     asked("checkpoint", "job")  # no other is asked for until the restart
     lines = eventually(
-        lambda: "is sealed" in (out := asked("events", "job", "--json").stdout) and out.splitlines()
+        lambda: (
+            "is committed" in (out := asked("events", "job", "--json").stdout) and out.splitlines()
+        )
     )
     assert {"StartWorker", "SizeRequested"} <= {
         line.get("command") or line.get("event") for line in map(json.loads, lines)

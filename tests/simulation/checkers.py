@@ -71,15 +71,21 @@ class Checkers:
         must(newest == membership.generation, f"{worker.id} was told of {newest}, not of this one")
         told = worker.said_out
         must(membership.generation > told, f"{worker.id} said that it is out of {told}")
-        seat = next(s for s in membership.seats if s.worker == worker.id)
-        if seat.whole or worker.whole:
-            must(seat.whole == worker.whole, f"{seat} but {worker.id} is whole: {worker.whole}")
-            must(seat.place == worker.place, f"{seat} but {worker.id} is at {worker.place}")
+        member = next(s for s in membership.members if s.worker == worker.id)
+        if member.has_state or worker.has_state:
+            must(
+                member.has_state == worker.has_state,
+                f"{member} but {worker.id} is whole: {worker.has_state}",
+            )
+            must(
+                member.position == worker.position,
+                f"{member} but {worker.id} is at {worker.position}",
+            )
 
     def intact(self, worker: SimWorker) -> None:
         """Whoever is whole holds a whole state, also when a hand-over to it failed."""
-        if worker.whole and not worker.flipped:
-            truth = self.beginnings.get(worker.founded, {}).get(worker.step, worker.state)
+        if worker.has_state and not worker.flipped:
+            truth = self.beginnings.get(worker.lineage_id, {}).get(worker.step, worker.state)
             must(worker.state == truth, f"{worker.id} holds {worker.state}, not {truth}")
 
     def given_up(self, worker: SimWorker) -> set[str]:
@@ -111,7 +117,7 @@ class Checkers:
                 thawed = self.world.now - worker.thawed_at < 1.5
                 must(not late or thawed, f"{name} waits in a step that the others did not enter")
 
-    def founded(self, worker: SimWorker) -> str:
+    def lineage_id(self, worker: SimWorker) -> str:
         """The founder formed its first generation: its initial weights are the state from now on."""
         must(
             worker.can_source, f"{worker.id} was told its weights do not count, and founds the run"
@@ -119,7 +125,7 @@ class Checkers:
         holders = [
             other.id
             for other in self.world.workers.values()
-            if other.alive and other.whole and other.id not in self.given_up(worker)
+            if other.alive and other.has_state and other.id not in self.given_up(worker)
         ]
         must(
             not holders or worker.id in self.given_up(worker),
@@ -130,7 +136,7 @@ class Checkers:
         if self.beginning:
             self.marks["founded anew"] += 1
         assert worker.group is not None
-        self.beginning = worker.group.membership.founded
+        self.beginning = worker.group.membership.lineage_id
         self.beginnings[self.beginning] = {0: f"init {worker.id}"}
         return f"init {worker.id}"
 
@@ -142,7 +148,7 @@ class Checkers:
             self.beginnings[self.beginning] = {worker.step: worker.state}
             members = group.alive()
             for other in self.world.workers.values():
-                other.flipped = other.whole and other not in members
+                other.flipped = other.has_state and other not in members
 
     def restored(self, worker: SimWorker) -> str:
         """Nobody holds the run's state, and it goes on from the newest checkpoint."""
@@ -151,14 +157,14 @@ class Checkers:
         holders = [
             w.id
             for w in self.world.workers.values()
-            if w.alive and w.whole and w.id not in given_up and w.group is not worker.group
+            if w.alive and w.has_state and w.id not in given_up and w.group is not worker.group
         ]
-        state = self.world.seals[worker.step]
+        state = self.world.commits[worker.step]
         if worker.id in given_up:
             return state  # given up; its lease keeps it from any step
         must(not holders, f"{worker.id} goes back to {worker.step} while {holders} hold the state")
         self.marks["restored"] += 1
-        self.beginning = worker.group.membership.founded
+        self.beginning = worker.group.membership.lineage_id
         self.beginnings[self.beginning] = {worker.step: state}
         return state
 
@@ -190,7 +196,7 @@ class Checkers:
         must(worker.id not in self.late, f"{what}, and did so before")
         self.late.add(worker.id)
         later, begun_at = min((g, at) for g, at in self.first_commit.items() if g > generation)
-        top = max(seat.place.step for seat in self.seats(later) if seat.whole)
+        top = max(member.position.step for member in self.members(later) if member.has_state)
         must(step <= top + 1, f"{what}, which goes on from {top}")
         left_at = self.left_at.get(generation, {})
         must(min(left_at.values(), default=begun_at) < begun_at, f"{what}, and nobody had left it")
@@ -209,18 +215,18 @@ class Checkers:
         if worker.flipped:
             return
         if (
-            worker.founded != self.beginning
+            worker.lineage_id != self.beginning
         ):  # all who held the later one are gone: an older one counts
             holders = [
                 w.id
                 for w in self.world.workers.values()
                 if w.alive
-                and w.whole
-                and w.founded == self.beginning
+                and w.has_state
+                and w.lineage_id == self.beginning
                 and w.id not in self.given_up(worker)
             ]
             must(not holders, f"{worker.id} goes on from an older beginning than {holders}")
-            self.beginning = worker.founded
+            self.beginning = worker.lineage_id
         truth = self.states.setdefault(worker.step, worker.state)
         must(
             worker.state == truth,
@@ -235,10 +241,12 @@ class Checkers:
 
     def handed_over(self, worker: SimWorker, source: SimWorker) -> None:
         self.marks["hand-over"] += 1
-        must(source.whole, f"void {source.id} is the source of {worker.id}")
+        must(source.has_state, f"void {source.id} is the source of {worker.id}")
         must(source.id not in self.late, f"{worker.id} takes what {source.id} made alone")
-        must(source.place >= worker.place or not worker.whole, f"{worker.id} would go back")
-        if worker.whole:
+        must(
+            source.position >= worker.position or not worker.has_state, f"{worker.id} would go back"
+        )
+        if worker.has_state:
             must(
                 source.step - worker.step <= 1,
                 f"{worker.id} at {worker.step} is too far behind {source.step}",
@@ -260,7 +268,9 @@ class Checkers:
             case m.FindCheckpoint(at_most=at_most):
                 must(at_most == by.at_most, f"looks up to {at_most}, and was told {by.at_most}")
             case m.FormGeneration(membership=membership):
-                wrong = by.at_most is not None and any(seat.whole for seat in membership.seats)
+                wrong = by.at_most is not None and any(
+                    member.has_state for member in membership.members
+                )
                 must(not wrong, f"{membership} goes on from weights that differ")
                 by.at_most = None
                 self.formation(membership, by)
@@ -280,26 +290,31 @@ class Checkers:
                 self.run_failed(command, by)
 
     def formation(self, membership: Membership, by: SimController) -> None:
-        generation, seats = membership.generation, membership.seats
+        generation, members = membership.generation, membership.members
         must(self.claims.get(generation) is by, f"{generation} announced without its claim")
-        members = frozenset(seat.worker for seat in seats)
-        lost, dismissed = members & by.buried, members & by.dismissed
-        must(not lost, f"{lost} are known to be lost, and get a seat in {generation}")
-        must(not dismissed, f"{dismissed} were dismissed, and get a seat in {generation}")
+        ids = frozenset(member.worker for member in members)
+        lost, dismissed = ids & by.buried, ids & by.dismissed
+        must(not lost, f"{lost} are known to be lost, and get a member in {generation}")
+        must(not dismissed, f"{dismissed} were dismissed, and get a member in {generation}")
         must(generation not in self.memberships, f"{generation} is announced twice")
         self.memberships[generation] = membership
-        dealt = [v for seat in seats for v in range(seat.first, seat.last)]
+        dealt = [v for member in members for v in range(member.first, member.last)]
         must(dealt == list(range(self.world.rules.virtual_workers)), f"dealt {dealt}")
-        self.dealt_by_speed(seats, by)
-        whole = [seat for seat in seats if seat.whole]
-        if whole:
-            top = max(seat.place for seat in whole)
-            source = seats[membership.rank(membership.source)]
-            must(source.whole and source.place == top, f"{source} is the source, {top} exists")
-            must(self.world.workers[source.worker].whole, f"{source} holds no state")
-            must(top.step - min(s.place.step for s in whole) <= 1, f"places too far apart: {whole}")
+        self.dealt_by_speed(members, by)
+        has_state = [member for member in members if member.has_state]
+        if has_state:
+            top = max(member.position for member in has_state)
+            source = members[membership.rank(membership.source)]
+            must(
+                source.has_state and source.position == top, f"{source} is the source, {top} exists"
+            )
+            must(self.world.workers[source.worker].has_state, f"{source} holds no state")
+            must(
+                top.step - min(s.position.step for s in has_state) <= 1,
+                f"places too far apart: {has_state}",
+            )
             known = (
-                {seat.worker for seat in self.seats(by.generations[-1])}
+                {member.worker for member in self.members(by.generations[-1])}
                 if by.generations
                 else set()
             )
@@ -308,50 +323,55 @@ class Checkers:
                 for w in self.world.workers.values()
                 if w.id in known
                 and w.alive
-                and w.whole
-                and w.place > top
+                and w.has_state
+                and w.position > top
                 and w.phase in ("wait", "keep")
                 and w.id in by.spoken
                 and w.id not in by.dismissed
             ]
-            must(not ahead, f"{ahead} are ahead of {top} and have no seat")
+            must(not ahead, f"{ahead} are ahead of {top} and have no member")
         at_head = self.world.workers[membership.source].at_head
         if not by.stopping and at_head:
             least = min(by.least, by.size)
-            must(len(seats) >= least, f"{len(seats)} members, at least {least} wanted")
-        must(len(seats) <= max(by.size + 1, 1), f"{len(seats)} members, size {by.size}")
-        ranks = [seat.worker for seat in seats]
+            must(len(members) >= least, f"{len(members)} members, at least {least} wanted")
+        must(len(members) <= max(by.size + 1, 1), f"{len(members)} members, size {by.size}")
+        ranks = [member.worker for member in members]
         if by.generations:
             old = [
-                s.worker for s in self.seats(by.generations[-1]) if s.worker in ranks and s.whole
+                s.worker
+                for s in self.members(by.generations[-1])
+                if s.worker in ranks and s.has_state
             ]
             must([w for w in ranks if w in old] == old, f"ranks changed order: {old} -> {ranks}")
         if by.generations:
             self.floor_is_kept(ranks, by)
         by.generations.append(generation)
-        if by.failed_sets[-2:] == [members, members] and len(members) > 1:
-            must(False, f"{sorted(members)} failed to form twice and is tried again")
+        if by.failed_sets[-2:] == [ids, ids] and len(ids) > 1:
+            must(False, f"{sorted(ids)} failed to form twice and is tried again")
 
     def floor_is_kept(self, ranks: list[str], by: SimController) -> None:
-        """Of the on-demand workers none loses its seat below the floor while one of the others keeps its own."""
+        """Of the on-demand workers none loses its member below the floor while one of the others keeps its own."""
         workers = by.coordinator._registry.workers
-        before = [workers.get(seat.worker) for seat in self.seats(by.generations[-1])]
+        before = [workers.get(member.worker) for member in self.members(by.generations[-1])]
         kept = [w for w in before if w is not None and w.id in ranks and w.has_state]
         left = [w for w in before if w is not None and w.id not in ranks]
         beyond = len(ranks) > by.size
         if beyond or any(w.draining for w in kept) or any(not w.at_head for w in kept):
-            return  # one that holds the newest state has a seat that is not its own
-        firm = [w for w in (workers[name] for name in ranks) if w.home.firm]
-        loser = any(w.home.firm and w.stage == "retained" and not w.draining for w in left)
-        if loser and len(firm) < by.coordinator.config.min_on_demand:
+            return  # one that holds the newest state has a member that is not its own
+        stable = [w for w in (workers[name] for name in ranks) if w.location.stable]
+        loser = any(w.location.stable and w.stage == "retained" and not w.draining for w in left)
+        if loser and len(stable) < by.coordinator.config.min_on_demand:
             self.marks["below the floor"] += 1
-            must(all(w.home.firm for w in kept), f"{left} lose their seats, {kept} keep theirs")
+            must(
+                all(w.location.stable for w in kept),
+                f"{left} lose their members, {kept} keep theirs",
+            )
 
-    def dealt_by_speed(self, seats: tuple[m.Seat, ...], by: SimController) -> None:
+    def dealt_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
         """Who is known to be slower runs at most one more, and all as many where nobody is known to be."""
-        sizes = [seat.last - seat.first for seat in seats]
+        sizes = [member.last - member.first for member in members]
         must(min(sizes) >= 1, f"nothing to do: {sizes}")
-        known = [by.coordinator._registry.workers[seat.worker].virtual_s for seat in seats]
+        known = [by.coordinator._registry.workers[member.worker].virtual_s for member in members]
         if not any(known):
             must(max(sizes) - min(sizes) <= 1, f"unbalanced: {sizes}")
             return
@@ -367,42 +387,42 @@ class Checkers:
         must(self.world.now >= by.dealt_at + 60.0, "dealt anew again and again")
         by.dealt_at = self.world.now
         generation = by.coordinator.generation
-        for seat in self.seats(generation):
-            worker = self.world.workers[seat.worker]
+        for member in self.members(generation):
+            worker = self.world.workers[member.worker]
             told = worker.generation == generation and worker.steps_here >= MEASURED
             must(told, f"{worker.id} is not measured in {generation}")
 
     def replaced(self, name: str, by: SimController) -> None:
-        """Only one that runs the least and is still the slowest by far, and has been for long; another takes its seat."""
+        """Only one that runs the least and is still the slowest by far, and has been for long; another takes its member."""
         self.marks["too slow"] += 1
         slow_s, now = self.world.rules.slow_s, self.world.now
         must(now >= by.measured_at[name] + slow_s, f"{name} is not known for long enough")
         must(now >= by.replaced_at + 2 * slow_s, "one slow worker after the other is replaced")
         by.replaced_at = now
-        seats = {seat.worker: seat for seat in self.seats(by.coordinator.generation)}
-        must(seats[name].last - seats[name].first == 1, f"{name} can be given less")
+        members = {member.worker: member for member in self.members(by.coordinator.generation)}
+        must(members[name].last - members[name].first == 1, f"{name} can be given less")
         must("ready" in by.coordinator.workers.values(), f"nobody is there to replace {name}")
 
     def released(self, name: str, by: SimController) -> None:
         """Whoever must go takes nothing along: others hold its state, or the storage does."""
         worker = self.world.workers.get(name)
         over = self.finish is not None or self.failure is not None
-        if worker is None or not worker.whole or over or by is not self.world.controllers[-1]:
+        if worker is None or not worker.has_state or over or by is not self.world.controllers[-1]:
             return
         if name not in by.drained or not self.world.rules.keeps:
             return
         self.marks["drained"] += 1
         believed = by.coordinator.workers  # of a silent death nobody can know yet
-        others = [w for w in self.world.workers.values() if w.whole and w is not worker]
+        others = [w for w in self.world.workers.values() if w.has_state and w is not worker]
         others = [w for w in others if w.id in believed and w.id not in by.dismissed]
-        held = any(w.place >= worker.place for w in others)
+        held = any(w.position >= worker.position for w in others)
         must(
-            held or worker.step <= max(self.world.seals, default=0),
+            held or worker.step <= max(self.world.commits, default=0),
             f"{name} is released, and takes step {worker.step} along",
         )
 
     def kept(self, worker: SimWorker) -> None:
-        must(worker.whole and worker.at_head, f"{worker.id} has nothing to keep")
+        must(worker.has_state and worker.at_head, f"{worker.id} has nothing to keep")
         self.marks["kept"] += 1
 
     def eviction(self, worker: str, reason: str, by: SimController) -> None:
@@ -416,10 +436,10 @@ class Checkers:
             now - by.heard.get(worker, by.born) >= timeout - 1e-6,
             f"{worker} was heard, and evicted",
         )
-        waiting = [e for e in by.inbox if isinstance(e, m.WorkerHeard) and e.worker == worker]
+        waiting = [e for e in by.inbox if isinstance(e, m.HeartbeatReceived) and e.worker == worker]
         must(not waiting, f"{worker} evicted while its heartbeats wait to be read")
         generation = by.coordinator.generation
-        if worker in {s.worker for s in self.seats(generation)}:
+        if worker in {s.worker for s in self.members(generation)}:
             spoken = (
                 worker in by.spoken
             )  # it is out already, and who makes steps does so without it
@@ -442,9 +462,9 @@ class Checkers:
         membership = self.memberships.get(generation)
         return membership is not None and membership.restore
 
-    def seats(self, generation: int) -> tuple[m.Seat, ...]:
+    def members(self, generation: int) -> tuple[m.Member, ...]:
         membership = self.memberships.get(generation)
-        return membership.seats if membership else ()
+        return membership.members if membership else ()
 
     def finished(self, command: m.FinishRun, by: SimController) -> None:
         if self.finish is not None:  # the record is create-only, the first counts
@@ -452,21 +472,28 @@ class Checkers:
             return
         self.finish, self.finished_by = command, by
         if command.digest == "":
-            must(command.place.step in (0, *self.world.seals), f"{command.place} is not kept")
-            holders = [w.id for w in self.world.workers.values() if w.alive and w.whole]
+            must(
+                command.position.step in (0, *self.world.commits), f"{command.position} is not kept"
+            )
+            holders = [w.id for w in self.world.workers.values() if w.alive and w.has_state]
             holders = [w for w in holders if w not in self.dismissed | by.dismissed]
             must(not holders, f"finished at step 0, but {holders} hold a state")
             return
-        must(command.place.ended == 1, f"finished at {command.place}")
-        must(command.digest == self.states.get(command.place.step), "finished with other weights")
+        must(command.position.ended == 1, f"finished at {command.position}")
+        must(
+            command.digest == self.states.get(command.position.step), "finished with other weights"
+        )
         must(not command.digests_differ, "weights differ")
         further = [  # who made a step that nobody living holds made it in vain
             w.id
             for w in self.world.workers.values()
-            if w.alive and w.whole and w.founded == self.beginning and w.place > command.place
+            if w.alive
+            and w.has_state
+            and w.lineage_id == self.beginning
+            and w.position > command.position
         ]
         further = [w for w in further if w not in self.dismissed | by.dismissed]
-        must(not further, f"finished at {command.place}, but {further} are further")
+        must(not further, f"finished at {command.position}, but {further} are further")
 
     def run_failed(self, command: m.FailRun, by: SimController) -> None:
         if self.failure is not None or self.finish is not None:  # the first record counts
@@ -482,7 +509,7 @@ class Checkers:
                 w.id
                 for w in self.world.workers.values()
                 if w.alive
-                and w.whole
+                and w.has_state
                 and w.id not in by.dismissed
                 and w.id not in by.buried
                 and w.id not in by.drained
@@ -494,7 +521,10 @@ class Checkers:
         if self.finish is not None:
             for worker in self.world.workers.values():
                 if worker.alive and worker.finished and worker.id not in self.dismissed:
-                    must(worker.place == self.finish.place, f"{worker.id} ended at {worker.place}")
+                    must(
+                        worker.position == self.finish.position,
+                        f"{worker.id} ended at {worker.position}",
+                    )
 
 
 class Watched:
@@ -507,7 +537,9 @@ class Watched:
     def handle(self, event: Event, now: float) -> list[Command]:
         coordinator = self.coordinator
         out: list[Command] = []
-        if coordinator.phase == "over" and isinstance(event, m.DeadlineReached | m.WorkerHeard):
+        if coordinator.phase == "over" and isinstance(
+            event, m.DeadlineReached | m.HeartbeatReceived
+        ):
             return coordinator.handle(event, now)  # type: ignore[no-any-return]
         waiting = coordinator._registry.failure_detector.waiting
         doubt = coordinator._leadership
@@ -526,10 +558,13 @@ class Watched:
         over = coordinator.phase == "over"
         bystander = sure and self.bystander(event)  # else what was held is taken with it
         size = len(coordinator._registry.workers)
-        phase, seats = coordinator.phase, coordinator.membership and coordinator.membership.seats
+        phase, members = (
+            coordinator.phase,
+            coordinator.membership and coordinator.membership.members,
+        )
         answers: list[Command] = coordinator.handle(event, now)
         if phase == "running" and coordinator.phase == "ending" and sure:
-            self.join_is_due(len(seats), now)
+            self.join_is_due(len(members), now)
         for command in answers:
             if isinstance(command, m.FormGeneration):
                 self.note_join(command.membership, now)
@@ -547,7 +582,7 @@ class Watched:
         return out + answers
 
     def note_join(self, membership: Membership, now: float) -> None:
-        if {seat.whole for seat in membership.seats} == {True, False}:
+        if {member.has_state for member in membership.members} == {True, False}:
             self.joined_at = now
 
     def join_is_due(self, present: int, now: float) -> None:
@@ -571,7 +606,9 @@ class Watched:
         if ends or not staff.ready or len(generation.members) >= coordinator.size:
             return
         until = staff.ready_since + rules.join_window_s + rules.stabilization_s
-        must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free seats")
+        must(
+            now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free members"
+        )
 
     def stale(self, event: Event) -> bool:
         match event:
@@ -594,4 +631,4 @@ class Watched:
         if not isinstance(event, m.WorkerLost) or self.coordinator.phase != "running":
             return False
         membership = self.coordinator.membership
-        return event.worker not in {seat.worker for seat in membership.seats}
+        return event.worker not in {member.worker for member in membership.members}

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elastic_dp.coordinator.messages import Membership, Seat, TrainingPosition
+from elastic_dp.coordinator.messages import Member, Membership, TrainingPosition
 from tests.simulation.checkers import Violation
 from tests.simulation.workers import COLLECTIVES, Group, SimWorker
 from tests.simulation.world import World
@@ -19,11 +19,11 @@ class Beside:
         world.new_controller(recovering=False)
         self.workers = {name: SimWorker(world, name) for name in ("w1", "w2", "w3")}
         world.workers |= self.workers
-        seats = [
-            Seat(name, v, v + 1, TrainingPosition(0), True) for v, name in enumerate(self.workers)
+        members = [
+            Member(name, v, v + 1, TrainingPosition(0), True) for v, name in enumerate(self.workers)
         ]
-        one = Membership(1, tuple(seats), "w2", 4.0)
-        two = Membership(2, tuple(seats[1:]), "w2", 4.0)
+        one = Membership(1, tuple(members), "w2", 4.0)
+        two = Membership(2, tuple(members[1:]), "w2", 4.0)
         world.check.memberships |= {1: one, 2: two}
         world.check.claims |= dict.fromkeys((1, 2), world.controllers[0])
         self.groups = {1: Group(world, one), 2: Group(world, two)}
@@ -130,6 +130,6 @@ def test_nobody_takes_it_over() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     beside.commit("w1", 1)
-    beside.workers["w1"].whole = True
+    beside.workers["w1"].has_state = True
     with objects("takes what w1 made alone"):
         beside.world.check.handed_over(beside.workers["w3"], beside.workers["w1"])

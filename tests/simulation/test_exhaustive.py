@@ -44,7 +44,7 @@ class Puppet:
     told: object = None
     generation: int = 0
     step: int = 0
-    whole: bool = False
+    has_state: bool = False
     word: m.Event | None = None  # its last
 
 
@@ -60,7 +60,7 @@ class Scene:
     announced: int = 0
     over: bool = False
     checkpoints: bool = False  # after every step
-    sealed: int | None = None  # the newest
+    committed: int | None = None  # the newest
     disturbances: int = 0  # that may still come
 
     def handle(self, event: m.Event) -> None:
@@ -70,7 +70,7 @@ class Scene:
         for command in commands:
             self.obey(command)
         if any(isinstance(command, m.FindCheckpoint) for command in commands):
-            self.handle(m.CheckpointFound(self.sealed))
+            self.handle(m.CheckpointFound(self.committed))
 
     def obey(self, command: m.Command) -> None:
         assert not self.over or isinstance(command, m.EvictWorker | m.ReleaseWorker | m.Explain)
@@ -82,9 +82,9 @@ class Scene:
                 assert generation not in self.claims and generation not in self.granted
                 self.claims.append(generation)
             case m.FormGeneration(membership=membership):
-                for seat in membership.seats:
-                    self.judge(seat.worker, membership)
-                    self.puppets[seat.worker].told = command
+                for member in membership.members:
+                    self.judge(member.worker, membership)
+                    self.puppets[member.worker].told = command
             case (
                 m.BeginTraining(worker=worker)
                 | m.AbortGeneration(worker=worker)
@@ -97,7 +97,7 @@ class Scene:
                 if isinstance(command, m.ReleaseWorker) and not self.over:
                     self.let_go(worker)
             case m.FailRun(error=error):
-                assert "is lost" not in error or self.sealed is None
+                assert "is lost" not in error or self.committed is None
                 self.over = True
             case m.FinishRun() | m.StandDown():
                 self.over = True
@@ -105,30 +105,32 @@ class Scene:
     def let_go(self, worker: str) -> None:
         """What it holds is not lost with it."""
         puppet = self.puppets.get(worker)
-        if puppet is not None and puppet.whole:
+        if puppet is not None and puppet.has_state:
             others = [p for w, p in self.puppets.items() if w not in self.dismissed]
-            kept = [p.step for p in others if p.whole]
-            assert max([*kept, self.sealed or 0]) >= puppet.step, f"{worker} takes it along"
+            kept = [p.step for p in others if p.has_state]
+            assert max([*kept, self.committed or 0]) >= puppet.step, f"{worker} takes it along"
 
     def judge(self, worker: str, membership: m.Membership) -> None:
         assert membership.generation in self.granted
         assert membership.generation >= self.announced
         self.announced = membership.generation
         assert worker not in self.buried and worker not in self.dismissed
-        seats = membership.seats
+        members = membership.members
         every = range(self.coordinator.config.virtual_workers)
-        assert [v for s in seats for v in range(s.first, s.last)] == [*every]
-        whole = [seat for seat in seats if seat.whole]
-        for seat in seats:
-            assert seat.whole == self.puppets[seat.worker].whole, seat
-            puppet = self.puppets[seat.worker]
-            assert puppet.stage != "inside" or puppet.generation < membership.generation - 1, seat
-        if whole:
-            source = seats[membership.rank(membership.source)]
-            assert source.whole and source.place == max(seat.place for seat in whole)
+        assert [v for s in members for v in range(s.first, s.last)] == [*every]
+        has_state = [member for member in members if member.has_state]
+        for member in members:
+            assert member.has_state == self.puppets[member.worker].has_state, member
+            puppet = self.puppets[member.worker]
+            assert puppet.stage != "inside" or puppet.generation < membership.generation - 1, member
+        if has_state:
+            source = members[membership.rank(membership.source)]
+            assert source.has_state and source.position == max(
+                member.position for member in has_state
+            )
         else:
-            assert not any(p.whole for w, p in self.puppets.items() if w not in self.dismissed)
-            assert membership.restore is (self.sealed is not None)
+            assert not any(p.has_state for w, p in self.puppets.items() if w not in self.dismissed)
+            assert membership.restore is (self.committed is not None)
 
     def moves(self) -> list[tuple[str, str]]:
         """What can happen next."""
@@ -194,23 +196,31 @@ class Scene:
                 told = puppet.told
                 assert isinstance(told, m.FormGeneration)
                 puppet.stage, puppet.told = "inside", None
-                puppet.generation, puppet.whole = told.membership.generation, True
-                places = [seat.place.step for seat in told.membership.seats if seat.whole]
-                puppet.step = max(places, default=self.sealed or 0)
-                self.hear(puppet, m.WorkerHeard(name, puppet.generation, puppet.step, "compute"))
+                puppet.generation, puppet.has_state = told.membership.generation, True
+                places = [
+                    member.position.step for member in told.membership.members if member.has_state
+                ]
+                puppet.step = max(places, default=self.committed or 0)
+                self.hear(
+                    puppet, m.HeartbeatReceived(name, puppet.generation, puppet.step, "compute")
+                )
             case "step":
                 mates = [p.step for p in self.puppets.values() if p.generation == puppet.generation]
                 puppet.step = min(puppet.step, min(mates)) + 1
                 if self.checkpoints:
-                    self.sealed = max(self.sealed or 0, puppet.step)
-                self.hear(puppet, m.WorkerHeard(name, puppet.generation, puppet.step, "compute"))
+                    self.committed = max(self.committed or 0, puppet.step)
+                self.hear(
+                    puppet, m.HeartbeatReceived(name, puppet.generation, puppet.step, "compute")
+                )
             case "fail" | "stop":
                 generation = puppet.generation
                 if isinstance(puppet.told, m.AbortGeneration | m.EndGeneration):
                     generation = max(generation, puppet.told.generation)
                 puppet.stage, puppet.told = "waits", None
-                place = TrainingPosition(puppet.step)
-                self.hear(puppet, m.WorkerStopped(name, generation, place, puppet.whole, move))
+                position = TrainingPosition(puppet.step)
+                self.hear(
+                    puppet, m.WorkerStopped(name, generation, position, puppet.has_state, move)
+                )
             case "die":
                 del self.puppets[name]
                 self.buried.add(name)
@@ -224,7 +234,7 @@ class Scene:
         """Everything but the absolute time."""
         registry, generation = self.coordinator._registry, self.coordinator._generation
         told = {
-            n: (p.stage, p.told, p.generation, p.step, p.whole) for n, p in self.puppets.items()
+            n: (p.stage, p.told, p.generation, p.step, p.has_state) for n, p in self.puppets.items()
         }
         workers = [(w.id, w.stage, w.position, w.has_state) for w in registry.workers.values()]
         facts = (
@@ -246,7 +256,7 @@ class Scene:
 
 
 def begun(scene: Scene, trains: bool) -> Scene:
-    """All workers have started. `trains`: and each member has made a step, while the others wait for a seat."""
+    """All workers have started. `trains`: and each member has made a step, while the others wait for a member."""
     scene.obey_all(scene.coordinator.start(0.0))
     for name in list(scene.puppets):
         scene.play("start", name)

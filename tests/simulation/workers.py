@@ -38,21 +38,21 @@ class Group:
 
     def __init__(self, world: World, membership: Membership) -> None:
         self.world, self.membership = world, membership
-        self.members = [seat.worker for seat in membership.seats]
-        self.seats = {seat.worker: seat for seat in membership.seats}
+        self.ids = [member.worker for member in membership.members]
+        self.members = {member.worker: member for member in membership.members}
         self.entered: dict[Any, dict[SimWorker, int]] = {}  # with the token it had then
         self.entered_at: dict[Any, dict[str, float]] = {}
         self.stop: dict[int, bool] = {}
         self.weights: dict[Any, dict[str, str]] = {}  # as each entered
         self.formed: set[str] = set()
-        self.sealed = 0  # the checkpoint that all of them read, once one has begun
+        self.committed = 0  # the checkpoint that all of them read, once one has begun
 
     def enter(self, worker: SimWorker, key: Any) -> None:
         inside = self.entered.setdefault(key, {})
         inside[worker] = worker.token
         self.entered_at.setdefault(key, {})[worker.id] = self.world.now
         self.weights.setdefault(key, {})[worker.id] = worker.state
-        if len(inside) == len(self.members):
+        if len(inside) == len(self.ids):
             for member, token in inside.items():
                 if key == "form":
                     member.later(0.0, member.all_entered, token)
@@ -63,7 +63,7 @@ class Group:
                     member.later(delay, member.collective_done, token, key)
 
     def alive(self) -> list[SimWorker]:
-        workers = (self.world.workers[member] for member in self.members)
+        workers = (self.world.workers[member] for member in self.ids)
         here = self.membership.generation
         return [w for w in workers if w.alive and w.inside and w.generation == here]
 
@@ -97,10 +97,10 @@ class SimWorker:
         self.form_next: Membership | None = None
         self.group: Group | None = None
         self.step, self.ended_run, self.evaluated, self.known_evaluations = 0, 0, 0, 0
-        self.state, self.whole, self.founded = GARBAGE, False, 0
+        self.state, self.has_state, self.lineage_id = GARBAGE, False, 0
         self.agreed = 0  # after this step all members had the same weights
         self.flipped = False  # its weights are wrong, and nobody knows
-        self.disagreement: m.Disagreement | None = None
+        self.mismatch: m.ReplicaMismatch | None = None
         self.body_begun = 0  # the step whose body was begun last
         self.at_head = True
         self.finished = self.raised = False
@@ -110,10 +110,10 @@ class SimWorker:
         self.beats: dict[int, float] = {}
         self.lease_until = world.now + world.rules.lease_s
         self.node_deadline = math.inf
-        self.home = world.place()
+        self.location = world.position()
 
     @property
-    def place(self) -> TrainingPosition:
+    def position(self) -> TrainingPosition:
         return TrainingPosition(self.step, self.ended_run, self.evaluated)
 
     def later(self, delay: float, function: Any, *args: Any) -> None:
@@ -148,8 +148,8 @@ class SimWorker:
         self.heartbeat()
 
     def tell_home(self) -> None:
-        if self.home != m.NOWHERE:
-            self.send(m.WorkerPlaced(self.id, self.home))
+        if self.location != m.UNKNOWN_LOCATION:
+            self.send(m.WorkerPlaced(self.id, self.location))
 
     def heartbeat(self) -> None:
         self.beat += 1
@@ -160,7 +160,7 @@ class SimWorker:
         self.beats[self.beat] = self.world.now
         self.beats.pop(self.beat - 60, None)
         self.send(
-            m.WorkerHeard(
+            m.HeartbeatReceived(
                 self.id, self.generation, told, self.phase, self.beat, virtual_s=self.virtual_s
             )
         )
@@ -193,14 +193,14 @@ class SimWorker:
                 self.stop_flag = True
             case m.TakeCheckpoint():
                 self.keep_wanted = True
-            case m.KeepState(generation=generation):
+            case m.WriteDrainCheckpoint(generation=generation):
                 if not self.inside and generation >= self.generation:
                     self.world.check.kept(self)
                     delay = self.world.rng.choice((0.1, 1.0))
-                    self.later(delay, self.world.seal, self.step, self.state, self.founded)
+                    self.later(delay, self.world.commit, self.step, self.state, self.lineage_id)
                     self.phase = "keep"
                     self.later(0.1, self.look)
-            case m.ReportYourself(asked=asked):
+            case m.ReportState(asked=asked):
                 self.tell_home()
                 self.report(asked)
             case m.ReleaseWorker(reason=reason):
@@ -244,12 +244,12 @@ class SimWorker:
             m.WorkerReported(
                 self.id,
                 self.generation,
-                self.place,
-                self.whole,
+                self.position,
+                self.has_state,
                 out,
                 signature,
                 self.can_source,
-                self.founded,
+                self.lineage_id,
                 asked,
             )
         )
@@ -340,13 +340,13 @@ class SimWorker:
             m.WorkerStopped(
                 self.id,
                 generation,
-                self.place,
-                self.whole,
+                self.position,
+                self.has_state,
                 reason,
                 unreachable,
                 self.at_head,
-                self.founded,
-                self.disagreement,
+                self.lineage_id,
+                self.mismatch,
             )
         )
 
@@ -363,17 +363,17 @@ class SimWorker:
 
     def forming_timeout(self, token: int) -> None:
         if token == self.token and self.phase == "form" and self.group is not None:
-            absent = set(self.group.members) - {w.id for w in self.group.entered["form"]}
+            absent = set(self.group.ids) - {w.id for w in self.group.entered["form"]}
             self.failed("forming timed out", tuple(sorted(absent)))
 
     def all_entered(self, token: int) -> None:
         if token != self.token:
             return
         assert self.group is not None
-        far = [w for w in self.group.members if frozenset((w, self.id)) in self.world.bad_pairs]
+        far = [w for w in self.group.ids if frozenset((w, self.id)) in self.world.bad_pairs]
         if far:
             self.later(0.5, self.could_not_reach, token, tuple(far))
-        elif not self.world.any_bad_pair(self.group.members):
+        elif not self.world.any_bad_pair(self.group.ids):
             self.later(self.world.rng.choice((0.02, 0.3)), self.connected, token)
 
     def could_not_reach(self, token: int, far: tuple[str, ...]) -> None:
@@ -390,16 +390,16 @@ class SimWorker:
         assert group is not None
         group.formed.add(self.id)
         source = self.world.workers[group.membership.source]
-        if group.membership.restore and not self.whole:
+        if group.membership.restore and not self.has_state:
             self.phase = "restore"
-            group.sealed = group.sealed or max(self.world.seals)
+            group.committed = group.committed or max(self.world.commits)
             self.later(self.world.transfer_time(), self.share, self.token)
         elif source is self:
-            if not self.whole:
-                self.whole, self.state = True, self.world.check.founded(self)
-                self.founded = group.membership.founded
+            if not self.has_state:
+                self.has_state, self.state = True, self.world.check.lineage_id(self)
+                self.lineage_id = group.membership.lineage_id
             self.give()
-        elif not self.whole or self.place < group.seats[source.id].place:
+        elif not self.has_state or self.position < group.members[source.id].position:
             self.phase = "receive"
             self.later(self.world.transfer_time(), self.received, self.token)
         else:
@@ -419,17 +419,20 @@ class SimWorker:
         if self.world.rng.random() < self.world.weather.torn:
             self.failed("sharing failed")
             return
-        self.step = self.body_begun = self.group.sealed
+        self.step = self.body_begun = self.group.committed
         self.evaluated = self.known_evaluations = evaluations(self.step)
         self.agreed = self.step
         self.state = self.world.check.restored(self)
-        self.whole, self.founded = True, self.group.membership.founded
+        self.has_state, self.lineage_id = True, self.group.membership.lineage_id
         self.resume()
 
     def give(self) -> None:
         """Not past forming before it has given all, whatever those who receive say by then."""
         assert self.group is not None
-        if all(seat.whole and seat.place == self.place for seat in self.group.seats.values()):
+        if all(
+            member.has_state and member.position == self.position
+            for member in self.group.members.values()
+        ):
             self.resume()
         else:
             self.phase = "give"
@@ -446,18 +449,21 @@ class SimWorker:
         source = self.world.workers[self.group.membership.source]
         serving = source.alive and source.inside and source.generation == self.generation
         if serving and (
-            source.frozen or source.hung or source.id not in self.group.formed or not source.whole
+            source.frozen
+            or source.hung
+            or source.id not in self.group.formed
+            or not source.has_state
         ):
             self.later(0.3, self.received, token)
         elif not serving:
-            if not self.whole:
+            if not self.has_state:
                 self.state = GARBAGE
             self.failed("the source is gone", (source.id,))
         elif self.world.rng.random() < self.world.weather.torn:
             self.failed("hand-over failed", (source.id,))  # staged: nothing was written
         else:
             self.world.check.handed_over(self, source)
-            if not self.whole:
+            if not self.has_state:
                 self.body_begun, self.at_head = source.step, True
                 self.evaluated = source.evaluated
             elif source.step > self.step:
@@ -465,7 +471,7 @@ class SimWorker:
             self.step, self.state, self.ended_run = source.step, source.state, source.ended_run
             self.known_evaluations = source.evaluated
             self.agreed, self.flipped = source.agreed, source.flipped
-            self.whole, self.founded = True, self.group.membership.founded
+            self.has_state, self.lineage_id = True, self.group.membership.lineage_id
             self.world.check.holds(self)
             self.resume()
 
@@ -485,8 +491,8 @@ class SimWorker:
             self.failed("aborted")
         elif self.ended_run:
             self.finished, self.phase = True, "done"
-            where = self.id, self.generation, self.place
-            self.send(m.WorkerFinished(*where, self.state, founded=self.founded))
+            where = self.id, self.generation, self.position
+            self.send(m.WorkerFinished(*where, self.state, lineage_id=self.lineage_id))
         elif self.step >= self.planned.get(self.generation, math.inf):
             self.failed("planned end")
         elif self.world.now > self.lease_until:
@@ -506,8 +512,8 @@ class SimWorker:
         if not self.world.weather.uneven:
             return usual
         assert self.group is not None
-        seat = self.group.seats[self.id]
-        return usual * self.world.virtual_time(self.id) * (seat.last - seat.first)
+        member = self.group.members[self.id]
+        return usual * self.world.virtual_time(self.id) * (member.last - member.first)
 
     def enter(self, token: int, index: int) -> None:
         if token != self.token:
@@ -522,7 +528,7 @@ class SimWorker:
         if token != self.token:
             return  # aborted: the compare-and-swap of the commit
         assert self.group is not None
-        torn = len(self.group.alive()) < len(self.group.members)
+        torn = len(self.group.alive()) < len(self.group.ids)
         if torn and self.world.rng.random() < 0.5:
             self.failed("connection reset")
         elif key[0] == "evaluate":
@@ -547,7 +553,7 @@ class SimWorker:
             return False
         usual, times = counted.most_common(1)[0]
         odd = [w for w, state in weights.items() if state != usual or times <= len(weights) / 2]
-        self.disagreement = m.Disagreement(self.agreed, tuple(odd))
+        self.mismatch = m.ReplicaMismatch(self.agreed, tuple(odd))
         return True
 
     def commit(self) -> None:

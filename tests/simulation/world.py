@@ -35,7 +35,7 @@ class Weather:
     compute_s: float
     body_s: float
     torn: float  # fraction of hand-overs that fail half-way
-    seal_steps: int  # a checkpoint after every so many steps; 0: none
+    commit_steps: int  # a checkpoint after every so many steps; 0: none
     kill: float
     silent_kill: float
     kill_source: float
@@ -79,7 +79,7 @@ class Weather:
             compute_s=rng.choice((0.1, 0.5, 2.0)),
             body_s=rng.choice((0.0, 0.0, 0.3, 8.0)),
             torn=rng.choice((0.0, 0.0, 0.2)),
-            seal_steps=rng.choice((0, 0, 1, 5)),
+            commit_steps=rng.choice((0, 0, 1, 5)),
             **{k: v for k, v in faults.items() if k != "misfit"},
             misfit=faults["misfit"],
         )
@@ -189,7 +189,7 @@ class SimController:
         if phase == "forming" and (
             followed or self.coordinator.phase not in ("forming", "running", "over")
         ):
-            self.failed_sets.append(frozenset(s.worker for s in self.world.check.seats(before)))
+            self.failed_sets.append(frozenset(s.worker for s in self.world.check.members(before)))
         if self.coordinator._generation.formed and phase == "forming":
             self.failed_sets.clear()
         if followed:
@@ -198,14 +198,14 @@ class SimController:
 
     def note(self, event: m.Event) -> None:
         match event:
-            case m.WorkerHeard(worker=worker, generation=generation, step=step):
+            case m.HeartbeatReceived(worker=worker, generation=generation, step=step):
                 self.heard[worker] = self.world.now
                 if event.virtual_s:
                     self.measured_at.setdefault(worker, self.world.now)
-                seats = self.world.check.seats(generation)
-                begun = max((seat.place.step for seat in seats), default=0)
+                members = self.world.check.members(generation)
+                begun = max((member.position.step for member in members), default=0)
                 if self.world.check.goes_back(generation):
-                    begun = max(self.world.seals)
+                    begun = max(self.world.commits)
                 if generation not in self.steps:
                     ours = generation in self.generations
                     self.steps[generation] = begun if ours else max(begun, step)
@@ -228,7 +228,7 @@ class SimController:
             case m.SizeRequested(size=size, min_workers=least):
                 if self.world.may_be_scaled(size, least):
                     self.size, self.least = size, self.least if least is None else least
-            case m.WorkerStopped(worker=worker, generation=generation, disagreement=said):
+            case m.WorkerStopped(worker=worker, generation=generation, mismatch=said):
                 if generation >= self.coordinator.generation:
                     self.spoken.add(worker)
                     known = worker in self.coordinator._generation.inside
@@ -303,7 +303,7 @@ class World:
             max_user_errors=1000,
             stabilization_s=self.land.choice((0.0, 2.0, 5.0)) if self.land else 0.0,
             min_on_demand=self.land.choice((0, 0, 1, 2)) if self.land else 0,
-            keeps=self.weather.seal_steps > 0,
+            keeps=self.weather.commit_steps > 0,
         )
         self.size, self.least, self.steps = size, self.rules.min_workers, self.weather.steps
         self.now, self.counter = 0.0, 0
@@ -312,7 +312,7 @@ class World:
         self.pending: list[str] = []
         self.cancelled: set[str] = set()
         self.groups: dict[int, Group] = {}
-        self.seals: dict[int, str] = {}  # step -> the state after it
+        self.commits: dict[int, str] = {}  # step -> the state after it
         self.rejected = -1  # what those made who began in this generation or before is wrong
         self.bad_pairs: set[frozenset[str]] = set()
         self.calm = False
@@ -349,12 +349,12 @@ class World:
         self.counter += 1
         heapq.heappush(self.queue, (self.now + delay, self.counter, function, args))
 
-    def place(self) -> m.Home:
+    def position(self) -> m.WorkerLocation:
         """Of a new worker: nodes have room for several, and some are of the spot market."""
         if self.land is None:
-            return m.NOWHERE
+            return m.UNKNOWN_LOCATION
         number = self.land.randrange(4)
-        return m.Home(f"n{number}", spot=number % 2 == 1)
+        return m.WorkerLocation(f"n{number}", spot=number % 2 == 1)
 
     def trace(self, line: str) -> None:
         if self.talk is not None:
@@ -370,8 +370,8 @@ class World:
                     f"size={k.size} deadline={k.deadline} {k.workers}\n     {k.reason}"
                 )
         lines += [
-            f"  {w.id} {w.phase} generation={w.generation} inside={w.inside} place={tuple(w.place)} "
-            f"whole={w.whole} ended={w.ended}"
+            f"  {w.id} {w.phase} generation={w.generation} inside={w.inside} place={tuple(w.position)} "
+            f"whole={w.has_state} ended={w.ended}"
             for w in self.workers.values()
             if w.alive
         ]
@@ -424,8 +424,8 @@ class World:
             case m.FinishRun() | m.FailRun() | m.Explain():
                 pass
             case m.FormGeneration(membership=membership):
-                for seat in membership.seats:
-                    self.to_worker(seat.worker, command)
+                for member in membership.members:
+                    self.to_worker(member.worker, command)
             case _:
                 self.to_worker(command.worker, command)
 
@@ -438,9 +438,9 @@ class World:
     def find_checkpoint(self, by: SimController, at_most: int | None) -> None:
         newest = max(self.check.claims, default=0)
         if at_most is not None and self.check.claims[newest] is by:  # else only for itself
-            self.seals = {step: state for step, state in self.seals.items() if step <= at_most}
+            self.commits = {step: state for step, state in self.commits.items() if step <= at_most}
             self.rejected = by.coordinator.generation
-        found = m.CheckpointFound(max(self.seals, default=None))
+        found = m.CheckpointFound(max(self.commits, default=None))
         self.at(self.rng.choice((0.0, 0.5)), by.deliver, found)
 
     # ------------------------------------------------------------------ the cluster
@@ -483,22 +483,22 @@ class World:
             self.at(self.rng.uniform(0.0, 0.3), self.kill, worker, "evicted")
 
     def snapshot(self, worker: SimWorker) -> bool:
-        """At the head of the loop, if one is due. Sealed while training goes on, if this worker lives so long."""
-        every = self.weather.seal_steps
+        """At the head of the loop, if one is due. Committed while training goes on, if this worker lives so long."""
+        every = self.weather.commit_steps
         due = bool(every and worker.step and (worker.keep_wanted or worker.step % every == 0))
         if due:
             worker.keep_wanted = False
             delay = self.rng.choice((0.1, 2.0, 10.0))
-            worker.later(delay, self.seal, worker.step, worker.state, worker.founded)
+            worker.later(delay, self.commit, worker.step, worker.state, worker.lineage_id)
         return due
 
-    def seal(self, step: int, state: str, founded: int) -> None:
+    def commit(self, step: int, state: str, lineage_id: int) -> None:
         """Create-only, by whoever has the controller's name."""
-        if self.controllers[-1].alive and founded > self.rejected:
-            if step not in self.seals:
-                self.trace(f"== sealed {step}")
-                self.seals[step] = state
-            self.at(0.01, self.post, m.CheckpointSealed(step))
+        if self.controllers[-1].alive and lineage_id > self.rejected:
+            if step not in self.commits:
+                self.trace(f"== committed {step}")
+                self.commits[step] = state
+            self.at(0.01, self.post, m.CheckpointCommitted(step))
 
     def group_of(self, membership: Membership) -> Group:
         group = self.groups.get(membership.generation)
@@ -591,7 +591,7 @@ class World:
             self.kill(self.workers[worker.group.membership.source], "killed as the source")
 
     def fault_kill_joiner(self, alive: list[SimWorker]) -> None:
-        for worker in self.one([w for w in alive if not w.whole]):
+        for worker in self.one([w for w in alive if not w.has_state]):
             self.kill(worker, "killed before it was whole")
 
     def fault_kill_all(self, alive: list[SimWorker]) -> None:
@@ -614,8 +614,8 @@ class World:
 
     def fault_flip(self, alive: list[SimWorker]) -> None:
         """Before the next header, in which it shows, unless the group ends before."""
-        able = [w for w in alive if w.phase == "compute" and w.whole and w.group is not None]
-        for worker in self.one([w for w in able if w.group and len(w.group.members) > 1]):
+        able = [w for w in alive if w.phase == "compute" and w.has_state and w.group is not None]
+        for worker in self.one([w for w in able if w.group and len(w.group.ids) > 1]):
             self.trace(f"== a bit of {worker.id} flips")
             worker.state, worker.flipped = f"flipped {worker.state}", True
 
@@ -633,7 +633,7 @@ class World:
 
     def fault_cut_founder(self, alive: list[SimWorker]) -> None:
         """Out of sight just as it forms: it may train, and nobody knows."""
-        forming = [w for w in alive if w.phase == "form" and not w.whole]
+        forming = [w for w in alive if w.phase == "form" and not w.has_state]
         for worker in self.one(forming):
             worker.up_cut = worker.down_cut = worker.was_cut = True
             self.trace(f"== {worker.id} cut as it forms")
@@ -641,9 +641,9 @@ class World:
 
     def fault_kill_ahead(self, alive: list[SimWorker]) -> None:
         """One that is a step behind others loses a mate, and needs the step handed over."""
-        steps = [worker.step for worker in alive if worker.whole]
+        steps = [worker.step for worker in alive if worker.has_state]
         behind = [w for w in alive if w.phase == "collective" and steps and w.step < max(steps)]
-        for worker in self.one([w for w in alive if behind and w not in behind and w.whole]):
+        for worker in self.one([w for w in alive if behind and w not in behind and w.has_state]):
             self.kill(worker, "killed while ahead")
 
     def heal(self, worker: SimWorker) -> None:

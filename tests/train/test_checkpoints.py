@@ -58,7 +58,7 @@ def kill_all(run):
     eventually(lambda: times_lost(run) > before, run.controller.status)
 
 
-def when_sealed(url, step, action):
+def when_committed(url, step, action):
     """A script's action: wait for the checkpoint, then do it."""
 
     def act(run):
@@ -76,9 +76,9 @@ def test_losing_everyone_costs_the_steps_since_the_newest_checkpoint(calm, tmp_p
     url, gates = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
     spec = job(gates={13: str(gates[0]), 23: str(gates[1])})
     script = [
-        (1, when_sealed(url, 10, kill_all)),
+        (1, when_committed(url, 10, kill_all)),
         (1, lambda run: gates[0].touch()),
-        (1, when_sealed(url, 20, kill_all)),
+        (1, when_committed(url, 20, kill_all)),
         (1, lambda run: gates[1].touch()),
     ]
     train = never_put_off(average_and_plateau)
@@ -128,9 +128,9 @@ def test_killed_as_the_state_is_copied(tmp_path):
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 3
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
-    sealed = [int(text.split()[3]) for text in texts_of(run) if "is sealed" in text]
+    committed = [int(text.split()[3]) for text in texts_of(run) if "is committed" in text]
     last = {outcome.step}  # as any run's end
-    assert sealed == sorted({*range(5, outcome.step, 5)} | last)
+    assert committed == sorted({*range(5, outcome.step, 5)} | last)
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(calm, tmp_path):
@@ -148,7 +148,7 @@ def test_one_that_is_asked_for_is_made_at_one_step_by_all(tmp_path):
     spec = job(ENDLESS, checkpoint=CheckpointConfig())
     script = [
         (3, CheckpointRequested()),
-        (4, when_sealed(tmp_path, 1, kill_all)),
+        (4, when_committed(tmp_path, 1, kill_all)),
         (4, goes_on),
         (4, StopRequested("enough")),
     ]
@@ -159,22 +159,22 @@ def test_one_that_is_asked_for_is_made_at_one_step_by_all(tmp_path):
     assert 1 <= len(steps_of(tmp_path)) <= 3
 
 
-@pytest.mark.parametrize(("kept", "whole"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("kept", "has_state"), [(True, True), (False, True), (True, False)])
 def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
-    monkeypatch, kept, whole
+    monkeypatch, kept, has_state
 ):
     """One that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(
-        place=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
+        position=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
     )
     monkeypatch.setattr(session, "received", lambda *_: (tree, 0))
-    one = MagicMock(whole=whole, place=TrainingPosition(4))
+    one = MagicMock(has_state=has_state, position=TrainingPosition(4))
     one.state.record = record
     one.control.checkpoint_wanted = True
-    session.Session._take(one, MagicMock(), founded=1)
-    assert one.place == TrainingPosition(5) and one.whole
-    assert one.control.checkpoint_wanted is not (kept and whole)
+    session.Session._take(one, MagicMock(), lineage_id=1)
+    assert one.position == TrainingPosition(5) and one.has_state
+    assert one.control.checkpoint_wanted is not (kept and has_state)
 
 
 def test_by_time(tmp_path):
@@ -244,6 +244,6 @@ def test_the_weights_of_a_run_can_be_loaded_without_it(calm, tmp_path):
     state = TrainState(model, adamw(model), None, None, {})
     assert state.digest() == calm.digest
     assert loaded.step == STEPS
-    about = Catalog(Store(str(tmp_path))).find().about
-    assert about.job and about.data, "it says whose it is"
-    assert {"python", "torch", "elastic_dp", "kind"} <= set(about.versions)
+    metadata = Catalog(Store(str(tmp_path))).find().metadata
+    assert metadata.job and metadata.data, "it says whose it is"
+    assert {"python", "torch", "elastic_dp", "kind"} <= set(metadata.versions)

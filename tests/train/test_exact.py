@@ -157,9 +157,9 @@ def test_another_step_is_another_result():
 def holders(run, now):
     """Who is known to hold the state: who came into the group with it, and everyone after the group's first step."""
     membership = run.controller.coordinator.membership
-    began = max(seat.place.step for seat in membership.seats)
+    began = max(member.position.step for member in membership.members)
     all_do = now["generation"] == membership.generation and now["step"] > began
-    return {seat.worker for seat in membership.seats if seat.whole or all_do}
+    return {member.worker for member in membership.members if member.has_state or all_do}
 
 
 @pytest.mark.parametrize(

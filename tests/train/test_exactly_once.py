@@ -160,16 +160,16 @@ def test_exactly_once(where, tmp_path, request):
 
     given_before, committed_before = given(tmp_path / "before")
     given_after, committed_after = given(tmp_path / "after")
-    seal = min(itertools.chain(*committed_after.values())) - 1
-    assert seal % CHECKPOINT_EVERY == 0 and seal % (steps // EPOCHS)
-    assert 0 < seal < max(itertools.chain(*committed_before.values())) < steps
-    # Consumed are the steps up to the seal before the stop, and those behind it after it.
-    consumed = {place: ids for place, ids in given_before.items() if place[0] <= seal}
-    consumed |= {place: ids for place, ids in given_after.items() if place[0] > seal}
+    commit = min(itertools.chain(*committed_after.values())) - 1
+    assert commit % CHECKPOINT_EVERY == 0 and commit % (steps // EPOCHS)
+    assert 0 < commit < max(itertools.chain(*committed_before.values())) < steps
+    # Consumed are the steps up to the commit record before the stop, and those behind it after it.
+    consumed = {place: ids for place, ids in given_before.items() if place[0] <= commit}
+    consumed |= {place: ids for place, ids in given_after.items() if place[0] > commit}
     assert consumed == batches
     assert given_before.items() <= batches.items() >= given_after.items()
-    assert set(itertools.chain(*committed_before.values())) >= set(range(1, seal + 1))
-    assert set(itertools.chain(*committed_after.values())) == set(range(seal + 1, steps + 1))
+    assert set(itertools.chain(*committed_before.values())) >= set(range(1, commit + 1))
+    assert set(itertools.chain(*committed_after.values())) == set(range(commit + 1, steps + 1))
 
 
 def drive(spec: JobSpec, index: Any, run: str, disturb: list[int], stop: int, seed: str) -> None:

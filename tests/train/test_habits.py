@@ -19,7 +19,7 @@ from tests.patience import eventually
 from tests.runs import group, never_put_off, resize, spec_of, texts_of
 from tests.train.habits import HABITS, autocast_loss
 from tests.train.habits import run as run_without_habits
-from tests.train.test_checkpoints import kill_all, times_lost, when_sealed
+from tests.train.test_checkpoints import kill_all, times_lost, when_committed
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 STEPS = 20
@@ -48,7 +48,7 @@ def disturbed(habit, folder):
     script = [
         resize(1, 3),
         (1, lambda run: eventually(lambda: once.exists() or run.controller.ended.is_set())),
-        (1, when_sealed(url, 16, kill_all)),
+        (1, when_committed(url, 16, kill_all)),
         (1, lambda run: gate.touch()),
     ]
     dies = Fault("backward", rank=1, world_size=3, once=str(once))

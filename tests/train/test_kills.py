@@ -13,8 +13,8 @@ from elastic_dp.coordinator.messages import StopRequested, TrainingPosition
 from elastic_dp.distributed import transfer
 from elastic_dp.spec import MapStyleData
 from elastic_dp.train.faults import POINTS, Fault
+from elastic_dp.train.members import handing_over
 from elastic_dp.train.run import LocalRun
-from elastic_dp.train.seats import handing_over
 from tests.patience import eventually
 from tests.runs import Points, group, lines_of, local, spec_of
 from tests.train.jobs import (
@@ -95,9 +95,9 @@ def check(outcome, run, train, kills):
     why = [x for x in lines if x.get("event") in ENDS or x.get("command") == "EvictWorker"]
     # The survivors kept their processes.
     assert outcome.workers_lost == kills, "\n".join(map(str, why))
-    stops = [line["place"] for line in lines if line.get("event") == "WorkerStopped"]
-    assert all(isinstance(place, TrainingPosition) for place in stops)
-    ends = [line["founded"] for line in lines if line.get("event") == "WorkerFinished"]
+    stops = [line["position"] for line in lines if line.get("event") == "WorkerStopped"]
+    assert all(isinstance(position, TrainingPosition) for position in stops)
+    ends = [line["lineage_id"] for line in lines if line.get("event") == "WorkerFinished"]
     formed = {x["generation"] for x in lines if x.get("command") == "FormGeneration"}
     assert len(set(ends)) == 1 and ends[0] in formed  # one beginning, and a generation that was
     if undisturbed.logged:
@@ -163,13 +163,13 @@ def in_pieces(train, folder):
             membership = session.membership
             gives = membership.source == session.worker
             if gives:
-                takers = handing_over(membership, session.rank, session.place)[1:]
+                takers = handing_over(membership, session.rank, session.position)[1:]
                 arrived = [folder / f"{session.generation}-{r}" for r in takers]
                 over = session.control._over
                 eventually(lambda: all(file.exists() for file in arrived) or over())
             else:
                 arrived = folder / f"{session.generation}-{session.rank}"
-                arrived.write_text(str(session.place.step), encoding="utf-8")
+                arrived.write_text(str(session.position.step), encoding="utf-8")
             session.pass_point("giving_state" if gives else "taking_state")
             yield from pieces[2:]
 
@@ -210,7 +210,7 @@ def held_before_its_commit(train, step, rank, committed):
         control, commit = session.control, session.control.commit
 
         def late():
-            here = session.place.step + 1 == step and not isinstance(session.link, LocalRun)
+            here = session.position.step + 1 == step and not isinstance(session.link, LocalRun)
             if here and session.rank == rank and not waits.exists():
                 waits.touch()
                 eventually(control._over)
@@ -242,7 +242,7 @@ def test_one_ran_the_next_body_and_one_is_still_behind(late, train, tmp_path):
         line["generation"] for line in lines[:death] if line.get("command") == "FormGeneration"
     )
     stops = [line for line in lines if line.get("event") == "WorkerStopped"]
-    steps = {stop["place"].step for stop in stops if stop["generation"] == died_in}
+    steps = {stop["position"].step for stop in stops if stop["generation"] == died_in}
     assert steps == {21, 22}  # they really differed by one step
 
 
@@ -260,7 +260,7 @@ def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_pa
     assert 21 in taken_half_way(dead, tmp_path)
     torn = int(dead.read_text(encoding="utf-8"))
     stops = [x for x in lines_of(run) if x.get("event") == "WorkerStopped"]
-    steps = {x["place"].step for x in stops if x["generation"] == torn and x["whole"]}
+    steps = {x["position"].step for x in stops if x["generation"] == torn and x["has_state"]}
     assert steps == ({21} if point == "giving_state" else {22})  # all of it, or nothing
 
 

@@ -66,22 +66,22 @@ def test_when_all_must_go_no_step_is_made_twice(tmp_path, monkeypatch):
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
     stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
-    last = max(line["place"].step for line in stops if line["worker"] in ("w1", "w2"))
+    last = max(line["position"].step for line in stops if line["worker"] in ("w1", "w2"))
     told(run, "Explain", text=f"all who held the state are lost; back to step {last}")
     # At the notice one, or two if those who are told hear of it at different steps; and the end.
     assert len(steps_of(tmp_path)) <= 3 and last in steps_of(tmp_path)
     assert outcome.workers_lost == 0
 
 
-def test_when_too_few_are_left_they_wait_and_the_state_is_sealed(tmp_path):
+def test_when_too_few_are_left_they_wait_and_the_state_is_committed(tmp_path):
     """And who holds it goes on, when another has come."""
     script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
     waits = told(run, "Explain", text="w2 must leave; the state after step")
     step = int(re.search(r"after step (\d+)", lines_of(run)[waits]["text"])[1])
-    sealed = told(run, "Explain", text=f"checkpoint of step {step} is sealed")
-    assert told(run, "KeepState") < sealed < told(run, "ReleaseWorker", worker="w2")
+    committed = told(run, "Explain", text=f"checkpoint of step {step} is committed")
+    assert told(run, "WriteDrainCheckpoint") < committed < told(run, "ReleaseWorker", worker="w2")
     assert not any("all who held the state" in line.get("text", "") for line in lines_of(run))
 
 

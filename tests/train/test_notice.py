@@ -19,7 +19,7 @@ def change(lines, generation):
     # Whoever is reminded once more says it once more.
     stops = {line["worker"]: line for line in reversed(stopped)}.values()
     told = {kind for kind in kinds(ours) if kind in ("EndGeneration", "AbortGeneration")}
-    return {line["place"].step for line in stops}, {line["reason"] for line in stops}, told
+    return {line["position"].step for line in stops}, {line["reason"] for line in stops}, told
 
 
 def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path):
@@ -44,7 +44,7 @@ def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
 
     def take_away(run):
         trains(run, 3)
-        seen["victim"] = run.controller.coordinator.membership.seats[-1].worker
+        seen["victim"] = run.controller.coordinator.membership.members[-1].worker
         notice = DrainNoticed(seen["victim"], time.monotonic() + 30.0)
         seen["noticed in"] = ends(run, 3, notice)
 

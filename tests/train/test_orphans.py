@@ -11,10 +11,10 @@ import pytest
 from elastic_dp.cluster.heartbeats import Address, HeartbeatServer, Page
 from elastic_dp.cluster.worker import Job, Worker
 from elastic_dp.coordinator.messages import (
+    HeartbeatReceived,
+    Member,
     Membership,
-    Seat,
     TrainingPosition,
-    WorkerHeard,
     WorkerLost,
 )
 from elastic_dp.distributed.process_group import Rendezvous
@@ -89,7 +89,7 @@ def test_a_generation_is_entered_with_a_lease():
     renewed_at = [time.monotonic() - 2000.0]
     late = Control(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
     form = Form(
-        Membership(3, (Seat("w1", 0, 1, TrainingPosition(0), True),), "w1", 5.0),
+        Membership(3, (Member("w1", 0, 1, TrainingPosition(0), True),), "w1", 5.0),
         Rendezvous("", 0, "", b""),
     )
     late.form(form.membership, form.rendezvous)
@@ -133,13 +133,13 @@ os.killpg(0, signal.SIGKILL)
 
 def test_a_pulse_outlives_the_process_group_of_its_worker():
     """Ray kills all that is left in it as soon as it hears of the death."""
-    heard = {WorkerHeard: threading.Event(), WorkerLost: threading.Event()}
+    heard = {HeartbeatReceived: threading.Event(), WorkerLost: threading.Event()}
     server = HeartbeatServer(SECRET, "127.0.0.1", lambda event: heard[type(event)].set())
     server.start()
     code = [sys.executable, "-c", DIES_WITH_ITS_GROUP, str(server.address.port)]
     code.append(server.address.nonce.hex())
     with subprocess.Popen(code, stdin=subprocess.PIPE, process_group=0) as worker:
-        assert heard[WorkerHeard].wait(PATIENCE_S)
+        assert heard[HeartbeatReceived].wait(PATIENCE_S)
         worker.communicate(b"now\n")
     assert heard[WorkerLost].wait(PATIENCE_S)
     server.close()

@@ -19,11 +19,11 @@ def test_fixed_steps_alone_are_never_asked_for():
 def test_by_time_since_the_last_one():
     pace = Pace(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
     assert pace.due_at(100.0) == 160.0
-    pace.sealed(0.1, 120.0)  # of a fixed step
+    pace.committed(0.1, 120.0)  # of a fixed step
     assert pace.due_at(120.0) == 180.0
     pace.asked(180.0)
     assert pace.due_at(180.0) == 240.0
-    pace.sealed(0.1, 190.0)
+    pace.committed(0.1, 190.0)
     assert pace.due_at(190.0) == 240.0, "from when it was asked for"
 
 
@@ -38,7 +38,7 @@ def test_asked_again_where_nobody_was_there_to_take_it():
 def test_auto_waits_for_an_upload_and_follows_what_was_seen():
     pace = Pace(AUTO, 0.0)
     pace.asked(10.0)
-    pace.sealed(0.001, 10_000.0)
+    pace.committed(0.001, 10_000.0)
     assert pace.due_at(10_000.0) >= 10.0 + 9990.0
     calm, bad = Pace(AUTO, 0.0), Pace(AUTO, 0.0)
     calm.resume(1, 1e6, 0.0)
@@ -65,7 +65,7 @@ def lost_s(losses_at, end_s, cost_s, interval):
 
 
 class AtWork:
-    """A pace as the sealer drives it; every third loss of everyone ends the controller, too, and a seal knows the rest."""
+    """A pace as the committer drives it; every third loss of everyone ends the controller, too, and a commit record knows the rest."""
 
     def __init__(self, cost_s):
         self.cost_s, self.pace, self.kept, self.lost = cost_s, Pace(AUTO, 0.0), (0, 0.0), 0
@@ -79,10 +79,10 @@ class AtWork:
                 self.pace.resume(*self.kept, now)
             self.pace.lost(now)
         elif now:
-            self.pace.sealed(self.cost_s, now)
+            self.pace.committed(self.cost_s, now)
             self.kept = self.pace.observed(now)
             self.pace.asked(now)  # training goes on from here: as if it was asked for now
-            self.pace.sealed(self.cost_s, now)
+            self.pace.committed(self.cost_s, now)
         due_s = self.pace.due_at(now) - now
         for _ in range(3):  # it moves on while time goes by
             due_s = self.pace.due_at(now + due_s) - now

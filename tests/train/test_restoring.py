@@ -34,10 +34,10 @@ def counted(log, slow=-1, comes=None):
     def train(ctx):
         read = reading.read_share
 
-        def count(catalog, seal, rank, size, line):
+        def count(catalog, commit, rank, size, line):
             if rank == slow:
                 eventually(comes.exists)
-            start, end = read(catalog, seal, rank, size, line)
+            start, end = read(catalog, commit, rank, size, line)
             with open(log, "a", encoding="utf-8") as file:
                 file.write(f"{size} {rank} {start} {end}\n")
             return start, end
@@ -100,8 +100,8 @@ def there(written, tmp_path):
 
 @pytest.mark.parametrize(("readers", "slow"), [(1, -1), (2, -1), (3, 1)])
 def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tmp_path):
-    seal = Catalog(Store(str(there))).find(10)
-    assert len(seal.manifest.layout.parts) >= 3
+    commit = Catalog(Store(str(there))).find(10)
+    assert len(commit.manifest.layout.parts) >= 3
     train = counted(str(tmp_path / "read"), slow, comes := tmp_path / "comes")
     spec, script = spec_for(readers), []
     if slow >= 0:  # for longer than a hang may last
@@ -114,7 +114,7 @@ def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tm
     lines = [tuple(map(int, x.split())) for x in (tmp_path / "read").read_text().splitlines()]
     spans = sorted((start, end) for _, _, start, end in lines)
     assert len(spans) == readers and all(end > start for start, end in spans)
-    assert spans[0][0] == 0 and spans[-1][1] == seal.nbytes
+    assert spans[0][0] == 0 and spans[-1][1] == commit.nbytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 

@@ -23,9 +23,9 @@ def test_a_silent_node_is_found_in_time_and_the_result_is_the_same():
 
     def node_gone(run):
         eventually(lambda: whole(run.controller.status()), run.controller.status)
-        seats = run.controller.coordinator.membership.seats
+        members = run.controller.coordinator.membership.members
         with Stalls() as stalls:
-            found.append(silence(run, seats[-1].worker))
+            found.append(silence(run, members[-1].worker))
         found.append(stalls.lost_s)
 
     script = [(10, node_gone), (10, goes_on), (10, StopRequested("enough"))]

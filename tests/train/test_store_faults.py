@@ -134,12 +134,12 @@ def test_training_goes_on_while_checkpoints_cannot_be_written(tmp_path):
     spec = test_checkpoints.job()
     calm = local(spec, average_and_plateau)
     url, first, back, second = (tmp_path / name for name in ("run", "first", "back", "second"))
-    gates = {8: str(first), 21: str(back), 22: str(second)}  # `first`, `second`: are sealed
+    gates = {8: str(first), 21: str(back), 22: str(second)}  # `first`, `second`: are committed
     spec = dataclasses.replace(spec, config=spec.config | {"back": str(back), "gates": gates})
     script = [
-        (1, test_checkpoints.when_sealed(url, 5, lambda run: first.touch())),
+        (1, test_checkpoints.when_committed(url, 5, lambda run: first.touch())),
         (20, lambda run: back.touch()),
-        (20, test_checkpoints.when_sealed(url, 10, lambda run: second.touch())),
+        (20, test_checkpoints.when_committed(url, 10, lambda run: second.touch())),
     ]
     train = keeps_in_a_store_that_is_away
     outcome, run = group(spec, train, script=script, url=str(url))
@@ -147,6 +147,6 @@ def test_training_goes_on_while_checkpoints_cannot_be_written(tmp_path):
     assert (outcome.digest, outcome.step) == (calm.digest, 30)
     put_off = [text for text in said(run) if "that of step 10 is still being written" in text]
     assert 1 <= len(put_off) <= 3, "each says it once, and training goes on"
-    sealed = [int(text.split()[3]) for text in said(run) if "is sealed" in text]
-    assert sealed[:2] == [5, 10] and sealed[-1] == 30, sealed
-    assert 20 < sealed[2] < 30, "what was put off is not waited for until it is due again"
+    committed = [int(text.split()[3]) for text in said(run) if "is committed" in text]
+    assert committed[:2] == [5, 10] and committed[-1] == 30, committed
+    assert 20 < committed[2] < 30, "what was put off is not waited for until it is due again"

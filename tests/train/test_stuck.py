@@ -33,7 +33,7 @@ def until_it_is_gone(gate):
     """A script: no run ends before its stuck worker's stacks and its loss are known. The body of step 8 waits."""
 
     def gone(run):
-        known = [lines(run, "event", "StacksTaken"), lines(run, "event", "WorkerLost")]
+        known = [lines(run, "event", "StackTracesCaptured"), lines(run, "event", "WorkerLost")]
         return all(known) or run.controller.ended.is_set()
 
     def act(run):
@@ -49,7 +49,7 @@ def judged(outcome, run, spec, train=plain):
     assert outcome.digest == local(spec, train).digest
     evicted = lines(run, "command", "EvictWorker")[0]
     assert evicted["stuck"] and evicted["reason"].startswith("stuck: ")
-    taken = lines(run, "event", "StacksTaken")[0]
+    taken = lines(run, "event", "StackTracesCaptured")[0]
     assert {line["worker"] for line in lines(run, "command", "EvictWorker")} == {evicted["worker"]}
     (lost,) = lines(run, "event", "WorkerLost")[:1]
     assert evicted["worker"] == taken["worker"] == lost["worker"]
@@ -81,7 +81,7 @@ def holds_the_lock(ctx):
     model = classifier()
 
     def loss_fn(m, batch):
-        if ctx.rank == 1 and ctx.generation == 1 and ctx._session.place.step == 5:
+        if ctx.rank == 1 and ctx.generation == 1 and ctx._session.position.step == 5:
             ctypes.PyDLL(None).usleep(int(HANGS_S * 1e6))  # PyDLL keeps the interpreter's lock
         return cross_entropy(m, batch)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.coordinator.messages import Disagreement
+from elastic_dp.coordinator.messages import ReplicaMismatch
 from elastic_dp.errors import GroupError
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
@@ -14,7 +14,7 @@ from elastic_dp.train.faults import Fault
 from elastic_dp.train.weights import Weights, digest_of, sums_of
 from tests.runs import PATIENT, group, lines_of, local, never_put_off, spec_of, texts_of
 from tests.train.jobs import plain
-from tests.train.test_checkpoints import when_sealed
+from tests.train.test_checkpoints import when_committed
 
 
 def job(every=6, keep=5, **options):
@@ -39,10 +39,10 @@ def calm():
 @pytest.mark.parametrize("workers", [3, 2])
 def test_a_flipped_bit_costs_the_steps_since_all_agreed(workers, calm, tmp_path):
     """With two there is no majority. Seen after step 12, last agreed after 10, which is a checkpoint."""
-    url, sealed = str(tmp_path / "run"), tmp_path / "sealed"
-    gates = {"gates": {11: str(sealed)}}
+    url, committed = str(tmp_path / "run"), tmp_path / "committed"
+    gates = {"gates": {11: str(committed)}}
     spec = job(workers=workers, min_workers=workers, config=gates)
-    script = [(10, when_sealed(url, 10, lambda run: sealed.touch()))]
+    script = [(10, when_committed(url, 10, lambda run: committed.touch()))]
     train = never_put_off(plain)
     outcome, run = group(spec, train, faults=(flip(12, tmp_path),), script=script, url=url)
     assert (tmp_path / "flipped").exists()
@@ -104,7 +104,7 @@ def test_the_majority_decides_who_is_odd(digests, odd):
     made.compare(4, ["a", "a", "a"])
     with pytest.raises(GroupError):
         made.compare(8, digests)
-    assert made.disagreement == Disagreement(4, odd)
+    assert made.mismatch == ReplicaMismatch(4, odd)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])

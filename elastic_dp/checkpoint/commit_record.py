@@ -2,7 +2,7 @@
 
 - `Manifest` is what every member of the group computes alike from its own copy of the state. Its digest covers every
   byte of the state, so two members with the same digest hold the same state.
-- `Seal` is one manifest with what only the sealer knows. It is written last, once, and never changed.
+- `CommitRecord` is one manifest with what only the committer knows. It is written last, once, and never changed.
 - A file of an earlier format is brought up to this one when it is read; one of a later format is refused by its number.
 - Reading one imports no torch, see layout.py.
 """
@@ -61,8 +61,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
-    """What the sealer adds.
+class CommitMetadata:
+    """What the committer adds.
 
     `job`, `data`: fingerprints. `versions`: of Python, torch and so on, by name. `metrics`: to choose the best by.
     `saved_at`: seconds of the wall clock. `naming`: see `naming.py`. `losses`, `observed_s`: how often everyone was
@@ -80,12 +80,12 @@ class About:
 
 
 @dataclass(frozen=True)
-class Seal:
+class CommitRecord:
     """`fence`: the number of the claim on the run under which it was written (claims.py)."""
 
     manifest: Manifest
     fence: int
-    about: About
+    metadata: CommitMetadata
 
     @property
     def step(self) -> int:
@@ -102,31 +102,33 @@ class Seal:
     def to_bytes(self) -> bytes:
         from elastic_dp.checkpoint.encoding import encode
 
-        metrics = encode(dict(self.about.metrics))[0]  # NaN has no word in JSON
+        metrics = encode(dict(self.metadata.metrics))[0]  # NaN has no word in JSON
         body = {
             "fence": self.fence,
-            "about": {**dataclasses.asdict(self.about), "metrics": metrics},
+            "about": {**dataclasses.asdict(self.metadata), "metrics": metrics},
             "manifest": self.manifest.to_json(),
         }
         digest = hashlib.sha256(_canonical(body)).hexdigest()
         return _canonical({"elastic_dp_checkpoint": FORMAT, "digest": digest, "body": body})
 
     @classmethod
-    def from_bytes(cls, content: bytes, step: int) -> Seal:
+    def from_bytes(cls, content: bytes, step: int) -> CommitRecord:
         """`step`: the one that its name says. Raises CheckpointDamaged; CheckpointError if it is of a later format."""
         body = _upgraded(_checked(content, step), step)
         try:
             told = {**body["about"], "metrics": _decoded(body["about"]["metrics"])}
             known = {
-                field.name for field in dataclasses.fields(About)
+                field.name for field in dataclasses.fields(CommitMetadata)
             }  # not those of a later version
-            about = About(**{name: value for name, value in told.items() if name in known})
-            seal = cls(Manifest.from_json(body["manifest"]), _whole(body["fence"]), about)
+            metadata = CommitMetadata(
+                **{name: value for name, value in told.items() if name in known}
+            )
+            commit = cls(Manifest.from_json(body["manifest"]), _whole(body["fence"]), metadata)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointDamaged(step, f"its seal cannot be read ({error})") from None
-        if seal.step != step:
-            raise CheckpointDamaged(step, f"its seal is that of step {seal.step}")
-        return seal
+            raise CheckpointDamaged(step, f"its commit record cannot be read ({error})") from None
+        if commit.step != step:
+            raise CheckpointDamaged(step, f"its commit record is that of step {commit.step}")
+        return commit
 
 
 def _check(manifest: Manifest) -> None:
@@ -175,10 +177,10 @@ def _checked(content: bytes, step: int) -> dict[str, Any]:
         whole = hashlib.sha256(_canonical(body)).hexdigest() == digest
         stored["elastic_dp_checkpoint"] + 0
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointDamaged(step, f"its seal is no JSON of ours ({error})") from None
+        raise CheckpointDamaged(step, f"its commit record is no JSON of ours ({error})") from None
     if not whole:
         raise CheckpointDamaged(
-            step, "its seal is not the one that was written: the digest differs"
+            step, "its commit record is not the one that was written: the digest differs"
         )
     return stored
 
@@ -201,7 +203,7 @@ def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
             f"this one reads up to format {FORMAT}. Upgrade elastic_dp: install the version that wrote it, or a later one"
         )
     if number != FORMAT and number not in _UPGRADES:
-        raise CheckpointDamaged(step, f"its seal names a format {number} that never was")
+        raise CheckpointDamaged(step, f"its commit record names a format {number} that never was")
     while number < FORMAT:
         body = _UPGRADES[number](body)
         number += 1
@@ -211,10 +213,10 @@ def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
 def _from_1(body: dict[str, Any]) -> dict[str, Any]:
     """Format 1 had no metrics and no record of losses; its blocks were whole parts."""
     manifest = body["manifest"]
-    about = {**body["about"], "metrics": {}, "losses": 0, "observed_s": 0.0}
+    metadata = {**body["about"], "metrics": {}, "losses": 0, "observed_s": 0.0}
     return {
         **body,
-        "about": about,
+        "about": metadata,
         "manifest": {**manifest, "block_bytes": manifest["part_bytes"]},
     }
 

@@ -1,4 +1,4 @@
-"""What is sealed is read bit for bit, by any number of readers; what was changed since is noticed and named."""
+"""What is committed is read bit for bit, by any number of readers; what was changed since is noticed and named."""
 
 import hashlib
 import json
@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_dp.checkpoint.catalog import Catalog, SealName
+from elastic_dp.checkpoint.catalog import Catalog, CommitName
+from elastic_dp.checkpoint.commit_record import (
+    CommitMetadata,
+    CommitRecord,
+    Manifest,
+    _canonical,
+    block_digest,
+)
 from elastic_dp.checkpoint.layout import Layout
 from elastic_dp.checkpoint.reading import (
     load,
@@ -19,9 +26,8 @@ from elastic_dp.checkpoint.reading import (
     verify,
     whole_tree,
 )
-from elastic_dp.checkpoint.seal import About, Manifest, Seal, _canonical, block_digest
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.writing import Share, differences, missing, write_parts, write_seal
+from elastic_dp.checkpoint.writing import Share, differences, missing, write_commit, write_parts
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost, StateError
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same, save, train_state
@@ -36,13 +42,13 @@ def catalog_of(tmp_path) -> Catalog:
 def test_any_number_writes_and_any_other_reads(writers, readers):
     tree = big_tree(5 << 20)
     catalog = Catalog(memory_store())
-    sealed = checkpoint(catalog, 7, tree, workers=writers)
-    line = torch.empty(sealed.nbytes, dtype=torch.uint8)
-    spans = [read_share(catalog, sealed, rank, readers, line) for rank in range(readers)]
-    assert sum(end - start for start, end in spans) == sealed.nbytes
-    assert same(whole_tree(sealed, line), tree)
+    committed = checkpoint(catalog, 7, tree, workers=writers)
+    line = torch.empty(committed.nbytes, dtype=torch.uint8)
+    spans = [read_share(catalog, committed, rank, readers, line) for rank in range(readers)]
+    assert sum(end - start for start, end in spans) == committed.nbytes
+    assert same(whole_tree(committed, line), tree)
     counted = catalog.store.counts
-    assert counted.bytes_read == sealed.nbytes, "each byte is read once"
+    assert counted.bytes_read == committed.nbytes, "each byte is read once"
 
 
 def test_strides_come_back():
@@ -62,7 +68,7 @@ def test_a_training_state_is_adopted_from_a_checkpoint():
     assert same(here.tree([], None), there.tree([], None))
 
 
-def test_nothing_is_sealed_without_every_part_and_equal_states():
+def test_nothing_is_committed_without_every_part_and_equal_states():
     catalog, snapshot, other = Catalog(memory_store()), Snapshot(), Snapshot()
     tree = big_tree(3 << 20)
     snapshot.take(1, tree)
@@ -74,21 +80,21 @@ def test_nothing_is_sealed_without_every_part_and_equal_states():
         first = write_parts(catalog, snapshot, [0], executor, writer="a")
         rest = write_parts(catalog, snapshot, missing(manifest, [first]), executor, writer="b")
     with pytest.raises(AssertionError):
-        write_seal(catalog, manifest, [first], 1, About())
+        write_commit(catalog, manifest, [first], 1, CommitMetadata())
     with pytest.raises(StateError, match=r"step 1: b hold another one"):
-        write_seal(catalog, manifest, [first, replace(rest, digest="x")], 1, About())
+        write_commit(catalog, manifest, [first, replace(rest, digest="x")], 1, CommitMetadata())
     assert catalog.names() == []
-    write_seal(catalog, manifest, [first, rest], 1, About())
-    assert catalog.names() == [SealName(1, 1)]
+    write_commit(catalog, manifest, [first, rest], 1, CommitMetadata())
+    assert catalog.names() == [CommitName(1, 1)]
 
 
-def test_the_same_state_is_sealed_once_and_another_is_refused():
+def test_the_same_state_is_committed_once_and_another_is_refused():
     catalog = Catalog(memory_store())
     tree = big_tree(1000)
     checkpoint(catalog, 5, tree)
-    before = bytes(catalog.store.read_all(catalog.path(SealName(5, 1))))
+    before = bytes(catalog.store.read_all(catalog.path(CommitName(5, 1))))
     checkpoint(catalog, 5, tree, saved_at=1.0)
-    assert bytes(catalog.store.read_all(catalog.path(SealName(5, 1)))) == before
+    assert bytes(catalog.store.read_all(catalog.path(CommitName(5, 1)))) == before
     tree["more"][1] = 4
     with pytest.raises(LeaseLost, match="two controllers"):
         checkpoint(catalog, 5, tree)
@@ -98,8 +104,8 @@ def test_every_flipped_byte_is_noticed_or_harmless(tmp_path):
     """In all files: loading gives the same bits or names the damage; `verify` finds every change."""
     catalog = catalog_of(tmp_path)
     tree = {"a": torch.arange(5), "b": [torch.ones(3), 0.5, "x"]}
-    sealed = checkpoint(catalog, 3, tree, metrics={"loss": 0.5})
-    name = SealName(3, 1)
+    committed = checkpoint(catalog, 3, tree, metrics={"loss": 0.5})
+    name = CommitName(3, 1)
     files = [file for file in Path(catalog.folder).rglob("*") if file.is_file()]
     assert len(files) == 2
     noticed = 0
@@ -111,7 +117,7 @@ def test_every_flipped_byte_is_noticed_or_harmless(tmp_path):
             file.write_bytes(changed)
             try:
                 found = catalog.read(name)
-                assert found.manifest == sealed.manifest
+                assert found.manifest == committed.manifest
                 assert same(load(catalog, found), tree)
             except (CheckpointDamaged, CheckpointError):
                 noticed += 1
@@ -154,10 +160,10 @@ def test_a_damaged_part_is_named_and_the_one_before_is_used(tmp_path, change):
     parts = sorted(Path(catalog.folder, "step-000000000002").rglob("*.safetensors"))
     change(parts[1], parts[2])
     told = []
-    sealed, tree = load_newest(catalog, on_damage=told.append)
-    assert sealed.step == 1 and same(tree, trees[1])
+    committed, tree = load_newest(catalog, on_damage=told.append)
+    assert committed.step == 1 and same(tree, trees[1])
     assert len(told) == 1 and told[0].step == 2 and "part-0000" in str(told[0])
-    assert verify(catalog, SealName(2, 1)) and not verify(catalog, SealName(1, 1))
+    assert verify(catalog, CommitName(2, 1)) and not verify(catalog, CommitName(1, 1))
     with pytest.raises(CheckpointDamaged, match="step 2 is damaged"):
         load_newest(catalog, 2, on_damage=told.append)
 
@@ -167,24 +173,24 @@ def test_a_damaged_part_is_named_and_the_one_before_is_used(tmp_path, change):
 )
 def test_names_and_sizes_alone_tell_most(tmp_path, change, words):
     catalog = catalog_of(tmp_path)
-    sealed = checkpoint(catalog, 2, big_tree(3 << 20))
-    assert missing_parts(catalog, sealed) == []
+    committed = checkpoint(catalog, 2, big_tree(3 << 20))
+    assert missing_parts(catalog, committed) == []
     parts = sorted(Path(catalog.folder).rglob("*.safetensors"))
     change(parts[1], parts[2])
-    (wrong,) = missing_parts(catalog, sealed)
+    (wrong,) = missing_parts(catalog, committed)
     assert wrong.startswith("part-00001.safetensors") and words in wrong
 
 
-def test_a_seal_under_another_name_is_not_taken(tmp_path):
+def test_a_commit_record_under_another_name_is_not_taken(tmp_path):
     catalog = catalog_of(tmp_path)
     checkpoint(catalog, 2, {"x": torch.ones(1)})
-    seals = Path(catalog.folder, "seals")
-    (seals / str(SealName(2, 1))).rename(seals / str(SealName(9, 1)))
+    commits = Path(catalog.folder, "seals")
+    (commits / str(CommitName(2, 1))).rename(commits / str(CommitName(9, 1)))
     with pytest.raises(CheckpointDamaged, match="that of step 2"):
-        catalog.read(SealName(9, 1))
-    (seals / str(SealName(9, 1))).rename(seals / str(SealName(2, 5)))
+        catalog.read(CommitName(9, 1))
+    (commits / str(CommitName(9, 1))).rename(commits / str(CommitName(2, 5)))
     with pytest.raises(CheckpointDamaged, match="that of claim 1"):
-        catalog.read(SealName(2, 5))
+        catalog.read(CommitName(2, 5))
 
 
 # By hand, as a program of that format would have written it: one tensor of two floats, digests for whole parts.
@@ -206,7 +212,7 @@ FORMAT_1 = {
 
 
 def format_1() -> tuple[bytes, bytes]:
-    """The seal and the data of its part."""
+    """The commit record and the data of its part."""
     import hashlib
 
     data = torch.tensor([1.0, -2.0]).numpy().tobytes()
@@ -220,9 +226,9 @@ def format_1() -> tuple[bytes, bytes]:
 def test_the_format_before_is_read(tmp_path):
     catalog = catalog_of(tmp_path)
     content, data = format_1()
-    catalog.store.write(catalog.path(SealName(4, 1)), content)
-    found = catalog.read(SealName(4, 1))
-    assert found.about.metrics == {} and found.about.saved_at == 5.0
+    catalog.store.write(catalog.path(CommitName(4, 1)), content)
+    found = catalog.read(CommitName(4, 1))
+    assert found.metadata.metrics == {} and found.metadata.saved_at == 5.0
     part = found.manifest.layout.parts[0]
     folder = f"{catalog.folder}/step-000000000004/{found.digest[:32]}"
     catalog.store.write(f"{folder}/part-00000.safetensors", part.header + data)
@@ -244,15 +250,15 @@ def test_a_format_of_another_time_is_said(number, error, words):
     content, _ = format_1()
     changed = content.replace(b'"elastic_dp_checkpoint":1', b'"elastic_dp_checkpoint":%d' % number)
     with pytest.raises(error, match=words):
-        Seal.from_bytes(changed, 4)
+        CommitRecord.from_bytes(changed, 4)
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[]", b"null", b"\xff", b'{"body": 1, "digest": 2}']
 )
-def test_a_seal_that_is_none_is_damage(content):
-    with pytest.raises(CheckpointDamaged, match="its seal is"):
-        Seal.from_bytes(content, 4)
+def test_a_commit_record_that_is_none_is_damage(content):
+    with pytest.raises(CheckpointDamaged, match="its commit record is"):
+        CommitRecord.from_bytes(content, 4)
 
 
 def test_the_digest_covers_the_step_the_values_and_every_byte():
@@ -273,31 +279,31 @@ def test_the_digest_covers_the_step_the_values_and_every_byte():
 
 def test_a_state_without_tensors():
     catalog = Catalog(memory_store())
-    sealed = checkpoint(catalog, 1, {"only": "values"}, workers=2)
-    assert load(catalog, sealed) == {"only": "values"}
+    committed = checkpoint(catalog, 1, {"only": "values"}, workers=2)
+    assert load(catalog, committed) == {"only": "values"}
     assert Manifest(1, 1, Layout.of([]), ()).layout.parts == ()
     assert Share("a", 1, "", ()).parts == ()
 
 
-def _with(seal, change):
+def _with(commit, change):
     """Its bytes after `change(body)`, with the digest that they then have."""
-    stored = json.loads(seal.to_bytes())
+    stored = json.loads(commit.to_bytes())
     change(stored["body"])
     digest = hashlib.sha256(_canonical(stored["body"])).hexdigest()
     return _canonical(stored | {"digest": digest})
 
 
 def test_fields_of_a_later_version_are_left_out_and_parts_are_found_by_its_digest():
-    sealed = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
+    committed = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
 
     def add(body):
         for part in (body, body["about"], body["manifest"]):
             part["of a later version"] = [1]
 
-    read = Seal.from_bytes(_with(sealed, add), 3)
-    assert read.about == sealed.about and read.manifest == sealed.manifest
-    stored = json.loads(_with(sealed, add))["body"]["manifest"]
-    assert read.digest == hashlib.sha256(_canonical(stored)).hexdigest() != sealed.digest
+    read = CommitRecord.from_bytes(_with(committed, add), 3)
+    assert read.metadata == committed.metadata and read.manifest == committed.manifest
+    stored = json.loads(_with(committed, add))["body"]["manifest"]
+    assert read.digest == hashlib.sha256(_canonical(stored)).hexdigest() != committed.digest
 
 
 @pytest.mark.parametrize(
@@ -313,7 +319,7 @@ def test_fields_of_a_later_version_are_left_out_and_parts_are_found_by_its_diges
         lambda body: body["manifest"].update(tensors=5),
     ],
 )
-def test_a_seal_whose_fields_make_no_sense_is_damaged(change):
-    sealed = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
-    with pytest.raises(CheckpointDamaged, match="its seal cannot be read"):
-        Seal.from_bytes(_with(sealed, change), 3)
+def test_a_commit_record_whose_fields_make_no_sense_is_damaged(change):
+    committed = checkpoint(Catalog(memory_store()), 3, {"x": torch.arange(4)})
+    with pytest.raises(CheckpointDamaged, match="its commit record cannot be read"):
+        CommitRecord.from_bytes(_with(committed, change), 3)

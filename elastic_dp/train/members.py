@@ -3,14 +3,16 @@
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 
 
-def handing_over(membership: Membership, rank: int, place: TrainingPosition) -> list[int]:
+def handing_over(membership: Membership, rank: int, position: TrainingPosition) -> list[int]:
     """The ranks between which state is handed over, the source first; empty if `rank` (at `place`) is not one."""
-    seats = membership.seats
+    members = membership.members
     source = membership.rank(membership.source)
-    first = not any(seat.whole for seat in seats)
-    truth = place if first else seats[source].place
+    first = not any(member.has_state for member in members)
+    truth = position if first else members[source].position
     receivers = [
-        r for r, seat in enumerate(seats) if r != source and (not seat.whole or seat.place < truth)
+        r
+        for r, member in enumerate(members)
+        if r != source and (not member.has_state or member.position < truth)
     ]
     involved = [source, *receivers]
     return involved if receivers and rank in involved else []

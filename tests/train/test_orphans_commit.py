@@ -1,4 +1,4 @@
-"""The last checkpoint of a worker whose controller is gone: only after its own one, and by the rules for all seals."""
+"""The last checkpoint of a worker whose controller is gone: only after its own one, and by the rules for all commit records."""
 
 import json
 import time
@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.checkpoint.reading import load_newest
-from elastic_dp.checkpoint.seal import About
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
 from elastic_dp.train import orphans
-from elastic_dp.train.orphans import seal_alone
+from elastic_dp.train.orphans import commit_alone
 from tests.patience import PATIENCE_S
-from tests.train.test_sealing import TREE, Stage
+from tests.train.test_committing import TREE, Stage
 
 LEASE_S = 0.6  # where nobody else wants it meanwhile
 TOKEN = "of-the-controller"
@@ -25,10 +25,10 @@ TOKEN = "of-the-controller"
 def orphan(tmp_path, step, worker="w1", lease_s=LEASE_S):
     catalog, snapshot = Catalog(Store(str(tmp_path))), Snapshot()
     snapshot.take(step, {"weights": TREE["weights"] + step})
-    return seal_alone(
+    return commit_alone(
         catalog,
         snapshot,
-        lambda before: About(losses=0 if before is None else before.losses),
+        lambda before: CommitMetadata(losses=0 if before is None else before.losses),
         worker=worker,
         token=TOKEN,
         lease_s=lease_s,
@@ -41,11 +41,11 @@ def steps_of(tmp_path):
 
 @pytest.fixture
 def gone(tmp_path):
-    """A controller that has sealed step 5 and is no more; what it held it never gave up."""
+    """A controller that has committed step 5 and is no more; what it held it never gave up."""
     stage = Stage(str(tmp_path), lease_s=1e6, token=TOKEN)
     assert stage.goes_on_from() is None
     stage.write("w1", ("w1",), range(6))
-    assert stage.sealed.get(timeout=PATIENCE_S) == 5
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
     return stage  # its thread waits, and renews nothing for a long time
 
 
@@ -56,25 +56,25 @@ def long_gone(tmp_path, gone):
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"at": 0.0}))
 
 
-def test_it_is_sealed_and_another_start_goes_on_from_it(tmp_path, gone):
-    assert orphan(tmp_path, 9) == "checkpoint of step 9 is sealed, without a controller"
+def test_it_is_committed_and_another_start_goes_on_from_it(tmp_path, gone):
+    assert orphan(tmp_path, 9) == "checkpoint of step 9 is committed, without a controller"
     assert steps_of(tmp_path) == [5, 9]
     later = Stage(str(tmp_path))
     assert later.goes_on_from() == 9, "and waits for no lease"
     _, tree = load_newest(later.catalog, on_damage=pytest.fail, types=())
     assert torch.equal(tree["weights"], TREE["weights"] + 9)
     later.write("w2", ("w2",), range(6), step=12)
-    assert later.sealed.get(timeout=PATIENCE_S) == 12
+    assert later.committed.get(timeout=PATIENCE_S) == 12
     assert steps_of(tmp_path) == [5, 9, 12]
-    later.sealer.close()
+    later.committer.close()
 
 
-def test_a_controller_that_comes_back_after_it_seals_nothing_beside_it(tmp_path, gone):
-    assert "is sealed" in orphan(tmp_path, 9)
+def test_a_controller_that_comes_back_after_it_commits_nothing_beside_it(tmp_path, gone):
+    assert "is committed" in orphan(tmp_path, 9)
     gone.write("w1", ("w1",), range(6), step=10)
-    gone.sealer.find(lambda step: None)
+    gone.committer.find(lambda step: None)
     assert gone.stood_down.wait(PATIENCE_S)
-    assert steps_of(tmp_path) == [5, 9], "what it sealed is not in the history"
+    assert steps_of(tmp_path) == [5, 9], "what it committed is not in the history"
 
 
 def test_where_a_controller_leads_nothing_is_written(tmp_path):
@@ -83,16 +83,16 @@ def test_where_a_controller_leads_nothing_is_written(tmp_path):
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(orphan, tmp_path, 9, lease_s=60.0)
         while not waits.done():  # it looks once a second
-            stage.sealer._tasks.put(stage.sealer._holder.renew)
+            stage.committer._tasks.put(stage.committer._holder.renew)
             time.sleep(0.1)
     assert waits.result() == "no last checkpoint: a controller leads the run"
-    stage.sealer.close()
+    stage.committer.close()
     ended = "no last checkpoint: the run has ended, or goes on elsewhere"
     assert orphan(tmp_path, 9) == ended
     other = Stage(str(tmp_path))
     assert other.goes_on_from() is None
     assert orphan(tmp_path, 9) == ended
-    other.sealer.close()
+    other.committer.close()
     assert steps_of(tmp_path) == []
 
 
@@ -111,22 +111,22 @@ def test_one_that_came_and_went_while_another_looked_stops_nobody(tmp_path, long
         found = newest(holder)
         if not looked:
             looked.append(found)
-            assert "is sealed" in orphan(tmp_path, 9, "w2")
+            assert "is committed" in orphan(tmp_path, 9, "w2")
         return found
 
     monkeypatch.setattr(orphans.Holder, "newest", and_then_the_other)
-    assert "is sealed" in orphan(tmp_path, 10, "w1")
+    assert "is committed" in orphan(tmp_path, 10, "w1")
     assert steps_of(tmp_path) == [5, 9, 10]
 
 
 def test_an_orphan_that_slept_while_others_went_on_changes_nothing(tmp_path, gone):
-    """Its lease ran out before it sealed."""
+    """Its lease ran out before it committed."""
     store = Store(str(tmp_path))
     sleeper = Holder(store, Lease("orphan", f"{TOKEN}.w1", LEASE_S), time.monotonic, time.time)
     while not hasattr(sleeper.acquire(), "state"):
         time.sleep(0.1)
     fence = sleeper.lease.fence
-    assert "is sealed" in orphan(tmp_path, 9, "w2")
+    assert "is committed" in orphan(tmp_path, 9, "w2")
     catalog = Catalog(store)
     with pytest.raises(Exception, match="was made meanwhile"):
         catalog.claim(fence, catalog.names()[0])
