@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import fsspec
 
+from elastic_dp.telemetry.former_names import with_current_names
 from elastic_dp.threads import background
 
 MAX_KEPT = 10_000
@@ -222,7 +223,7 @@ def _finished(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
             line = json.loads(text)
             wanted = ("time", "step") if file == "metrics" else ("time",)
             if isinstance(line, dict) and all(_is_number(line.get(name)) for name in wanted):
-                yield line
+                yield with_current_names(line) if file == "events" else line
 
 
 def _is_number(value: Any) -> bool:
