@@ -116,10 +116,10 @@ def members_to_exclude(
         degree: Counter[WorkerId] = Counter()
         for one, other in broken:
             degree.update({one, other})
-        able = [worker for worker in degree if heads != {worker}]
-        if not able:
+        candidates = [worker for worker in degree if heads != {worker}]
+        if not candidates:
             break
-        worst = max(able, key=lambda w: (degree[w], not members[rank[w]].has_state, rank[w]))
+        worst = max(candidates, key=lambda w: (degree[w], not members[rank[w]].has_state, rank[w]))
         heads.discard(worst)
         dropped.append(members[rank[worst]])
         broken = {pair for pair in broken if worst not in pair}

@@ -5,7 +5,7 @@ of any other split. A worker that is not measured yet counts as the median of th
 would gain too little, all get as many (`shares`). A generation is ended for this only if all its members were measured
 in it, and not soon after the last time, so speeds that waver cost a pause now and then, and not one after another.
 Where no split helps any more, because one that runs a single virtual worker is still the one that all wait for, and has
-been for long, it is named, for a standby to take its member.
+been for long, it is named, for a standby to take its place.
 """
 
 import heapq
@@ -120,7 +120,7 @@ class Balance:
             self._slow = _Slow(slowest, since, self._generation.number)
 
     def too_slow(self, now: float) -> WorkerId | None:
-        """A member whose member another is to have. Seldom: the caller asks it to leave then."""
+        """A member that a standby should replace. Seldom: the caller asks it to leave then."""
         slow = self._slow
         if slow is None or slow.seen_in != self._generation.number:
             return None

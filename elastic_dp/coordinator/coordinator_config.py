@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorConfig:
-    """`size` is the number of members aimed at (max_workers); `standby` more are kept warm without a member.
+    """`size` is the number of members aimed at (max_workers); `standby` more are kept warm beside them.
 
     A member may only be waited for as long as it is heard, so the one timeout that decides about life is
     `heartbeat_timeout_s`; `gather_timeout_s` bounds how long a planned end may stay polite once somebody has

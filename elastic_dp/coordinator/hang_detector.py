@@ -120,7 +120,7 @@ class HangDetector:
 
 
 def _order(worker: WorkerState) -> tuple[bool, int, int]:
-    """In the hand-over the step does not count: who is void has none."""
+    """During the state transfer the step does not count: a worker without state has none."""
     _, step, phase = worker.progress.where
     order = ORDER.get(phase, 0)
     trains = order > ORDER["receive"]

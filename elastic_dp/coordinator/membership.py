@@ -1,4 +1,4 @@
-"""What the protocol speaks of: workers, how far they are, where they run, what they must share, who trains together.
+"""Workers, how far they are, where they run, what they must have in common, and who trains together.
 
 Values without behaviour, like the messages that are made of them (`messages`, from where all of this is imported).
 """
@@ -64,19 +64,17 @@ class Member(NamedTuple):
     worker: WorkerId
     first: int  # its virtual workers are first..last-1
     last: int
-    position: (
-        TrainingPosition  # where it stands as the generation forms; meaningless while not `whole`
-    )
-    has_state: bool  # holds complete state of `place`; False: void, must be given everything
+    position: TrainingPosition  # as the generation forms; meaningless without state
+    has_state: bool  # complete, of `position`; False: it must be given everything
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
     """Who trains together in one generation, who runs which virtual workers, and whose state is the truth.
 
-    Members that are not whole receive everything from `source`; whole ones behind it receive what the steps
-    between changed. `source` is always one of the whole members with the greatest place, except where a run
-    begins: nobody is whole, and `source` is the worker whose initial weights count, or, with `restore`, the one
+    Members without state receive everything from `source`; those with state that are behind it receive what the steps
+    between changed. `source` is always one of the most advanced members with state, except where a run
+    begins: no member has state, and `source` is the worker whose initial weights count, or, with `restore`, the one
     that says which committed checkpoint all of them read.
     """
 
@@ -84,7 +82,7 @@ class Membership:
     members: tuple[Member, ...]
     source: WorkerId
     forming_timeout_s: float
-    # The generation whose source gave the initial weights; whoever is whole remembers it.
+    # The generation whose source gave the initial weights; every worker with state remembers it.
     lineage_id: int = 0
     restore: bool = False  # nobody holds anything: all take the state from the newest checkpoint
 

@@ -93,9 +93,9 @@ class MembershipPlanner:
         dropped = members_to_exclude(generation.unreachable_pairs, members, needed)
         if again and not dropped and len(members) > 1:
             keep = max((w.position for w in members if w.has_state), default=None)
-            spare = [w for w in members if w.id != needed]
-            spare = [w for w in spare if not w.has_state or w.position != keep] or spare[1:]
-            dropped = spare[-1:]
+            others = [w for w in members if w.id != needed]
+            others = [w for w in others if not w.has_state or w.position != keep] or others[1:]
+            dropped = others[-1:]
         for worker in dropped:
             if worker.has_state and again:
                 self._registry.release(worker, "out of reach of other members", now)
@@ -270,7 +270,7 @@ class MembershipPlanner:
     def _leave_out(self, worker: WorkerState, now: float) -> None:
         """It is no member now: retained until the others have made a step, if it has state."""
         registry = self._registry
-        reason = worker.leave_reason if worker.draining else "its member is gone"
+        reason = worker.leave_reason if worker.draining else "another worker takes its place"
         if worker.has_state:
             registry.retain(worker, reason, now)
         elif worker.draining or len(registry.provisioned) > registry.wanted:

@@ -1,6 +1,6 @@
-"""The words of the protocol: facts that workers and the cluster report, requests the coordinator makes.
+"""Events that workers and the cluster report, and commands that the coordinator answers with.
 
-Facts are in the past tense, requests in the imperative; all are frozen values without behaviour, so a journal
+Events are in the past tense, commands in the imperative; all are frozen values without behaviour, so a journal
 of them replays a run. Every message about a generation carries its number, and the number fences it: a message
 of an older generation changes nothing. Messages may be late, doubled, or out of order; identities (`worker`)
 are used once and never again.
@@ -39,7 +39,7 @@ class WorkerPlaced:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The train function reached `ctx.steps` for the first time: model built, void, waiting for a generation."""
+    """The train function reached `ctx.steps` for the first time: the model is built, and the worker waits for a generation."""
 
     worker: WorkerId
     signature: Signature
@@ -63,10 +63,10 @@ class WorkerStopped:
     has_state: bool
     reason: str
     unreachable: tuple[WorkerId, ...] = ()
-    # At the head of the loop: every body so far has run here. Only such a source can give a void worker its
-    # state; one that stopped inside an evaluation can serve those behind it, but no joiner.
+    # At the head of the loop: every body so far has run here. Only such a source can give its state to a worker
+    # that has none; one that stopped inside an evaluation can serve those behind it, but no joiner.
     at_head: bool = True
-    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it became whole
+    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
     mismatch: ReplicaMismatch | None = None  # why nobody may go on from the state it holds
 
 
@@ -93,7 +93,7 @@ class WorkerFinished:
     digest: str  # SHA-256 of its final weights
     inexact_because: tuple[str, ...] = ()  # operations without a deterministic kernel
     reason: str = ""  # why the steps ended, the same for all members
-    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it became whole
+    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class WorkerReported:
     stopped: bool
     signature: Signature | None
     can_source: bool
-    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it became whole
+    lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
     asked: int = 0
 
 
@@ -184,7 +184,7 @@ class CheckpointRequested:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCommitted:
-    """The state after `step` is in the storage, whole."""
+    """The whole state after `step` is in the storage."""
 
     step: int
 
@@ -264,7 +264,7 @@ class ClaimGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FindCheckpoint:
-    """Nobody holds the run's state: look for the newest committed checkpoint, however long the storage takes.
+    """No worker has the run's state: look for the newest committed checkpoint, however long the storage takes.
 
     `at_most`: what was made after this step is wrong, and no part of the run's history any more.
     """
@@ -301,7 +301,7 @@ class RenewLease:
     """Answer to a heartbeat: a controller still leads. A worker that gets none for `lease_s` stops.
 
     The lease runs from the moment the heartbeat `beat` was sent, not from this answer's arrival: an answer
-    that was long under way must not prolong the life of a worker that has been given up.
+    that was long under way must not prolong the life of an evicted worker.
     """
 
     worker: WorkerId

@@ -72,7 +72,7 @@ class Takeover:
             registry.drain(worker, None, now)
 
     def end(self, now: float) -> None:
-        """Once all have reported or are given up, and the claim shows that this coordinator leads."""
+        """Once all have reported or are evicted, and the claim shows that this coordinator leads."""
         generation, lineage = self._generation, self._lineage
         if self._registry.unreported or self._leadership.claimed <= generation.number:
             return

@@ -8,7 +8,7 @@ from tests.coordinator.scenes import Scene
 
 
 def alone(**rules: object) -> Scene:
-    """w1 trains; five members are free."""
+    """w1 trains; five places are free."""
     scene = Scene(**({"size": 6, "stabilization_s": 5.0} | rules))
     scene.running("w1")
     return scene

@@ -606,7 +606,7 @@ def test_a_leaver_that_alone_is_ahead_stays_for_the_copy() -> None:
 
 
 def with_a_leaver(min_workers: int) -> Scene:
-    """w2 drains, w3 has its member, and w2 stays for its state."""
+    """w2 drains, w3 has its place, and w2 stays for its state."""
     scene = Scene(size=2, min_workers=min_workers)
     scene.running("w1", "w2")
     scene.tell(m.DrainNoticed("w2", None))

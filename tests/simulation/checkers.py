@@ -294,8 +294,8 @@ class Checkers:
         must(self.claims.get(generation) is by, f"{generation} announced without its claim")
         ids = frozenset(member.worker for member in members)
         lost, dismissed = ids & by.buried, ids & by.dismissed
-        must(not lost, f"{lost} are known to be lost, and get a member in {generation}")
-        must(not dismissed, f"{dismissed} were dismissed, and get a member in {generation}")
+        must(not lost, f"{lost} are known to be lost, and get a place in {generation}")
+        must(not dismissed, f"{dismissed} were dismissed, and get a place in {generation}")
         must(generation not in self.memberships, f"{generation} is announced twice")
         self.memberships[generation] = membership
         dealt = [v for member in members for v in range(member.first, member.last)]
@@ -329,7 +329,7 @@ class Checkers:
                 and w.id in by.spoken
                 and w.id not in by.dismissed
             ]
-            must(not ahead, f"{ahead} are ahead of {top} and have no member")
+            must(not ahead, f"{ahead} are ahead of {top} and have no place")
         at_head = self.world.workers[membership.source].at_head
         if not by.stopping and at_head:
             least = min(by.least, by.size)
@@ -350,21 +350,21 @@ class Checkers:
             must(False, f"{sorted(ids)} failed to form twice and is tried again")
 
     def floor_is_kept(self, ranks: list[str], by: SimController) -> None:
-        """Of the on-demand workers none loses its member below the floor while one of the others keeps its own."""
+        """Of the on-demand workers none loses its place below the floor while one of the others keeps its own."""
         workers = by.coordinator._registry.workers
         before = [workers.get(member.worker) for member in self.members(by.generations[-1])]
         kept = [w for w in before if w is not None and w.id in ranks and w.has_state]
         left = [w for w in before if w is not None and w.id not in ranks]
         beyond = len(ranks) > by.size
         if beyond or any(w.draining for w in kept) or any(not w.at_head for w in kept):
-            return  # one that holds the newest state has a member that is not its own
+            return  # one that holds the newest state has a place that is not its own
         stable = [w for w in (workers[name] for name in ranks) if w.location.stable]
         loser = any(w.location.stable and w.stage == "retained" and not w.draining for w in left)
         if loser and len(stable) < by.coordinator.config.min_on_demand:
             self.marks["below the floor"] += 1
             must(
                 all(w.location.stable for w in kept),
-                f"{left} lose their members, {kept} keep theirs",
+                f"{left} lose their places, {kept} keep theirs",
             )
 
     def dealt_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
@@ -393,7 +393,7 @@ class Checkers:
             must(told, f"{worker.id} is not measured in {generation}")
 
     def replaced(self, name: str, by: SimController) -> None:
-        """Only one that runs the least and is still the slowest by far, and has been for long; another takes its member."""
+        """Only one that runs the least and is still the slowest by far, and has been for long; another takes its place."""
         self.marks["too slow"] += 1
         slow_s, now = self.world.rules.slow_s, self.world.now
         must(now >= by.measured_at[name] + slow_s, f"{name} is not known for long enough")
@@ -607,7 +607,7 @@ class Watched:
             return
         until = staff.ready_since + rules.join_window_s + rules.stabilization_s
         must(
-            now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free members"
+            now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free places"
         )
 
     def stale(self, event: Event) -> bool:

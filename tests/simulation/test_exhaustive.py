@@ -256,7 +256,7 @@ class Scene:
 
 
 def begun(scene: Scene, trains: bool) -> Scene:
-    """All workers have started. `trains`: and each member has made a step, while the others wait for a member."""
+    """All workers have started. `trains`: and each member has made a step, while the others wait for a place."""
     scene.obey_all(scene.coordinator.start(0.0))
     for name in list(scene.puppets):
         scene.play("start", name)
