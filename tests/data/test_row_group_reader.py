@@ -78,7 +78,7 @@ def test_what_no_plan_needs_is_dropped_and_what_is_still_needed_stays():
         contents = take_all(reader, key, needed)
         assert [contents[g]["id"][0] for g in needed] == [10 * g for g in needed]
         del contents
-        assert reader.bytes_held == (groups.nbytes[1] if key == (1, 0) else 0)
+        assert reader.budget.held == (groups.nbytes[1] if key == (1, 0) else 0)
     assert groups.live_bytes == 0
     assert sorted(groups.reads) == [0, 1]
     reader.close()
@@ -93,7 +93,7 @@ def test_a_row_group_is_its_takers_own_if_nobody_else_needs_it():
         here |= reader.take((1, 0), [number for number in (0, 1) if number not in here])
     assert reader.own((1, 0), 1) is None, "somebody else needs it"
     assert reader.own((1, 0), 0) == groups.nbytes[0]
-    assert reader.bytes_held == groups.nbytes[1]
+    assert reader.budget.held == groups.nbytes[1]
     reader.release((1, 0), [1])
     again = take_all(reader, (3, 0), [0])  # it is another one now
     assert again[0]["id"] is not here[0]["id"] and groups.reads.count(0) == 2
@@ -110,7 +110,7 @@ def test_a_row_group_that_two_hold_is_neithers_own():
     assert reader.own((2, 0), 0) is None
     for key in ((1, 0), (2, 0)):
         reader.release(key, [0])
-    assert reader.bytes_held == 0
+    assert reader.budget.held == 0
     reader.close()
 
 
@@ -130,7 +130,7 @@ def test_kept_ones_give_way_when_memory_is_wanted():
         reader.take((1, number), [number])
         reader.release((1, number), [number])
     assert groups.reads == [0, 1, 2]
-    assert groups.live_bytes <= reader.memory_bytes
+    assert groups.live_bytes <= reader.budget.limit
     reader.close()
 
 
@@ -142,7 +142,7 @@ def test_who_needs_it_first_gets_memory_from_what_is_needed_later():
     reader.plan([((8, 0), [0, 1])])
     read_all(reader, (1, 0), [2, 3])  # not planned, and needed at once
     read_all(reader, (8, 0), [0, 1])
-    assert groups.peak_bytes <= reader.memory_bytes
+    assert groups.peak_bytes <= reader.budget.limit
     reader.close()
 
 
@@ -208,7 +208,7 @@ def test_the_budget_is_kept_and_nobody_waits_for_ever(data):
         thread.join(PATIENCE_S)
         assert not thread.is_alive(), "nobody gets on"
     assert groups.peak_bytes <= memory
-    assert reader.bytes_held == 0
+    assert reader.budget.held == 0
     reader.close()
     assert groups.live_bytes == 0
 
@@ -268,13 +268,13 @@ def test_a_changed_plan_wakes_who_waits_and_so_does_closing():
     first = threading.Thread(target=wait, args=((1, 0),))
     first.start()
     assert reading.wait(PATIENCE_S)
-    while (1, 0) not in reader._waiting:
+    while (1, 0) not in reader._resident.waiting:
         pass
     reader.forget([(9, 9)])
     first.join(PATIENCE_S)
     second = threading.Thread(target=wait, args=((2, 0),))
     second.start()
-    while (2, 0) not in reader._waiting:
+    while (2, 0) not in reader._resident.waiting:
         pass
     closing = threading.Thread(target=reader.close)
     closing.start()

@@ -76,7 +76,7 @@ def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness,
     order = order_of(shuffle=shuffle, tail="short")
     memory = [int(groups.nbytes.sum()), 1 << 20, 1 << 30][tightness]
     data = opened(groups, shuffle=shuffle, tail="short")
-    data._stream.reader.memory_bytes = memory
+    data._stream.reader.budget.limit = memory
     step = 1
     for what, number, who in history:
         if what == "ahead":
@@ -242,7 +242,7 @@ def test_a_budget_of_exactly_what_is_open(shuffle, at_once, reads):
 
 def test_the_budget_is_what_the_process_grows_by():
     """Row groups of 16 MiB, a budget of 128: all of them pass through it. In a process without a past."""
-    code = "from tests.data import test_streaming; print(test_streaming.growth())"
+    code = "from tests.data import test_sharded; print(test_sharded.growth())"
     command = [sys.executable, "-c", code]
     # What is freed goes back at once: else it depends on the threads' turns how much libc and Arrow keep.
     at_once = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MIMALLOC_PURGE_DELAY": "0"}
