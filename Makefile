@@ -12,7 +12,7 @@ chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
+	.venv/bin/python -m pytest -q -rs -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests

@@ -79,11 +79,13 @@ def test_readme_and_page_of_performance_have_what_the_results_say():
     assert performance.readme(README) == README
 
 
-def test_page_of_comparison_has_the_pauses_that_were_measured():
+def test_pages_of_comparison_and_failures_have_the_pauses_that_were_measured():
     results = json.loads((ROOT / "benchmarks/results/recovery.json").read_text())["results"]
     row = re.search(r"^\| pause after SIGKILL.*", PAGES["docs/comparison.md"], re.M).group()
     for name in ("3 workers", "torchft 0.2, tuned, 3 workers", "torchft 0.2, default, 3 workers"):
         assert f"{results[name]['pause']['median_ms']:.0f} ms" in row
+    ours = f"median {results['3 workers']['pause']['median_ms']:.0f} ms with 3 workers on CPUs"
+    assert ours in PAGES["docs/failures.md"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
