@@ -178,6 +178,20 @@ def test_fields_methods_and_errors_on_the_page_exist(page):
         assert hasattr(errors, name) or hasattr(builtins, name), name
 
 
+def test_names_of_the_architecture_are_in_the_source():
+    """Names of classes, constants and snake_case things in backticks."""
+    files = [*ROOT.glob("elastic_dp/**/*.py"), *ROOT.glob("tests/simulation/*.py")]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    words |= {*dir(builtins), "manual_seed"}
+    pages = [page for page in PAGES if "/architecture/" in page or page == "docs/glossary.md"]
+    assert len(pages) > 10
+    for page in pages:
+        if page == "docs/architecture/kubernetes.md":
+            continue  # tests/k8s looks at those names
+        for name in re.findall(r"`([A-Z][a-z]+[A-Z]\w+|[a-z]+_[a-z_]+)`", PAGES[page]):
+            assert name in words, f"{name} in {page}"
+
+
 # ----------------------------------------------------------------------------------------- troubleshooting
 
 
