@@ -24,7 +24,7 @@ All measurements of this project. This page is written by `python -m benchmarks.
 `benchmarks/results/`; do not edit it.
 
 Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share these cores, so five workers are
-slower than three. **Nothing was measured on a GPU.** `benchmarks.recovery`, `join`,
+slower than three. **Nothing was measured on a GPU.** `benchmarks.picture`, `recovery`, `join`,
 `planned`, `step_overhead`, `coordinator_scale` and `command_line` end with exit code 1 where a target is missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets are 95 % intervals.
 """
 
