@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH = "torch==2.13.0"
 
-# It installs torch and Ray, and trains: seven minutes on two idle cores.
+# It installs torch and Ray, and trains: about eight minutes on two cores.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
