@@ -3,7 +3,7 @@ PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: train test slow chaos check install
+.PHONY: train test slow chaos check docs wheel install
 
 train: .venv/installed
 	.venv/bin/python -m jobs.gpt
@@ -12,7 +12,7 @@ chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
+	.venv/bin/python -m pytest -q -rs -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests
@@ -21,6 +21,12 @@ check: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+docs: .venv/installed
+	.venv/bin/mkdocs build --strict
+
+wheel: .venv/installed
+	.venv/bin/python -m pytest -q -m slow tests/test_wheel.py
 
 install: .venv/installed
 

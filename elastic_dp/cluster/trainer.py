@@ -130,7 +130,7 @@ class ElasticTrainer:
         a checkpoint first, and goes on from there when it is run again; a second one ends it at once. On a cluster the
         run goes on. `fit` then raises Interrupted, a KeyboardInterrupt that prints no traceback.
         """
-        progress = Progress()
+        progress = Progress(total=self.spec.max_steps)
         try:
             return self._fit_local(progress) if local else self._fit_on_ray(progress)
         except KeyboardInterrupt as error:

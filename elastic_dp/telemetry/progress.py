@@ -1,7 +1,10 @@
-"""What a person at the terminal sees of a run: one line for each thing that matters, as it happens."""
+"""What a person at the terminal sees of a run: one line for each thing that matters, as it happens, and, where the
+stream is a terminal and rich is installed, a bar below the lines."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,11 +13,19 @@ from typing import Any, TextIO
 
 class Progress:
     """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its last value always;
-    a line that has any metric which was not shown for so long is printed."""
+    a line that has any metric which was not shown for so long is printed. None: 0.5 s, or 30 s beside a bar, which shows
+    each metric as it comes. `total`: how many steps the run has, where that is known."""
 
-    def __init__(self, stream: TextIO | None = None, interval_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        interval_s: float | None = None,
+        total: int | None = None,
+    ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._interval_s = interval_s
+        self._bar = _Bar(self._stream, total) if _shows_a_bar(self._stream) else None
+        usual_s = 0.5 if self._bar is None else 30.0
+        self._interval_s = usual_s if interval_s is None else interval_s
         self._shown: dict[str, float] = {}  # when each metric was
         self._held: dict[
             str, tuple[int, Any]
@@ -23,6 +34,8 @@ class Progress:
         self._over = False  # from then on workers go because they are told to
 
     def show(self, line: dict[str, Any]) -> None:
+        if self._bar is not None and not self._over:
+            self._bar.show(line)
         if "event" not in line and "command" not in line:
             self._metrics(line)
         elif line.get("command") == "Explain":
@@ -36,10 +49,16 @@ class Progress:
 
     def say(self, text: str) -> None:
         elapsed = time.time() - self._started
-        print(f"[{elapsed:6.1f} s] {text}", file=self._stream, flush=True)
+        words = f"[{elapsed:6.1f} s] {text}"
+        if self._bar is not None:
+            self._bar.print(words)
+        else:
+            print(words, file=self._stream, flush=True)
 
     def flush(self) -> None:
-        """Print what was held back."""
+        """Print what was held back, and take the bar away. Called at the end, whatever it is."""
+        if self._bar is not None:
+            self._bar.stop()
         held, self._held = self._held, {}
         for step in sorted({step for step, _ in held.values()}):
             self._print(step, {name: value for name, (of, value) in held.items() if of == step})
@@ -65,3 +84,52 @@ class Progress:
             for name, value in values.items()
         )
         self.say(f"step {step:>6}  {words}")
+
+
+def _shows_a_bar(stream: TextIO) -> bool:
+    return (
+        stream.isatty()
+        and os.environ.get("TERM") != "dumb"
+        and importlib.util.find_spec("rich") is not None
+    )
+
+
+class _Bar:
+    """Step, metrics, workers and the time left, in the last line of the terminal. It is drawn when something changes and
+    never by a thread of its own, since this process may fork."""
+
+    def __init__(self, stream: TextIO, total: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        columns = "step {task.completed}", "{task.fields[workers]}  {task.fields[metrics]}"
+        self._rich = Progress(
+            TextColumn(columns[0] if total is None else f"{columns[0]}/{total}"),
+            BarColumn(30),
+            TimeRemainingColumn(),
+            TextColumn(columns[1], markup=False),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._rich.add_task("", total=total, workers="", metrics="")
+
+    def show(self, line: Mapping[str, Any]) -> None:
+        if "members" in line:
+            size = len(line["members"])
+            self._rich.update(self._task, workers=f"{size} worker{'' if size == 1 else 's'}")
+        elif "event" not in line and "command" not in line:
+            numbers = {k: v for k, v in line.items() if isinstance(v, float) and k != "time"}
+            words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+            self._rich.update(self._task, completed=line["step"], metrics=words)
+        else:
+            return
+        self._rich.start()
+        self._rich.refresh()
+
+    def print(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def stop(self) -> None:
+        self._rich.stop()

@@ -1,4 +1,4 @@
-"""Running it again: each row of the table in docs/design.md."""
+"""Running it again: each row of the table in docs/checkpoints.md."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The commands of the README's "Getting data in", as they stand there, on a source of each kind that they name."""
+"""The commands of docs/preparing-data.md, as they stand there, on a source of each kind that they name."""
 
 import json
 import re
@@ -16,8 +16,7 @@ from elastic_dp import cli
 from elastic_dp.data import read_index
 from elastic_dp.spec import DataConfig
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-SECTION = README.split("## Getting data in")[1].split("\n## ")[0]
+SECTION = (Path(__file__).parents[2] / "docs" / "preparing-data.md").read_text()
 COMMANDS = re.findall(r"^elastic-dp (.*)$", SECTION, re.MULTILINE)
 
 

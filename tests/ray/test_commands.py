@@ -217,10 +217,10 @@ def test_another_terminal_reaches_the_ray_that_a_script_started(tmp_path):
 
 
 def test_more_workers_than_cores_train_where_each_asks_for_a_part_of_one(job):
-    """As the README says, on a cluster of two CPUs."""
+    """As docs/operations.md says, on a cluster of two CPUs."""
     part = ("--set", "scaling.resources_per_worker.CPU=0.25")
-    readme = Path(clusters.ROOT, "README.md").read_text()
-    assert part[1] in readme and 'resources_per_worker={"CPU": 0.25}' in readme
+    page = Path(clusters.ROOT, "docs", "operations.md").read_text()
+    assert part[1] in page and 'resources_per_worker={"CPU": 0.25}' in page
     more = ("--set", "scaling.max_workers=4", "--set", "max_steps=100000", "--set", "name=many")
     asked("run", job, *part, *more, "--set", "config.body_s=0.05", "--", "start")
     eventually(lambda: said("status", "many")["world_size"] == 4)

@@ -112,6 +112,7 @@ def table():
     for habit in HABITS.values():
         error = f"`{habit.error.__name__}`: " if habit.error else ""
         detail = error + (f"“… {habit.words} …”" if habit.words else habit.note)
+        detail = detail.replace("[", r"\[")  # two pairs in a row would be a link
         rows.append(f"| {habit.what} | {habit.outcome} | {detail} |")
     return "\n".join(rows)
 

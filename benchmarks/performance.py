@@ -1,0 +1,509 @@
+"""Write docs/performance.md from benchmarks/results/: every measurement with its command, date, hardware and target.
+
+    python -m benchmarks.performance
+
+It also writes the measured lines of README.md. `tests/test_docs.py` fails where either is not what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import RESULTS
+
+README = Path(__file__).parent.parent / "README.md"
+HEAD = "| what | measured | command |\n|---|---|---|\n"  # of the table in README.md
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+
+INTRODUCTION = """# Performance
+
+All measurements of this project. This page is written by `python -m benchmarks.performance` from
+`benchmarks/results/`; do not edit it.
+
+Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share these cores, so five workers are
+slower than three. **Nothing was measured on a GPU.** `benchmarks.picture`, `recovery`, `join`,
+`planned`, `step_overhead`, `coordinator_scale` and `command_line` end with exit code 1 where a target is missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets are 95 % intervals.
+"""
+
+
+class Row(NamedTuple):
+    what: str
+    measured: str
+    target: str = ""
+    met: bool | None = None  # None: there is no target
+
+
+def recovery(r: dict[str, Any]) -> Iterator[Row]:
+    theirs = r["torchft 0.2, tuned, 3 workers"]["pause"]
+    for size in (3, 5):
+        one = r[f"{size} workers"]
+        pause, forming = one["pause"], one["hit_while_forming"]
+        target = theirs["median_ms"] / 2
+        yield Row(
+            f"Pause after SIGKILL of a random worker, {size} workers, {pause['count']} kills, step of {one['step_ms']:.1f} ms",
+            f"median {pause['median_ms']:.0f} ms, p90 {pause['p90_ms']:.0f}, max {pause['max_ms']:.0f}",
+            f"half of tuned torchft's: {target:.0f} ms",
+            pause["median_ms"] <= target,
+        )
+        yield Row(
+            f"The same where the kill hits a group while it forms, {forming['count']} kills",
+            f"median {forming['median_ms']:.0f} ms, max {forming['max_ms']:.0f}",
+            f"{forming['forming_deadline_ms']} ms",
+            forming["max_ms"] <= forming["forming_deadline_ms"],
+        )
+        yield Row(
+            f"Weights after these {one['generations']} generations beside an undisturbed run",
+            "equal" if one["exact"] else "different",
+            "equal",
+            one["exact"],
+        )
+    for name in ("tuned", "default"):
+        pause = r[f"torchft 0.2, {name}, 3 workers"]["pause"]
+        yield Row(
+            f"torchft 0.2 beside it, {name}, 3 replicas, {pause['count']} kills",
+            f"median {pause['median_ms']:.0f} ms, max {pause['max_ms']:.0f}",
+        )
+    kills = r["Ray Train, checkpoint each 20 steps, 3 workers"]["kills"]
+    yield Row(
+        f"Ray Train 2.60 beside it, checkpoint each 20 steps, {len(kills)} kills, to the first new step",
+        ", ".join(f"{kill['to_new_step_s']:.1f}" for kill in kills)
+        + f" s; {min(k['steps_redone'] for k in kills)} to {max(k['steps_redone'] for k in kills)} steps redone",
+    )
+
+
+def join(r: dict[str, Any]) -> Iterator[Row]:
+    one = r["with a standby"]
+    full = one["kill_to_full_size"]
+    yield Row(
+        f"From a kill to full size with a standby, {full['count']} kills",
+        f"median {full['median_ms']:.0f} ms, max {full['max_ms']:.0f}",
+        f"{one['target_ms']:.0f} ms",
+        full["median_ms"] <= one["target_ms"],
+    )
+    for size in ("4 MB", "100 MB"):
+        one = r[f"2 to 3 workers, state of {size}"]
+        pause, target = one["pause_beyond_copy"], one["target_pause_beyond_copy_ms"]
+        yield Row(
+            f"Pause for a joiner beyond the copy of the state, {size}, {pause['count']} joins",
+            f"median {max(0, pause['median_ms']):.0f} ms, max {pause['max_ms']:.0f}",
+            f"{target:.0f} ms",
+            pause["median_ms"] <= target,
+        )
+        rate, target = one["copy_rate_to_bare_broadcast"], one["target_copy_rate"]
+        rates = one["copy_rates_to_bare_broadcast"]
+        yield Row(
+            f"Rate of that copy beside a bare broadcast, {size}",
+            f"{rate:.2f} ({min(rates):.2f} to {max(rates):.2f})",
+            f"{target}",
+            rate >= target,
+        )
+        before, meanwhile = one["steps_before"], one["steps_while_it_starts"]
+        yield Row(
+            f"Step time while the joiner starts, two full cores, {size}: before, meanwhile",
+            f"{before['median_ms']:.0f}, {meanwhile['median_ms']:.0f} ms",
+        )
+
+
+def planned(r: dict[str, Any]) -> Iterator[Row]:
+    for name, what in (
+        ("changes", "Planned changes on Ray: the longest pause"),
+        ("with a standby", "The same where a standby replaces a worker that leaves"),
+    ):
+        one = r[name]
+        count = sum(kind["count"] for kind in one["pauses"].values())
+        yield Row(
+            f"{what}, {count} changes",
+            f"{one['longest_ms']:.0f} ms",
+            f"{one['target_ms']:.0f} ms",
+            one["longest_ms"] <= one["target_ms"],
+        )
+    arrival = r["changes"]["arrivals_s"]
+    yield Row(
+        "From a place on a node to the first step there: process, warm-up, join",
+        f"{arrival['process']:.1f}, {arrival['warm-up']:.1f}, {arrival['join']:.1f} s",
+    )
+    nodes = [one["node"] for one in r["from a new node to its first step"]["of_each_s"].values()]
+    yield Row(
+        "Before that, for an autoscaled local node", f"{min(nodes):.0f} to {max(nodes):.0f} s"
+    )
+
+
+def notice(r: dict[str, Any]) -> Iterator[Row]:
+    yield Row(
+        f"Pause of a notice of 30 s with a replacement, of a planned leave, of a join, {r['notice']['count']} each",
+        f"medians {r['notice']['median_ms']:.0f}, {r['leave']['median_ms']:.0f}, {r['join']['median_ms']:.0f} ms",
+    )
+    yield Row("Steps done again", f"{r['steps_redone']}", "0", r["steps_redone"] == 0)
+    asked = r["asked_after_s"]
+    yield Row(
+        "The replacement is asked for after",
+        f"at most {asked['most']:.2f} s",
+        f"{asked['target']:.0f} s",
+        asked["most"] <= asked["target"],
+    )
+
+
+def silence(r: dict[str, Any]) -> Iterator[Row]:
+    loaded, silent = r["loaded"], r["silent"]
+    yield Row(
+        f"Longest time without a heartbeat, {loaded['seconds'] / 60:.0f} minutes, {loaded['processes_beside']} busy "
+        f"processes on two cores; workers evicted",
+        f"{loaded['longest_silence_s']:.2f} s; {loaded['evicted']}",
+        f"{loaded['timeout_s']:.0f} s; 0",
+        not loaded["missed"],
+    )
+    found = silent["found_after_s"]
+    yield Row(
+        f"A node that falls silent is found after, {len(found)} times",
+        f"median {silent['median_s']:.1f} s, max {max(found):.2f}",
+        f"{silent['limit_s']:.0f} s",
+        not silent["missed"],
+    )
+
+
+def spot(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    for one in r:
+        yield Row(
+            f"Goodput, {one['trace']}, {one['changes']} changes in {one['seconds']:.0f} s",
+            f"{one['goodput']:.3f}; {one['goodput_all_restarted']:.2f} where all workers are restarted at each change",
+            f"{one['target']}",
+            one["goodput"] >= one["target"],
+        )
+        yield Row(
+            "Weights beside an undisturbed run",
+            "equal" if one["same_weights_as_undisturbed"] else "different",
+            "equal",
+            one["same_weights_as_undisturbed"],
+        )
+
+
+def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.step_overhead import targets
+
+    for one, (target, met) in zip(r, targets(r).items(), strict=True):
+        per_worker = one["virtual_workers_per_worker"]
+        beside = "V = W" if per_worker == 1 else "V = 4W, beside DDP with gradient accumulation"
+        low, high = one["interval"]
+        yield Row(
+            f"Step time beside DDP, {one['parameters']} parameters, `exact={one['mode'] == 'exact'}`, {beside}, {one['pairs']} pairs",
+            f"{one['ratio']:.3f} [{low:.2f}, {high:.2f}]",
+            target.rpartition(": ")[2].partition(" ")[0],
+            met,
+        )
+
+
+def soak(r: dict[str, Any]) -> Iterator[Row]:
+    yield Row(
+        f"{r['minutes']} minutes on five emulated hosts, {sum(r['faults'].values())} faults of {len(r['faults'])} kinds: goodput",
+        f"{r['goodput']:.2f}; {r['generations']} generations, {r['workers_lost']} workers lost",
+    )
+    yield Row(
+        "Rows lost or repeated, processes or files left over",
+        f"{len(r['problems'])}",
+        "0",
+        not r["problems"],
+    )
+    yield Row(
+        "Weights beside an undisturbed run",
+        "equal" if r["same_weights"] else "different",
+        "equal",
+        r["same_weights"],
+    )
+
+
+def picture(r: dict[str, Any]) -> Iterator[Row]:
+    calm, killed = r["undisturbed"], r["with kills"]
+    same = calm["weights_sha256"] == killed["weights_sha256"]
+    yield Row(
+        f"The picture of the first page: {killed['workers_lost']} workers killed in {killed['steps']} steps, weights beside an undisturbed run",
+        "equal" if same else "different",
+        "equal",
+        same,
+    )
+    yield Row(
+        "Time undisturbed, and with kills (replacements start on the same two cores)",
+        f"{calm['seconds']:.0f} s, {killed['seconds']:.0f} s",
+    )
+
+
+def coordinator_scale(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    from benchmarks.coordinator_scale import TARGET_MS
+
+    for one in r:
+        changes = one["changes"].values()
+        longest = max(change["max_ms"] for change in changes)
+        yield Row(
+            f"{one['workers']:,} workers: p99 of an event (largest of {len(changes)} kinds of change), longest event, longest garbage collection between events; memory",
+            f"{max(change['p99_ms'] for change in changes):.2f}, {longest:.1f}, {one['longest_collection_ms']:.1f} ms; "
+            f"{one['bytes_per_worker']:,} bytes a worker",
+            f"{TARGET_MS:g} ms",
+            longest <= TARGET_MS,
+        )
+
+
+def checkpoint(r: dict[str, Any]) -> Iterator[Row]:
+    save = r["save"]
+    names = {
+        "stall / bare copy": "Time taken from the loop, beside a bare copy of the state",
+        "stall / dcp.async_save": "Time taken from the loop, beside `torch.distributed.checkpoint.async_save`",
+        "cpu / torch.save": "Processor time, beside `torch.save`",
+        "cpu / dcp.save": "Processor time, beside `torch.distributed.checkpoint.save`",
+        "cpu / dcp.async_save": "Processor time, beside `async_save`",
+    }
+    for key, what in names.items():
+        yield ratio_row(f"{what}, {save['megabytes']} MB", save["ratios"][key], most=True)
+    steps = [
+        f"{save[name]['step_ms meanwhile']['median']:.1f}"
+        for name in ("ours", "dcp.async_save", "dcp.save", "torch.save")
+    ]
+    yield Row(
+        f"A step of {save['step_ms in peace']:.1f} ms while a checkpoint is written: ours, `async_save`, `save`, `torch.save`",
+        f"{', '.join(steps)} ms",
+    )
+    yield ratio_row("Host memory, beside the state", r["memory"]["host memory / state"], most=True)
+    yield ratio_row(
+        "Reading it back, beside bare reads from the page cache", r["restore"]["ours / bare"]
+    )
+    yield ratio_row(
+        "The same from a store with 20 ms and 90 MB/s a connection", r["far"]["ours / bare"]
+    )
+
+
+def ratio_row(what: str, found: dict[str, Any], *, most: bool = False) -> Row:
+    low, high = found["interval"]
+    met = found["median"] <= found["target"] if most else found["median"] >= found["target"]
+    words = f"{'at most' if most else 'at least'} {found['target']}"
+    return Row(what, f"{found['median']:.2f} [{low:.2f}, {high:.2f}]", words, met)
+
+
+PEERS = {
+    "hugging_face": "Hugging Face datasets",
+    "litdata": "litdata",
+    "mosaicml": "mosaicml streaming",
+    "ray_data": "Ray Data",
+}
+
+
+def data(r: dict[str, Any]) -> Iterator[Row]:
+    for key, found in r["local"]["ratios"].items():
+        ours, _, bare = key.partition(" / ")
+        yield ratio_row(
+            f"Rows per second, {ours}, beside a loop that only reads and decodes ({bare})", found
+        )
+    rows = {name: found["median"] for name, found in r["local"]["rows_per_s"].items()}
+    peers = {name: found["median"] for name, found in r["local"]["peers_rows_per_s"].items()}
+    for order in ("in order", "shuffled"):
+        others = {
+            PEERS[name.removesuffix(f" {order}")]: n for name, n in peers.items() if order in name
+        }
+        ours = rows[f"parquet {order}"]
+        yield Row(
+            f"Thousand rows of 4 KiB a second, {order}",
+            f"{ours / 1000:.0f} (Parquet); "
+            + ", ".join(f"{name} {n / 1000:.0f}" for name, n in others.items()),
+            "ahead",
+            ours > max(others.values()),
+        )
+    for name, sizes in r["memory"].items():
+        if name.startswith("row groups"):
+            target = r["memory"]["target_growth_to_budget"]
+            yield Row(
+                f'Growth of a worker\'s memory beside `memory_bytes`, {name}, `shuffle="{sizes["shuffle"]}"`',
+                f"{sizes['growth_to_budget']:.2f}",
+                f"at most {target}",
+                sizes["growth_to_budget"] <= target,
+            )
+    for name in ("20 ms", "20 ms, 90 MB/s per connection"):
+        store = r["store"][name]
+        for order in ("in order", "shuffled"):
+            found = store[order]
+            low, high = found["interval"]
+            yield Row(
+                f"Parquet from a store with {name}, {order}, beside the best hand-written loop with as many requests in flight",
+                f"{found['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+                f"at least {store['target']}",
+                found["ratio"] >= store["target"],
+            )
+    waiting = r["waiting"]
+    for kind in ("sleep", "compute"):
+        one = waiting[kind]
+        changes = one["waited_share_in_2_s_after_changes"]
+        yield Row(
+            f"Share of {one['seconds']:.0f} s that a loop of {waiting['step_ms']:.0f} ms ({kind}) waits for its data",
+            f"{one['waited_share']:.2%} ({one['waited_share_in_first_2_s']:.1%} of its first 2 s)",
+            f"at most {waiting['target_share']:.0%}",
+            one["waited_share"] <= waiting["target_share"],
+        )
+        yield Row(
+            f"The same in the 2 s after a change of the generation, {len(changes)} changes",
+            f"{min(changes):.2%} to {max(changes):.2%}",
+            f"at most {waiting['target_share']:.0%}",
+            max(changes) <= waiting["target_share"],
+        )
+
+
+def command_line(r: dict[str, Any]) -> Iterator[Row]:
+    from benchmarks.command_line import TARGET_S
+
+    medians = [found["median_s"] for found in r.values()]
+    yield Row(
+        f"A call of `elastic-dp` that needs no Ray, as a whole process, load of 8 on two cores: medians of {len(medians)} calls",
+        f"{min(medians):.2f} to {max(medians):.2f} s",
+        f"{TARGET_S} s",
+        max(medians) <= TARGET_S,
+    )
+
+
+def balance(r: dict[str, Any]) -> Iterator[Row]:
+    targets = r["targets"]
+    yield Row(
+        'Step time with `balance="measured"`, one worker half as fast, beside the ideal split',
+        f"{r['step_by_ideal']:.2f} (equal split: {r['equal_by_ideal']:.2f})",
+        f"{targets['step_by_ideal']}",
+        r["step_by_ideal"] <= targets["step_by_ideal"],
+    )
+    yield Row(
+        "Measuring, per step",
+        f"{r['measuring_us_per_step']:.1f} µs",
+        f"{targets['measuring_us_per_step']:.0f} µs",
+        r["measuring_us_per_step"] <= targets["measuring_us_per_step"],
+    )
+
+
+def simulation(r: dict[str, Any]) -> Iterator[Row]:
+    first, last = r["seeds"]
+    yield Row(
+        f"Simulated runs of the coordinator, {last - first:,} seeds, {r['seen']['generations']:,} generations: invariants violated",
+        f"{len(r['failed'])}",
+        "0",
+        not r["failed"],
+    )
+
+
+class Section(NamedTuple):
+    title: str
+    command: str
+    rows: Callable[[Any], Iterator[Row]]
+    note: str = ""
+
+
+SECTIONS = {
+    "picture": Section("The first page", "benchmarks.picture", picture),
+    "recovery": Section("A worker is killed", "benchmarks.recovery --peers", recovery),
+    "join": Section("A worker joins", "benchmarks.join", join),
+    "planned": Section("Planned changes", "benchmarks.planned", planned),
+    "notice": Section("Spot notices", "benchmarks.notice", notice),
+    "silence": Section("Silent nodes", "benchmarks.silence", silence),
+    "spot": Section(
+        "Spot weather",
+        "benchmarks.spot",
+        spot,
+        "Goodput is the number of committed steps, divided by what fleets of the size of each instant make when nothing happens. "
+        "The values vary: three runs gave 0.968 to 0.991, 0.984 to 1.00 and 0.965 to 0.999, with medians "
+        "0.978, 0.993 and 0.968. The last trace changes every 3.5 s.",
+    ),
+    "step_overhead": Section(
+        "Steps beside DDP",
+        "benchmarks.step_overhead",
+        step_overhead,
+        "Our steps and DDP's are taken in turn, in the same processes, on the same rows. A target counts as missed where the whole "
+        "interval is above it.",
+    ),
+    "balance": Section("Workers of different speed", "benchmarks.balance", balance),
+    "soak": Section("A long run with faults", "benchmarks.soak", soak),
+    "checkpoint": Section("Checkpoints", "benchmarks.checkpoint", checkpoint),
+    "data": Section("Data", "benchmarks.data --peers", data),
+    "coordinator_scale": Section(
+        "The coordinator", "benchmarks.coordinator_scale", coordinator_scale
+    ),
+    "simulation": Section("The simulator", "tests.simulation --seeds 7000000 7100000", simulation),
+    "command_line": Section("The command line", "benchmarks.command_line", command_line),
+}
+
+
+def page(results: Path = RESULTS) -> str:
+    parts = [INTRODUCTION]
+    for name, section in SECTIONS.items():
+        record = json.loads((results / f"{name}.json").read_text())
+        found = record.get("results", record)
+        parts.append(f"## {section.title}\n\n```bash\npython -m {section.command}\n```\n")
+        parts.append(f"Measured on {record['date']}{hardware(record)}.\n")
+        if section.note:
+            parts.append(f"{section.note}\n")
+        lines = ["| what | measured | target | |", "|---|---|---|---|"]
+        for row in section.rows(found):
+            verdict = {None: "", True: "met", False: "**missed**"}[row.met]
+            lines.append(f"| {row.what} | {row.measured} | {row.target} | {verdict} |")
+        parts.append("\n".join(lines) + "\n")
+    parts.append(
+        "Other results: how random each shuffle is, in [Shuffling](shuffling.md#how-random-is-each-shuffle); the plot of the spot "
+        "traces, in `benchmarks/results/spot.svg`.\n"
+    )
+    return "\n".join(parts)
+
+
+def hardware(record: dict[str, Any]) -> str:
+    facts = record.get("hardware", record)
+    words = [facts.get("cpu"), f"{facts['cores']} cores" if "cores" in facts else None]
+    words.append(f"torch {facts['torch']}" if "torch" in facts else f"Python {facts['python']}")
+    return ", " + ", ".join(word for word in words if word)
+
+
+def readme(text: str, results: Path = RESULTS) -> str:
+    """README's text, with the measured lines as the results have them."""
+    before, head, after = text.partition(HEAD)
+    return before + head + highlights(results) + after[after.index("\n\n") :]
+
+
+def highlights(results: Path) -> str:
+    found = {
+        name: json.loads((results / f"{name}.json").read_text())["results"]
+        for name in ("recovery", "join", "step_overhead", "spot", "checkpoint")
+    }
+    kills, full = found["recovery"], found["join"]["with a standby"]["kill_to_full_size"]
+    three = kills["3 workers"]["pause"]
+    ray = kills["Ray Train, checkpoint each 20 steps, 3 workers"]["kills"]
+    torchft = kills["torchft 0.2, tuned, 3 workers"]["pause"]["median_ms"]
+    steps = [one for one in found["step_overhead"] if one["mode"] == "exact"]
+    ratios = [one["ratio"] for one in steps]
+    spot, stall = found["spot"][0], found["checkpoint"]["save"]["ratios"]["stall / dcp.async_save"]
+    lines = (
+        (
+            f"pause after SIGKILL of a worker, 3 workers, {three['count']} kills",
+            f"median {three['median_ms']:.0f} ms (tuned torchft {torchft:.0f} ms; Ray Train "
+            f"{min(k['to_new_step_s'] for k in ray):.0f} to {max(k['to_new_step_s'] for k in ray):.0f} s)",
+            "benchmarks.recovery --peers",
+        ),
+        (
+            f"from a kill to full size with a standby, {full['count']} kills",
+            f"median {full['median_ms']:.0f} ms",
+            "benchmarks.join",
+        ),
+        (
+            "exact step beside DDP, 0.9M to 25.5M parameters",
+            f"{min(ratios):.2f} to {max(ratios):.2f} of its time",
+            "benchmarks.step_overhead",
+        ),
+        (
+            "useful steps on 17 hours of AWS spot weather, compressed, of what is possible",
+            f"{spot['goodput']:.1%} ({spot['goodput_all_restarted']:.0%} if all are restarted at each change)",
+            "benchmarks.spot",
+        ),
+        (
+            "time that a checkpoint takes from the loop, beside torch's `async_save`",
+            f"{stall['median']:.2f}",
+            "benchmarks.checkpoint",
+        ),
+    )
+    return "\n".join(
+        f"| {what} | {measured} | `python -m {command}` |" for what, measured, command in lines
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    README.write_text(readme(README.read_text()))
+    print(PAGE)

@@ -1,0 +1,244 @@
+"""README.md and docs/: the commands, names, messages, links and numbers on them are those of the code and of the results."""
+
+import ast
+import builtins
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import elastic_dp
+import elastic_dp.data
+from benchmarks import performance
+from elastic_dp import cli, errors
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+}
+every_page = pytest.mark.parametrize("page", PAGES)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def commands(text: str) -> list[str]:
+    """Of shell blocks and of `code` in the text, without comments."""
+    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
+    lines += re.findall(r"`((?:elastic-dp|make|python -m) [^`\n]*)`", text)
+    return [line.partition("  #")[0].strip() for line in lines if line.strip()]
+
+
+def slug(title: str) -> str:
+    return re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", title).lower()).strip().replace(" ", "-")
+
+
+# ------------------------------------------------------------------------------------------ the first page
+
+
+def test_readme_is_short_and_keeps_its_order():
+    assert len(README.splitlines()) <= 150
+    order = [
+        "![",
+        "**What has not been tried.**",
+        "## Quick start",
+        "## The loop",
+        "## Measured",
+        "## When to use it, and when not",
+        "## Read on",
+    ]
+    assert [README.index(part) for part in order] == sorted(README.index(part) for part in order)
+    assert re.findall("^## (.*)", README, re.M) == [o[3:] for o in order if o.startswith("## ")]
+
+
+def test_readme_shows_the_picture_that_was_measured():
+    results = json.loads((ROOT / "benchmarks/results/picture.json").read_text())["results"]
+    calm, killed = results["undisturbed"], results["with kills"]
+    assert calm["weights_sha256"] == killed["weights_sha256"] and calm["loss"] == killed["loss"]
+    assert killed["workers_lost"] == sum(count for _, count in killed["kills"]) > 0
+    assert f"{killed['workers_lost']} workers got SIGKILL" in README
+    assert f"a loss of {calm['loss']!r}" in README
+    picture = (ROOT / "docs/assets/picture.svg").read_text()
+    assert picture.count(f"final loss {calm['loss']!r}") == 2
+    assert calm["weights_sha256"][:16] in picture
+
+
+def test_readme_and_page_of_performance_have_what_the_results_say():
+    """`python -m benchmarks.performance` writes them."""
+    assert performance.PAGE.read_text() == performance.page()
+    assert performance.readme(README) == README
+
+
+def test_pages_of_comparison_and_failures_have_the_pauses_that_were_measured():
+    results = json.loads((ROOT / "benchmarks/results/recovery.json").read_text())["results"]
+    row = re.search(r"^\| pause after SIGKILL.*", PAGES["docs/comparison.md"], re.M).group()
+    for name in ("3 workers", "torchft 0.2, tuned, 3 workers", "torchft 0.2, default, 3 workers"):
+        assert f"{results[name]['pause']['median_ms']:.0f} ms" in row
+    ours = f"median {results['3 workers']['pause']['median_ms']:.0f} ms with 3 workers on CPUs"
+    assert ours in PAGES["docs/failures.md"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/get-started.md"])
+def test_job_of_the_first_page_trains(page, tmp_path, monkeypatch, capsys):
+    (job,) = blocks(PAGES[page], "python")
+    fit = elastic_dp.ElasticTrainer.fit
+
+    def here(trainer):
+        trainer.storage_path = str(tmp_path)
+        return fit(trainer, local=True)
+
+    monkeypatch.setattr(elastic_dp.ElasticTrainer, "fit", here)
+    script = tmp_path / "mine.py"
+    script.write_text(job)
+    exec(compile(job, script, "exec"), {"__name__": "__main__"})
+    step, digest = capsys.readouterr().out.split()
+    assert step == "200" and len(digest) == 64
+    logged = [json.loads(x) for x in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert logged[-1]["loss"] < 0.01
+
+
+# ------------------------------------------------------------------------------------- names on all pages
+
+
+@every_page
+def test_links_lead_to_pages_and_headings_that_exist(page):
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            titles = map(slug, re.findall(r"^#+ (.*)", path.read_text(), re.M))
+            assert anchor in titles, target
+
+
+@every_page
+def test_paths_in_the_text_exist(page):
+    named = re.findall(r"`((?:elastic_dp|tests|benchmarks|jobs|k8s|docs)/[\w./*-]*)`", PAGES[page])
+    for path in named:
+        assert list(ROOT.glob(path.rstrip("/"))), path
+
+
+@every_page
+def test_commands_exist_with_their_options(page):
+    app = typer.main.get_command(cli.app)
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands(PAGES[page]):
+        words = shlex.split(command.replace("…", "X"))
+        words[0] = words[0].removeprefix(".venv/bin/")
+        if words[0] == "make":
+            assert all(f"\n{target}:" in makefile for target in words[1:] if "=" not in target)
+        elif words[0] == "elastic-dp":
+            verb, rest = app, words[1:]
+            while rest and rest[0] in getattr(verb, "commands", {}):
+                verb, rest = verb.commands[rest[0]], rest[1:]
+            assert verb is not app, command
+            options = {name for param in verb.params for name in param.opts}
+            rest = rest[: rest.index("--")] if "--" in rest else rest
+            assert {word for word in rest if word.startswith("--")} <= options, command
+        elif words[:2] == ["python", "-m"] and words[2].startswith(("benchmarks", "tests")):
+            path = ROOT / words[2].replace(".", "/")
+            path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+            source = path.read_text()
+            assert all(word in source for word in words[3:] if word.startswith("--")), command
+
+
+@every_page
+def test_python_on_the_page_can_be_parsed(page):
+    for block in blocks(PAGES[page], "python"):
+        ast.parse(block)
+
+
+@every_page
+def test_fields_methods_and_errors_on_the_page_exist(page):
+    text = PAGES[page]
+    configs = "DataConfig|MapStyleData|ScalingConfig|CheckpointConfig|FailureConfig|Result|Run|Step"
+    for owner, name in re.findall(rf"\b({configs})\.(\w+)", text):
+        kind = getattr(elastic_dp, owner)
+        fields = (
+            {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else ()
+        )
+        properties = vars(kind).get("__init__").__code__.co_names if owner == "Step" else ()
+        assert name in fields or name in properties or hasattr(kind, name), f"{owner}.{name}"
+    for name in re.findall(r"\bctx\.([a-z]\w*)", text):
+        assert hasattr(elastic_dp.TrainContext, name), f"ctx.{name}"
+    for name in re.findall(r"`(\w+Error|RunMismatch|LeaseLost|BadShard)`", text):
+        assert hasattr(errors, name) or hasattr(builtins, name), name
+
+
+def test_names_of_the_architecture_are_in_the_source():
+    """Names of classes, constants and snake_case things in backticks."""
+    files = [*ROOT.glob("elastic_dp/**/*.py"), *ROOT.glob("tests/simulation/*.py")]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    words |= {*dir(builtins), "manual_seed"}
+    pages = [page for page in PAGES if "/architecture/" in page or page == "docs/glossary.md"]
+    assert len(pages) > 10
+    for page in pages:
+        if page == "docs/architecture/kubernetes.md":
+            continue  # tests/k8s looks at those names
+        for name in re.findall(r"`([A-Z][a-z]+[A-Z]\w+|[a-z]+_[a-z_]+)`", PAGES[page]):
+            assert name in words, f"{name} in {page}"
+
+
+# ----------------------------------------------------------------------------------------- troubleshooting
+
+
+def texts_of_the_source() -> list[str]:
+    """Every string of the package, with … for what is put in."""
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else ""
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text(v) if isinstance(v, ast.Constant) else "…" for v in node.values)
+        if isinstance(node, ast.BinOp):
+            return text(node.left) + text(node.right)
+        return ""
+
+    trees = [ast.parse(path.read_text()) for path in ROOT.glob("elastic_dp/**/*.py")]
+    kinds = ast.Constant | ast.JoinedStr | ast.BinOp
+    return [text(n) for tree in trees for n in ast.walk(tree) if isinstance(n, kinds)]
+
+
+def test_messages_of_the_page_of_troubleshooting_are_in_the_source():
+    rows = re.findall(r"^\| `([^`]+)` \|", PAGES["docs/troubleshooting.md"], re.M)
+    assert len(rows) > 50
+    source = texts_of_the_source()
+    for message in rows:
+        parts = [part for part in re.split(r"\s*…\s*", message) if part]
+        assert any(all(part in text for part in parts) for text in source), message
+
+
+# --------------------------------------------------------------------------------------------- the site
+
+
+def test_api_pages_have_every_public_name():
+    pages = "".join(path.read_text() for path in ROOT.glob("docs/api/*.md"))
+    described = set(re.findall(r"^::: elastic_dp\.([\w.]+)$", pages, re.M))
+    assert {*elastic_dp.__all__, "errors", "data.convert", "data.inspect"} <= described
+
+
+def test_docs_build_strictly_and_ask_no_other_host(tmp_path):
+    """Links, headings and references are checked by the build."""
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    pages = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
+    assert len(pages) > 40
+    for page in pages:
+        asked = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?:[^\" >]*)", page)
+        assert not asked
+    assert "heartbeat_timeout_s" in (tmp_path / "site/api/config.html").read_text()

@@ -1,0 +1,101 @@
+"""The wheel, installed into an empty environment, trains: nothing of the checkout is imported."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCH = "torch==2.13.0"
+
+# It installs torch and Ray, and trains: about eight minutes on two cores.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def run(*words, cwd, **env):
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd,
+        env=clean | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"} | env,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The `bin` of a new environment, with the wheel and what the README says to install, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    for name in filter(None, listed):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "docs/", "k8s/")):
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "source" / name)
+    pip = ("-m", "pip", "--disable-pip-version-check")
+    wheels = folder / "wheels"
+    run(sys.executable, *pip, "wheel", "--no-deps", "-w", wheels, folder / "source", cwd=folder)
+    (wheel,) = wheels.glob("*.whl")
+    run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    given = ("install", "--quiet", "-c", ROOT / "constraints.txt")
+    run(python, *pip, *given, TORCH, cwd=folder)
+    run(python, *pip, *given, f"{wheel}[cli]", "scikit-learn", cwd=folder)
+    return python.parent
+
+
+def test_wheel_is_typed_licensed_and_has_no_tests(installed):
+    code = (
+        "import elastic_dp, importlib.metadata as m; d = m.distribution('elastic_dp'); "
+        "print(elastic_dp.__file__, d.metadata['License-Expression'], "
+        "sorted({str(f).split('/')[0] for f in d.files}))"
+    )
+    said = run(installed / "python", "-c", code, cwd=installed.parent)
+    assert said.startswith(str(installed.parent)) and "Apache-2.0" in said
+    assert not re.search("tests|jobs|benchmarks|k8s", said.partition("[")[2])
+
+
+def test_wheel_trains_the_digits(installed, tmp_path):
+    words = ("--workers", "2", "--epochs", "3", "--data", "digits", "--storage-path", "runs")
+    script = tmp_path / "digits.py"
+    shutil.copy(ROOT / "jobs" / "digits.py", script)  # so that the checkout is not on the path
+    said = run(installed / "python", script, *words, "--name", "a", cwd=tmp_path)
+    assert float(re.search(r"test accuracy ([\d.]+)%", said).group(1)) > 90
+    alone = run(installed / "python", script, *words, "--name", "b", "--local", cwd=tmp_path)
+    assert said.splitlines()[-1] == alone.splitlines()[-1]  # the digest of the weights
+    listed = run(installed / "elastic-dp", "list", "--storage-path", "runs", "--json", cwd=tmp_path)
+    assert {one["name"] for one in json.loads(listed)} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("train", r"final loss 2\.\d+ after 400 steps.*\nweights sha256 [0-9a-f]{64}\n$"),
+        ("chaos", r"workers killed.*\n.*\n.*\nequal, to the last bit\n$"),
+    ],
+)
+def test_commands_of_the_quick_start_run_in_a_clean_copy(target, said, installed):
+    assert f"\nmake {target} " in (ROOT / "README.md").read_text()
+    source = installed.parent.parent / "source"
+    if not (source / ".venv").exists():
+        (source / ".venv").symlink_to(installed.parent)
+        (source / ".venv" / "installed").touch()  # what `make install` leaves
+    assert re.search(said, run("make", target, cwd=source, HOME=str(source)))
+
+
+def test_job_of_the_first_page_runs_as_it_stands(installed, tmp_path):
+    (job,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "mine.py").write_text(job)
+    home = {"HOME": str(tmp_path)}
+    said = run(installed / "python", "mine.py", cwd=tmp_path, **home)
+    assert re.fullmatch(r"200 [0-9a-f]{64}\n", said.splitlines(keepends=True)[-1])
+    again = run(installed / "python", "mine.py", cwd=tmp_path, **home)  # its stored result
+    assert again.splitlines()[-1] == said.splitlines()[-1]
