@@ -35,7 +35,7 @@ ALLOWED = {
     "telemetry": {"errors", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
     "data": {"errors", "spec", "sampling", "shipping", "storage", "data", "threads"},
-    "dataprep": {"errors", "spec", "storage", "data", "dataprep", "threads"},
+    "dataprep": {"errors", "spec", "sampling", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint"},
     "distributed": {"errors", "distributed", "threads"},
     "train": {

@@ -227,7 +227,12 @@ def test_messages_of_the_page_of_troubleshooting_are_in_the_source():
 def test_api_pages_have_every_public_name():
     pages = "".join(path.read_text() for path in ROOT.glob("docs/api/*.md"))
     described = set(re.findall(r"^::: elastic_dp\.([\w.]+)$", pages, re.M))
-    assert {*elastic_dp.__all__, "errors", "dataprep.convert.convert", "dataprep.inspect"} <= described
+    assert {
+        *elastic_dp.__all__,
+        "errors",
+        "dataprep.convert.convert",
+        "dataprep.inspect",
+    } <= described
 
 
 def test_docs_build_strictly_and_ask_no_other_host(tmp_path):

@@ -20,8 +20,8 @@ from elastic_dp.data.pipeline.collation import nbytes_of
 from elastic_dp.dataprep import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
-from tests.data.test_formats import BINARY, in_memory
 from tests.data.test_batch_assembler import gathered
+from tests.data.test_formats import BINARY, in_memory
 from tests.data.test_index import config, opened
 
 ROWS = 37
@@ -214,7 +214,7 @@ def with_draws(batch):
     ids=["plain", "transform", "process"],
 )
 def test_objects_are_the_same_on_any_fleet(workers, options, tmp_path):
-    """One that runs all virtual workers ahead in portions, and one that is asked for single micro-batches."""
+    """One that runs all virtual workers ahead in chunks, and one that is asked for single micro-batches."""
     BINARY["parquet"](tmp_path / "a", TABLE)
     shape = {"micro_batch_size": 3, "epochs": 2, "tail": "short", "collate_fn": collect, **options}
     columns = [*OBJECTS, *RAGGED]
@@ -241,7 +241,7 @@ def test_objects_are_the_same_on_any_fleet(workers, options, tmp_path):
 
 
 def test_what_is_made_ahead_of_objects_counts(tmp_path):
-    """Text counted as nothing: as much of it was made ahead as there were portions for."""
+    """Text counted as nothing: as much of it was made ahead as there were chunks for."""
     chats = [[{"role": "user", "content": "x" * 1000}] * 4] * 64
     column = decode_column(pa.chunked_array([pa.array(chats)]), "x")
     gathering = gathered([column], [0] * 64, range(64))

@@ -93,11 +93,11 @@ def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness,
 
 @pytest.mark.parametrize("size", [4 * B * V, 47 * B * V])
 def test_in_file_order_what_is_decoded_is_what_is_handed_out(size):
-    """But for row groups that two portions need."""
+    """But for row groups that two chunks need."""
     groups = FakeRowGroups([size] * 40, mapped=False)
     data = opened(groups, shuffle="none", epochs=1, tail="short")
     data.read_ahead(1, range(V))
-    while 1 not in data._stream._micro_batches._steps:
+    while 1 not in data._stream._micro_batches._planned._steps:
         pass  # what is taken before it is planned is read for itself
     as_decoded = count = 0
     for step in range(1, data.steps_per_epoch + 1):
@@ -192,7 +192,7 @@ def test_a_moved_virtual_worker_reads_one_row_group_of_each_of_its_streams_again
         for v in range(V):
             old.batch(step, v)
     new.read_ahead(last + 1, [2])
-    while last + 1 not in new._stream._micro_batches._steps:
+    while last + 1 not in new._stream._micro_batches._planned._steps:
         pass  # what is taken before it is planned is read for itself
     for step in range(last + 1, last + 41):
         check(new.batch(step, 2), expected(order, came, step, 2))
@@ -210,7 +210,7 @@ def test_of_what_stays_nothing_is_located_again_when_the_share_changes():
     made = data._stream._micro_batches
     while made.extend():
         pass
-    planned_to = min(made._cursors.values())
+    planned_to = min(made._planned.cursors.values())
     assert planned_to > 1000
     located: list[int] = []
     locate = data._stream.locate
@@ -287,30 +287,30 @@ def test_too_little_memory_is_an_error_that_names_the_row_group():
 
 
 def num_made(micro_batches) -> int:
-    return sum(m.portion.made for m in micro_batches._planned())
+    return sum(m.chunk.made for m in micro_batches._planned)
 
 
 def all_made(micro_batches) -> int:
     """0: some are being made."""
-    begun = [m for m in micro_batches._planned() if m.portion.begun]
-    return len(begun) if all(m.portion.made for m in begun) else 0
+    begun = [m for m in micro_batches._planned if m.chunk.begun]
+    return len(begun) if all(m.chunk.made for m in begun) else 0
 
 
 @pytest.mark.parametrize(("transform", "together"), [(None, 128), (lambda batch, rng: batch, 1)])
 def test_micro_batches_are_made_ahead_and_not_without_end(transform, together):
-    """In portions of a bounded number of bytes; one by one where that takes the user's code."""
+    """In chunks of a bounded number of bytes; one by one where that takes the user's code."""
     groups = FakeRowGroups([64] * 200)
     row_bytes = 8 + 4 * WIDTH
-    budget = 8 * 4 * 128 * B * row_bytes  # an eighth is for what is made ahead: four portions
+    budget = 8 * 4 * 128 * B * row_bytes  # an eighth is for what is made ahead: four chunks
     data = opened(groups, epochs=None, memory_bytes=budget, transform=transform)
     data.read_ahead(1, [0])
     made = data._stream._micro_batches
     data.batch(1, 0)
     with made._lock:
         assert made._done.wait_for(lambda: all_made(made) >= 4 * together - 1, timeout=PATIENCE_S)
-        assert made._ahead == 4
+        assert made._planned._waiting.count == 4
         assert num_made(made) <= 4 * together  # but for the one that was taken
-        assert made._bytes == 4 * together * B * row_bytes
+        assert made._planned._waiting.nbytes == 4 * together * B * row_bytes
     data.close()
 
 

@@ -187,7 +187,7 @@ def test_create_only_refuses_the_second(place):
     with pytest.raises(FileExistsError):
         store.write(path, b"second", create_only=True)
     assert bytes(store.read_all(path)) == b"first"
-    assert names(store, store.find(store.path)) == ["commit record"]  # nothing is left aside
+    assert names(store, store.find(store.path)) == ["seal"]  # nothing is left aside
 
 
 def test_of_many_creators_one_wins(place):
@@ -226,7 +226,7 @@ def test_http_says_that_it_cannot_list_or_create(place):
         with pytest.raises(StorageError, match="no listing"):
             store.find(path)
     with pytest.raises(StorageError, match="only if there is none"):
-        store.write(store.path + "commit record", b"x", create_only=True)
+        store.write(store.path + "seal", b"x", create_only=True)
 
 
 def test_names_with_odd_characters(place):

@@ -123,7 +123,7 @@ def test_a_short_tail(rows, train):
     ids=["none", "rows", "transform", "process", "collate_fn"],
 )
 def test_rows_of_an_odd_number_of_bytes(shuffle, more, tmp_path):
-    """Where a micro-batch lies in its portion depends on the fleet, and a matrix product on the address of its input."""
+    """Where a micro-batch lies in its chunk depends on the fleet, and a matrix product on the address of its input."""
     random = np.random.default_rng(0)
     for shard in range(4):
         x = pa.FixedSizeListArray.from_arrays(random.random(17 * 150, dtype=np.float32), 17)

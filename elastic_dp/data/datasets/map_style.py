@@ -21,7 +21,8 @@ from torch.utils.data import default_collate
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.pipeline.collation import aligned_tensors, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.data.pipeline.micro_batches import MicroBatch, MicroBatches
+from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
+from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import Key
 from elastic_dp.data.pipeline.user_code_process import Process
 from elastic_dp.errors import DataError, UserCodeError
@@ -71,7 +72,7 @@ class MapStyleDataset(_NoRowGroups):
             self,
             micro_batch_size=config.micro_batch_size,
             ahead_bytes=AHEAD_BYTES,
-            makers=config.workers,
+            producers=config.workers,
         )
 
     @property
@@ -143,9 +144,9 @@ class MapStyleDataset(_NoRowGroups):
     def forget(self, keys: Iterable[Key]) -> None:
         """What is being made is thrown away when it is."""
 
-    def make(self, key: Key, wanted: Sequence[MicroBatch], maker: int) -> tuple[list[Any], int]:
+    def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         (one,) = wanted
-        made = self._processes[maker].run(one.work, *one.place)
+        made = self._processes[producer].run(one.work, *one.slot)
         made = pinned(made) if self._pin else made
         return [made], nbytes_of(made)
 

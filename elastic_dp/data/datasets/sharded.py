@@ -21,7 +21,8 @@ from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
 from elastic_dp.data.pipeline.batch_assembler import Gathering, Ints
 from elastic_dp.data.pipeline.collation import Collating, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.data.pipeline.micro_batches import STEPS_AHEAD, MicroBatch, MicroBatches
+from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
+from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, Columns, Key, RowGroupReader
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.data.pipeline.user_code_process import Process
@@ -32,7 +33,7 @@ from elastic_dp.shipping import shipped
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 
-MAKERS = 2  # threads, where user code needs no processes
+PRODUCERS = 2  # threads, where user code needs no processes
 AHEAD_PART = 8  # of the memory, one in so many is for micro-batches made ahead
 # And one in so many for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220 in row groups of 1 to 5 MiB.
 SLACK_PART = 6
@@ -218,7 +219,7 @@ class _Stream:
             self,
             micro_batch_size=order.micro_batch_size,
             ahead_bytes=ahead,
-            makers=workers or MAKERS,
+            producers=workers or PRODUCERS,
             rows_at_once=0
             if workers or self._collating.runs_early
             else _rows_in(row_groups, ahead),
@@ -311,7 +312,7 @@ class _Stream:
         return [((groups, rows), len(rows)) for groups, rows in each]
 
     def parts(self, before: Located, after: Located) -> bool:
-        """Where one row group ends: one that lies in one portion need not be copied."""
+        """Where one row group ends: one that lies in one chunk need not be copied."""
         return self._in_file_order and before[0][0] != after[0][0]
 
     def plan(self, needs: Sequence[tuple[Key, Sequence[Located]]]) -> None:
@@ -320,7 +321,7 @@ class _Stream:
     def forget(self, keys: Iterable[Key]) -> None:
         self.reader.forget(keys)
 
-    def make(self, key: Key, wanted: Sequence[MicroBatch], maker: int) -> tuple[list[Any], int]:
+    def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         groups = np.concatenate([m.work[0] for m in wanted])
         rows = np.concatenate([m.work[1] for m in wanted])
         # One by itself may be for user code, and counts as what that makes of it.
@@ -335,7 +336,7 @@ class _Stream:
             if needed:
                 made.append(failed[min(needed)])
             else:
-                made.append(self._finish(gathering.cut(start, stop), m, maker))
+                made.append(self._finish(gathering.cut(start, stop), m, producer))
         return made, gathering.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
     def _fill(self, gathering: Gathering, key: Key) -> dict[int, BadShard]:
@@ -378,12 +379,12 @@ class _Stream:
                 self.bad.add(row_group)
         return failed
 
-    def _finish(self, arrays: dict[str, Any] | None, wanted: MicroBatch, maker: int) -> Any:
+    def _finish(self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int) -> Any:
         if arrays is None:
             return None
         if not self._in_processes:
-            return self._collating.early(arrays, *wanted.place)
-        made = self._processes[maker].run(arrays, *wanted.place)
+            return self._collating.early(arrays, *wanted.slot)
+        made = self._processes[producer].run(arrays, *wanted.slot)
         return pinned(made) if self._pin else made
 
     def _readable(self, row_groups: list[int]) -> list[int]:

@@ -1,0 +1,303 @@
+"""Which micro-batches will be taken, in which chunks they are made, and how many may wait: `MicroBatches` without its threads.
+
+Micro-batches are planned and made in *chunks* of some that follow each other, because both cost by the call: a small
+micro-batch costs little more than its bytes do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from elastic_dp.data.pipeline.row_group_residency import Key
+
+STEPS_AHEAD = 4  # or as many chunks: made, or in making
+ROWS_PLANNED, MICRO_BATCHES_PLANNED = 1 << 20, 1 << 13  # a row is 16 bytes
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """`work` says where its rows are."""
+
+    step: int
+    virtual_worker: int
+    work: Any
+    rows: int
+    chunk: Chunk | None = None  # None: not planned yet
+    item: Any = None
+
+    @property
+    def slot(self) -> tuple[int, int]:
+        return self.step, self.virtual_worker
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    key: Key
+    micro_batches: Sequence[MicroBatch]
+    left: int = 0  # of them: planned, and not taken
+    awaited: bool = False  # by `take`
+    begun: bool = False
+    made: bool = False
+    nbytes: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self.begun and (self.awaited or self.left > 0)
+
+
+class ChunkPacker:
+    """Micro-batches to chunks of at most `rows_at_once`, or of one micro-batch. `parts(work, next work)`: whether the two
+    better lie in different chunks."""
+
+    def __init__(self, rows_at_once: int, parts: Callable[[Any, Any], bool]) -> None:
+        self._rows_at_once, self._parts = rows_at_once, parts
+        self._numbers = count(1)
+
+    def pack(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Chunk]:
+        rows, together = 0, list[MicroBatch]()
+        for m in sorted(micro_batches, key=lambda m: m.slot):
+            if together and self._is_enough(rows, together[-1], m):
+                yield self._chunk(together[0].slot, together)
+                rows, together = 0, []
+            together.append(m)
+            rows += m.rows
+        if together:
+            yield self._chunk(together[0].slot, together)
+
+    def first_of_all(self, micro_batch: MicroBatch) -> Chunk:
+        """One that somebody waits for, though nobody had planned it."""
+        chunk = self._chunk((0, 0), [micro_batch])
+        chunk.awaited = True
+        return chunk
+
+    def _is_enough(self, rows: int, last: MicroBatch, following: MicroBatch) -> bool:
+        """Whether a chunk of so many rows ends between these two."""
+        if rows + following.rows > self._rows_at_once:
+            return True
+        return rows * 2 >= self._rows_at_once and self._parts(last.work, following.work)
+
+    def _chunk(self, slot: tuple[int, int], micro_batches: list[MicroBatch]) -> Chunk:
+        chunk = Chunk((*slot, next(self._numbers)), micro_batches)
+        for micro_batch in micro_batches:
+            micro_batch.chunk = chunk
+        return chunk
+
+
+@dataclass(slots=True)
+class WaitingChunks:
+    """Chunks that are made, or being made, and of which something is to be taken: at most so many, and so many bytes."""
+
+    limit_bytes: int
+    count: int = 0
+    nbytes: int = 0
+    _largest: int = 0  # so far; what one counts as while it is being made
+
+    def has_room(self, steps_ahead: int) -> bool:
+        few = steps_ahead < STEPS_AHEAD or self.count < STEPS_AHEAD
+        return steps_ahead <= 0 or (few and self.nbytes + self._largest <= self.limit_bytes)
+
+    def begin(self, chunk: Chunk) -> None:
+        self.count += 1
+        chunk.nbytes = self._largest
+        self.nbytes += chunk.nbytes
+
+    def end(self, chunk: Chunk, nbytes: int) -> None:
+        """It was made."""
+        self._largest = max(self._largest, nbytes)
+        if chunk.left:
+            self.nbytes += nbytes - chunk.nbytes
+            chunk.nbytes = nbytes
+
+    def remove(self, chunk: Chunk) -> None:
+        self.count -= 1
+        self.nbytes -= chunk.nbytes
+
+
+class MicroBatchPlan:
+    """What is planned, and not taken. Called under one lock.
+
+    `last_step`: gives the last one there is, None if there is none. `micro_batch_size` in rows.
+    """
+
+    def __init__(
+        self, micro_batch_size: int, ahead_bytes: int, last_step: Callable[[], int | None]
+    ) -> None:
+        self._last_step = last_step
+        self._rows_planned = min(ROWS_PLANNED, MICRO_BATCHES_PLANNED * micro_batch_size)
+        # Beyond what is made, so that a row group that is read through is not dropped in between.
+        self._margin = 2 + 64 // micro_batch_size
+        self.step = 0  # the present one
+        self.cursors: dict[int, int] = {}  # by virtual worker: its first step that is not planned
+        self._steps: dict[int, dict[int, MicroBatch]] = {}
+        self._rows = 0
+        self._todo: list[tuple[Key, Chunk]] = []  # a heap
+        self._waiting = WaitingChunks(ahead_bytes)
+        self._full = False  # no more is planned until some is taken
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (m for by_worker in self._steps.values() for m in by_worker.values())
+
+    def find(self, step: int, virtual_worker: int) -> MicroBatch | None:
+        return self._steps.get(step, {}).get(virtual_worker)
+
+    def clear(self) -> None:
+        self._steps.clear()
+        self._todo.clear()
+
+    # ---------------------------------------------------------------------------- what is planned
+
+    def move(
+        self, step: int, virtual_workers: set[int]
+    ) -> tuple[list[tuple[int, int]], list[MicroBatch], list[Key]]:
+        """From `step` on, these are taken. Returns what is to be planned again: (step, virtual worker) that were taken, since
+        the step is redone, and micro-batches of chunks that are torn; and the keys of chunks that nobody wants any more."""
+        gone = [m for m in self if m.step < step or m.virtual_worker not in virtual_workers]
+        stale = self.discard(gone)
+        self.step = step
+        self.cursors = {v: max(step, self.cursors.get(v, step)) for v in virtual_workers}
+        again = [
+            (at, v)
+            for v, cursor in self.cursors.items()
+            for at in range(step, cursor)
+            if v not in self._steps.get(at, {})
+        ]
+        torn = self._rest_of({m.chunk for m in gone})
+        return again, torn, stale + self.discard(torn)
+
+    def _rest_of(self, chunks: set[Chunk | None]) -> list[MicroBatch]:
+        """What is planned of those that are not begun."""
+        rest = [m for c in chunks if c is not None and not c.begun for m in c.micro_batches]
+        return [m for m in rest if self.find(*m.slot) is m]
+
+    def add(self, chunks: Iterable[Chunk], cursors: Mapping[int, int]) -> list[Key]:
+        """Returns the keys of chunks of which nothing is wanted by now."""
+        self.cursors |= {v: max(self.cursors[v], stop) for v, stop in cursors.items()}
+        stale = []
+        for chunk in chunks:
+            for micro_batch in chunk.micro_batches:
+                if micro_batch.step >= self.step:
+                    self._steps.setdefault(micro_batch.step, {})[micro_batch.virtual_worker] = (
+                        micro_batch
+                    )
+                    self._rows += micro_batch.rows
+                    chunk.left += 1
+            self.push(chunk)
+            if not chunk.left:
+                stale.append(chunk.key)
+        return stale
+
+    def push(self, chunk: Chunk) -> None:
+        heapq.heappush(self._todo, (chunk.key, chunk))
+
+    def discard(self, micro_batches: Iterable[MicroBatch]) -> list[Key]:
+        """Taken, or not wanted. Returns the keys of chunks that nobody wants any more."""
+        stale = []
+        for micro_batch in micro_batches:
+            chunk, by_worker = micro_batch.chunk, self._steps[micro_batch.step]
+            assert chunk is not None
+            del by_worker[micro_batch.virtual_worker]
+            if not by_worker:
+                del self._steps[micro_batch.step]
+            self._rows -= micro_batch.rows
+            chunk.left -= 1
+            if not chunk.left:
+                if chunk.begun:
+                    self._waiting.remove(chunk)
+                if not chunk.awaited:
+                    stale.append(chunk.key)
+                self._let_go(chunk)
+        return stale
+
+    def pass_to(self, step: int) -> list[Key]:
+        """What earlier steps still had is not wanted any more."""
+        passed = range(self.step, step)
+        if len(passed) > len(self._steps):
+            steps = [at for at in self._steps if at < step]
+        else:
+            steps = [at for at in passed if at in self._steps]
+        stale = self.discard([m for at in steps for m in self._steps[at].values()])
+        self.step = step
+        self.cursors = {v: max(step, cursor) for v, cursor in self.cursors.items()}
+        return stale
+
+    # ------------------------------------------------------------------------- whether to plan more
+
+    def look_for_room(self) -> None:
+        """Whether it is full is decided when more may be planned, and holds until a quarter is taken."""
+        self._full = self._rows >= self._rows_planned
+
+    @property
+    def may_grow(self) -> bool:
+        """More of it is needed, or wanted and not full."""
+        return not self._full or min(self.cursors.values()) < self._wanted_until()
+
+    @property
+    def is_complete(self) -> bool:
+        """Up to the last step there is, or for no virtual worker."""
+        first = min(self.cursors.values(), default=None)
+        last = self._last_step()
+        return first is None or (last is not None and first > last)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether something may be made of which the steps behind it are not planned."""
+        if self.is_complete:
+            return False
+        room_again = self._full and self._rows < self._rows_planned * 3 // 4
+        return room_again or min(self.cursors.values()) < self._wanted_until()
+
+    def next_steps(self, steps: int) -> tuple[dict[int, range], int]:
+        """By virtual worker what to plan next, and the step behind all of it."""
+        behind = min(self.cursors.values()) + steps
+        if (last := self._last_step()) is not None:
+            behind = min(behind, last + 1)
+        return {v: range(at, behind) for v, at in self.cursors.items() if at < behind}, behind
+
+    def _wanted_until(self) -> int:
+        """The first step that need not be planned yet."""
+        while self._todo and not self._todo[0][1].is_wanted:
+            heapq.heappop(self._todo)
+        made = self._todo[0][1].micro_batches[-1].step if self._todo else 0
+        return max(self.step, made) + 1 + self._margin
+
+    # -------------------------------------------------------------------------------- what is made
+
+    def begin_next(self) -> Chunk | None:
+        """The first that is to be made, if there is room for it."""
+        while self._todo:
+            chunk = self._todo[0][1]
+            if chunk.is_wanted and not chunk.awaited:
+                steps_ahead = chunk.micro_batches[0].step - self.step
+                if not self._waiting.has_room(steps_ahead):
+                    return None
+            heapq.heappop(self._todo)
+            if chunk.is_wanted:
+                chunk.begun = True
+                if chunk.left:
+                    self._waiting.begin(chunk)
+                return chunk
+        return None
+
+    def end(self, chunk: Chunk, items: Sequence[Any], nbytes: int) -> None:
+        self._waiting.end(chunk, nbytes)
+        for micro_batch, item in zip(chunk.micro_batches, items, strict=True):
+            micro_batch.item = item
+        chunk.made, chunk.micro_batches = True, ()  # each lives as long as it is wanted
+
+    def put_back(self, chunk: Chunk) -> None:
+        """It could not be made yet."""
+        chunk.begun = False
+        if chunk.left:
+            self._waiting.remove(chunk)
+        chunk.nbytes = 0
+        self._let_go(chunk)
+        self.push(chunk)
+
+    def _let_go(self, chunk: Chunk) -> None:
+        """One that will not be made holds nothing: its micro-batches may be made in another."""
+        if not chunk.begun and not chunk.is_wanted:
+            chunk.micro_batches = ()
