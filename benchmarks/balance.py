@@ -24,11 +24,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.report import write
-from elastic_dp.cluster.heartbeats import Page
-from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.cluster.heartbeat.heartbeat_server import Page
 from elastic_dp.coordinator import assignment
 from elastic_dp.data import open_data
 from elastic_dp.spec import JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.train.run import LocalRun
 from elastic_dp.train.speed import Speed
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.recovery import Points, train
 from benchmarks.report import write
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator.messages import StopRequested, WorkerHeard
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 
 LOAD = 8  # processes a core
 SPARE_S = 1.0  # a silent node is found this long after `heartbeat_timeout_s` at the latest

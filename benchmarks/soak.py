@@ -37,7 +37,7 @@ from tests.chaos.hosts import Host, folder
 from tests.chaos.job import trainer
 from tests.chaos.kinds import CONTROLLER, KINDS, ON_NODES, WORKER
 
-PULSE, DRIVER = "pulse.py", "tests.chaos.job"
+PULSE, DRIVER = "heartbeat_sidecar.py", "tests.chaos.job"
 OURS = (WORKER, CONTROLLER, PULSE, DRIVER)
 DISK_MIB = 128
 SAY_S, LOOK_S = 30.0, 5.0

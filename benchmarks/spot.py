@@ -36,10 +36,10 @@ import torch
 
 from benchmarks.report import RESULTS, write
 from benchmarks.weather import PLACES, Trace, generated, published
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 
 VIRTUAL = 12  # divides by every number of places
 MICRO_BATCH_S = 0.015

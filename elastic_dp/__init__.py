@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.exporting import load_state
-    from elastic_dp.cluster.finding import attach
-    from elastic_dp.cluster.record import Result
-    from elastic_dp.cluster.run import Run
+    from elastic_dp.cluster.run_handle import Run
+    from elastic_dp.cluster.runs.discovery import attach
+    from elastic_dp.cluster.runs.run_record import Result
     from elastic_dp.cluster.trainer import ElasticTrainer
     from elastic_dp.spec import (
         CheckpointConfig,
@@ -38,11 +38,11 @@ __all__ = [
 
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
-    "Result": "elastic_dp.cluster.record",
-    "Run": "elastic_dp.cluster.run",
+    "Result": "elastic_dp.cluster.runs.run_record",
+    "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
-    "attach": "elastic_dp.cluster.finding",
+    "attach": "elastic_dp.cluster.runs.discovery",
     "load_state": "elastic_dp.checkpoint.exporting",
 }
 

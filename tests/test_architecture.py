@@ -57,6 +57,10 @@ ALLOWED = {
         *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
     },
     "cli": {"errors", "spec", "data", "storage", "checkpoint", "cluster"},
+    "testing": {
+        *("errors", "spec", "coordinator.messages", "distributed", "train", "telemetry", "cluster"),
+        *("threads", "testing"),
+    },
     "__init__": {"spec", "train", "cluster", "checkpoint"},
 }
 

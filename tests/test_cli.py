@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from elastic_dp import cli
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.cluster.record import Limits, Result, write_result
+from elastic_dp.cluster.runs.run_record import Limits, Result, write_result
 from elastic_dp.data import convert, findings, inspect, open_data, read_index
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
@@ -446,11 +446,11 @@ def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):
 
 
 def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run, monkeypatch):
-    from elastic_dp.cluster import finding
+    from elastic_dp.cluster.runs import discovery
 
     asked = []
-    monkeypatch.setattr(finding, "connect", lambda address, tell: asked.append(address))
-    monkeypatch.setattr(finding, "live", lambda name, url: None)
+    monkeypatch.setattr(discovery, "connect", lambda address, tell: asked.append(address))
+    monkeypatch.setattr(discovery, "live", lambda name, url: None)
     (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")
     there = ("status", "mine", "--storage-path", ended_run, "--json")
     try:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.fleet import Fleet
-from elastic_dp.cluster.heartbeats import STACKS_S, HeartbeatServer
-from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
-from elastic_dp.cluster.logs import LastWords
-from elastic_dp.cluster.record import Limits, Outcome, Result, write_result
+from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
+from elastic_dp.cluster.runs.controller_state import Ledger, requests, time_left_s
+from elastic_dp.cluster.runs.run_record import Limits, Outcome, Result, write_result
 from elastic_dp.cluster.worker import WriteParts
+from elastic_dp.cluster.worker_group import Fleet
+from elastic_dp.cluster.worker_logs import LastWords
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.messages import (
     BeginTraining,

@@ -20,7 +20,9 @@ from typing import Any
 from elastic_dp.checkpoint.proving import prove
 from elastic_dp.cluster import console
 from elastic_dp.cluster.overrides import in_force
-from elastic_dp.cluster.record import (
+from elastic_dp.cluster.run_handle import Run
+from elastic_dp.cluster.runs.run_history import Start, last_start
+from elastic_dp.cluster.runs.run_record import (
     Limits,
     Result,
     RunRecord,
@@ -28,8 +30,6 @@ from elastic_dp.cluster.record import (
     virtual_workers_of,
     write_result,
 )
-from elastic_dp.cluster.run import Run
-from elastic_dp.cluster.starts import Start, last_start
 from elastic_dp.cluster.worker import pick_device, prepare_environment
 from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
@@ -148,10 +148,10 @@ class ElasticTrainer:
             stored = self._check_record(data)
             if stored is not None:
                 return Run(self.spec, self.url, stored=stored)
-            from elastic_dp.cluster import starting
+            from elastic_dp.cluster.runs import attach
 
             job = pickled, data.index, tuple(faults), self._record(data)
-            controller, is_new = starting.lead(self.spec, self.url, *job, self.runtime_env)
+            controller, is_new = attach.lead(self.spec, self.url, *job, self.runtime_env)
             for note in self._note_start() if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)

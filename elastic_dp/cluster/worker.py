@@ -11,8 +11,8 @@ import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.heartbeats import Address, Page
-from elastic_dp.cluster.logs import LogKeeper
+from elastic_dp.cluster.heartbeat.heartbeat_server import Address, Page
+from elastic_dp.cluster.worker_logs import LogKeeper
 from elastic_dp.coordinator.messages import (
     START,
     AbortGeneration,

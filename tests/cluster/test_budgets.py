@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from elastic_dp.cluster.heartbeats import _lost
-from elastic_dp.cluster.pulse import oom_kills
-from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.heartbeat.heartbeat_server import _lost
+from elastic_dp.cluster.heartbeat.heartbeat_sidecar import oom_kills
+from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import UserCodeError
 from elastic_dp.spec import CheckpointConfig

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.cluster.record import Outcome, Result
-from elastic_dp.cluster.run import Run, error_of
+from elastic_dp.cluster.run_handle import Run, error_of
+from elastic_dp.cluster.runs.run_record import Outcome, Result
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data import open_data
 from elastic_dp.errors import (
@@ -195,7 +195,7 @@ def test_ctrl_c_after_the_last_step_does_not_promise_that_the_run_goes_on(
 ):
     result = Result.__new__(Result)
     outcome = Outcome(result=result, step=60, reason=reason)
-    monkeypatch.setattr("elastic_dp.cluster.run.ray_ends_with_us", lambda: True)
+    monkeypatch.setattr("elastic_dp.cluster.run_handle.ray_ends_with_us", lambda: True)
     monkeypatch.setattr(Run, "_ask", lambda run, method, *of: outcome if method == "wait" else None)
     texts = []
     progress = type("Said", (), {"say": staticmethod(texts.append)})

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import MapStyleData
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, reached, spec_of, texts_of
 from tests.train.jobs import average_and_plateau, plain

@@ -113,7 +113,7 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
 def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
     from ray._private.state import actors
 
-    from elastic_dp.cluster import ray_actors
+    from elastic_dp.cluster.ray import actors as ray_actors
 
     class Dies:
         def __init__(self, identity, job, controller, term):

@@ -9,8 +9,8 @@ import time
 
 from torch import nn
 
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, cross_entropy

@@ -10,7 +10,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from elastic_dp.cluster.pulse import _look_at
+from elastic_dp.cluster.heartbeat.heartbeat_sidecar import _look_at
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import FailureConfig
 from elastic_dp.train.faults import Fault

@@ -8,7 +8,7 @@ import time
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster.heartbeats import Address, HeartbeatServer, Page
+from elastic_dp.cluster.heartbeat.heartbeat_server import Address, HeartbeatServer, Page
 from elastic_dp.cluster.worker import Job, Worker
 from elastic_dp.coordinator.messages import (
     Membership,
@@ -122,7 +122,7 @@ def test_a_pulse_follows_the_controller():
 
 DIES_WITH_ITS_GROUP = """
 import os, signal, sys
-from elastic_dp.cluster.heartbeats import Address, Page
+from elastic_dp.cluster.heartbeat.heartbeat_server import Address, Page
 page = Page()
 page.point_at(Address("127.0.0.1", int(sys.argv[1]), bytes.fromhex(sys.argv[2])))
 page.start_pulse("w1", b"secret", 0.05)

@@ -1,4 +1,4 @@
-"""Where Ray may put the next worker: not on a node where workers failed again and again (avoidance.py decides).
+"""Where Ray may put the next worker: not on a node where workers failed again and again (node_avoidance.py decides).
 
 A worker is kept from a node by a label selector, since Ray has no other word for "anywhere but there"; it then waits,
 as demand the autoscaler sees, until another node has room. A selector is fixed when the actor is asked for: who waits
@@ -15,9 +15,9 @@ from typing import Any
 import ray
 from ray._private.state import actors
 
-from elastic_dp.cluster import placing
-from elastic_dp.cluster.avoidance import Avoidance
-from elastic_dp.cluster.placing import Labels
+from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray.node_avoidance import Avoidance
+from elastic_dp.cluster.ray.node_labels import Labels
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.wording import counted
 
@@ -71,7 +71,7 @@ class Placement:
             for node in ray.nodes()
             if node["Alive"]
             and can_hold(self._needs, node)
-            and not placing.missing(asked, [node["Labels"]])
+            and not node_labels.missing(asked, [node["Labels"]])
         }
         with self._lock:
             now = time.monotonic()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_dp.cluster import logs
-from elastic_dp.cluster.logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
+from elastic_dp.cluster import worker_logs
+from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.storage import Store
 from tests.patience import Stalls, eventually
@@ -41,7 +41,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(printed, tmp_path):
 def test_it_is_copied_while_the_worker_lives_and_only_if_there_is_more(
     printed, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(logs, "EVERY_S", 0.01)
+    monkeypatch.setattr(worker_logs, "EVERY_S", 0.01)
     file, keeper = printed
     writes = []
     write = Store.write
@@ -117,12 +117,12 @@ def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gon
         script = [(1, look), (1, StopRequested("enough"))]
         outcome, _ = group(spec, prints_the_time, script=script, url=str(tmp_path / "run"))
     assert outcome.error is None, outcome.traceback
-    assert logs.EVERY_S / 2 < max(ages) <= SOON_S + stalls.lost_s
+    assert worker_logs.EVERY_S / 2 < max(ages) <= SOON_S + stalls.lost_s
 
 
 @pytest.mark.parametrize("worker", ["../../etc/x", "/etc/x", "s3://x", "a\0b", "..", ""])
 def test_a_worker_s_name_leads_nowhere_else(tmp_path, worker):
-    words = logs.LastWords(Store(str(tmp_path / "run")))
+    words = worker_logs.LastWords(Store(str(tmp_path / "run")))
     words.keep(worker, "owned")
     words.keep("w1", "ended")
     words.close()

@@ -19,8 +19,8 @@ from ray._private import services
 from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.util import list_named_actors
 
-from elastic_dp.cluster.record import read_result, run_url
-from elastic_dp.cluster.run import Run, ask
+from elastic_dp.cluster.run_handle import Run, ask
+from elastic_dp.cluster.runs.run_record import read_result, run_url
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import DataConfig, JobSpec
 

@@ -1,6 +1,6 @@
 """What Ray is asked for each worker, by market and zone."""
 
-from elastic_dp.cluster.placing import missing, options, wishes
+from elastic_dp.cluster.ray.node_labels import missing, options, wishes
 from elastic_dp.spec import ScalingConfig
 
 SPOT, FIRM = {"ray.io/market-type": "spot"}, {"ray.io/market-type": "on-demand"}
@@ -72,7 +72,7 @@ def node(cpus: int, labels: dict[str, str]) -> dict:
 
 
 def test_a_node_has_room_if_it_is_large_enough_and_so_labelled():
-    from elastic_dp.cluster.ray_actors import no_room
+    from elastic_dp.cluster.ray.actors import no_room
 
     firm_head, spot, firm = node(0, FIRM), node(2, SPOT), node(2, FIRM)
     on_demand = ScalingConfig(max_workers=2, market="on-demand")

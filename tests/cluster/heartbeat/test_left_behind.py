@@ -4,7 +4,7 @@ import contextlib
 import os
 import tempfile
 
-from elastic_dp.cluster.heartbeats import Page
+from elastic_dp.cluster.heartbeat.heartbeat_server import Page
 from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import eventually
 from tests.runs import ENDLESS, group, spec_of

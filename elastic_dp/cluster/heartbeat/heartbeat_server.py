@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from elastic_dp.cluster import pulse
+from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.coordinator.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
 from elastic_dp.threads import background
 
@@ -43,23 +43,23 @@ class Page:
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()
-        os.ftruncate(self._file, pulse.PAGE.size)
-        self._page = mmap.mmap(self._file, pulse.PAGE.size)
+        os.ftruncate(self._file, heartbeat_sidecar.PAGE.size)
+        self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE.size)
         self.write(0, 0, "start")
-        pulse.write_renewed_at(self._page, time.monotonic())
+        heartbeat_sidecar.write_renewed_at(self._page, time.monotonic())
 
     def write(self, generation: int, step: int, phase: str) -> None:
-        pulse.WHERE.pack_into(self._page, 0, generation, step, phase.encode())
+        heartbeat_sidecar.WHERE.pack_into(self._page, 0, generation, step, phase.encode())
 
     def write_speed(self, virtual_s: float) -> None:
-        pulse.SPEED.pack_into(self._page, pulse.WHERE.size, virtual_s)
+        heartbeat_sidecar.SPEED.pack_into(self._page, heartbeat_sidecar.WHERE.size, virtual_s)
 
     def renewed_at(self) -> float:
-        return pulse.read_renewed_at(self._page)
+        return heartbeat_sidecar.read_renewed_at(self._page)
 
     def point_at(self, address: Address) -> None:
         """Where the controller hears from now on."""
-        pulse.write_address(self._page, *address)
+        heartbeat_sidecar.write_address(self._page, *address)
 
     def start_pulse(
         self, worker: WorkerId, secret: bytes, interval_s: float
@@ -69,7 +69,7 @@ class Page:
         files = (self._file, self._stacks)
         started = subprocess.Popen(
             [
-                *(sys.executable, "-I", "-S", pulse.__file__, *map(str, files)),
+                *(sys.executable, "-I", "-S", heartbeat_sidecar.__file__, *map(str, files)),
                 *(worker, str(interval_s), str(os.getpid())),
             ],
             stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
@@ -108,11 +108,11 @@ class HeartbeatServer:
     ) -> None:
         """`host`: the address of this machine at which workers reach it."""
         self._secret, self._heard, self._last_words, self._say = secret, heard, last_words, say
-        self._socket = socket.socket(pulse.family_of(host), socket.SOCK_DGRAM)
+        self._socket = socket.socket(heartbeat_sidecar.family_of(host), socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         self._socket.bind((host, 0))
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(16))
-        self._in = pulse.Channel(secret, self.address.nonce, "")
+        self._in = heartbeat_sidecar.Channel(secret, self.address.nonce, "")
         self._peers: dict[WorkerId, _Peer] = {}
         self.refused = 0  # datagrams that were not genuine, or not new
         self._said_at = -math.inf
@@ -159,7 +159,7 @@ class HeartbeatServer:
         peer = self._peers.get(worker)
         if peer is None:
             peer = self._peers[worker] = _Peer(
-                pulse.Channel(self._secret, self.address.nonce, worker)
+                heartbeat_sidecar.Channel(self._secret, self.address.nonce, worker)
             )
         if not peer.replays.is_new(counter):
             return None
@@ -188,7 +188,7 @@ class HeartbeatServer:
     def _serve(self) -> None:
         while not self._closed:
             try:
-                datagram, source = self._socket.recvfrom(pulse.MAX_DATAGRAM_BYTES)
+                datagram, source = self._socket.recvfrom(heartbeat_sidecar.MAX_DATAGRAM_BYTES)
             except OSError:
                 if self._socket.fileno() < 0:
                     return  # closed
@@ -202,8 +202,8 @@ class _Peer:
 
     __slots__ = ("out", "replays", "source")
 
-    def __init__(self, out: pulse.Channel) -> None:
-        self.out, self.replays = out, pulse.Replays()
+    def __init__(self, out: heartbeat_sidecar.Channel) -> None:
+        self.out, self.replays = out, heartbeat_sidecar.Replays()
         self.source: Any = None  # set by each genuine datagram
 
 

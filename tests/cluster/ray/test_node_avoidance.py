@@ -1,6 +1,6 @@
 """A node where workers fail again and again is left alone, as long as there is another."""
 
-from elastic_dp.cluster.avoidance import WITHIN_S, Avoidance
+from elastic_dp.cluster.ray.node_avoidance import WITHIN_S, Avoidance
 
 
 def test_three_failures_and_it_is_avoided_until_they_are_old():

@@ -25,18 +25,18 @@ import cloudpickle
 import ray
 import ray._private.state
 
-from elastic_dp.cluster import placing
-from elastic_dp.cluster.actor_link import ActorLink
-from elastic_dp.cluster.autoscaler import Autoscaler
 from elastic_dp.cluster.controller import Controller
-from elastic_dp.cluster.finding import NAMESPACE
-from elastic_dp.cluster.heartbeats import Address
-from elastic_dp.cluster.kept import KeptLedger, forget, job_of
-from elastic_dp.cluster.logs import print_whatever_fits
-from elastic_dp.cluster.notices import Notices
-from elastic_dp.cluster.placement import Placement, can_hold
-from elastic_dp.cluster.record import Outcome
+from elastic_dp.cluster.heartbeat.heartbeat_server import Address
+from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray.actor_link import ActorLink
+from elastic_dp.cluster.ray.autoscaler_status import Autoscaler
+from elastic_dp.cluster.ray.drain_watcher import Notices
+from elastic_dp.cluster.ray.node_selection import Placement, can_hold
+from elastic_dp.cluster.runs.discovery import NAMESPACE
+from elastic_dp.cluster.runs.gcs_state import KeptLedger, forget, job_of
+from elastic_dp.cluster.runs.run_record import Outcome
 from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
+from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import (
     Cause,
     CheckpointRequested,
@@ -108,7 +108,7 @@ class WorkerActor:
 
 def _home() -> Home:
     context = ray.get_runtime_context()
-    return Home(context.get_node_id(), context.get_node_labels().get(placing.MARKET) == "spot")
+    return Home(context.get_node_id(), context.get_node_labels().get(node_labels.MARKET) == "spot")
 
 
 class RayFleet:
@@ -122,13 +122,13 @@ class RayFleet:
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
         self.placement = Placement(spec.scaling.resources_per_worker, controller.say)
-        self._asked: dict[WorkerId, placing.Labels] = {}  # of which market and zone
+        self._asked: dict[WorkerId, node_labels.Labels] = {}  # of which market and zone
         self._nodes: dict[WorkerId, str] = {}  # as far as it was asked
         self._lock = threading.Lock()
 
     def start(self, worker: WorkerId) -> None:
         resources = dict(self._spec.scaling.resources_per_worker)
-        asked = placing.wishes(self._spec.scaling, self._asked.values())
+        asked = node_labels.wishes(self._spec.scaling, self._asked.values())
         environment: dict[str, str] = {}
         prepare_environment(environment, self._spec.scaling.num_threads)
         actor = WorkerActor.options(  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ class RayFleet:
             memory=resources.pop("memory", None),
             resources=resources or None,
             runtime_env={"env_vars": environment},
-            **placing.options(self.placement.without_avoided(worker, asked)),
+            **node_labels.options(self.placement.without_avoided(worker, asked)),
         ).remote(worker, self._stored, self._handle, self._term)
         self._asked[worker] = asked[0] if asked else {}
         self._watch(worker, actor)
@@ -153,7 +153,7 @@ class RayFleet:
         found = self._named("ALIVE")
         labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         for worker, actor, node in found:
-            self._asked[worker] = placing.had(labels.get(node, {}))
+            self._asked[worker] = node_labels.had(labels.get(node, {}))
             actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
         return [worker for worker, _, _ in found]
@@ -473,10 +473,10 @@ def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
-        firm = [{placing.MARKET: "on-demand"}] * scaling.min_on_demand
+        firm = [{node_labels.MARKET: "on-demand"}] * scaling.min_on_demand
         # What those before it were asked for: the first worker, and the first that need not be firm.
         for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
-            if why := placing.missing(placing.wishes(scaling, others), large):
+            if why := node_labels.missing(node_labels.wishes(scaling, others), large):
                 return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
         return ""
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from elastic_dp.cluster.ledger import Facts, Ledger
+from elastic_dp.cluster.runs.controller_state import Facts, Ledger
 
 _OWNED = b"elastic_dp/owned"
 _PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes

@@ -30,8 +30,8 @@ from elastic_dp.storage import redact_url
 from elastic_dp.wording import counted
 
 if TYPE_CHECKING:
-    from elastic_dp.cluster.ended import EndedRun
-    from elastic_dp.cluster.run import Run
+    from elastic_dp.cluster.run_handle import Run
+    from elastic_dp.cluster.runs.ended_run import EndedRun
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 _Address = Annotated[
@@ -112,9 +112,9 @@ def submit(
     as_json: _Json = False,
 ) -> None:
     """Have the cluster run a job's script, by Ray's Jobs API: `elastic-dp run` there."""
-    from elastic_dp.cluster.finding import follow_job
-    from elastic_dp.cluster.finding import submit as submit_job
     from elastic_dp.cluster.overrides import Overrides
+    from elastic_dp.cluster.runs.discovery import follow_job
+    from elastic_dp.cluster.runs.discovery import submit as submit_job
 
     Overrides(set_ or [])  # a text that is none is told here, and not by a job that fails
     folder = (working_dir or job.parent).resolve()
@@ -148,11 +148,11 @@ def list_(
 ) -> None:
     """The runs of the cluster."""
     if storage_path is not None:
-        from elastic_dp.cluster.ended import runs_at
+        from elastic_dp.cluster.runs.ended_run import runs_at
 
         rows, where = runs_at(storage_path), f"at {redact_url(storage_path)}"
     else:
-        from elastic_dp.cluster.finding import runs
+        from elastic_dp.cluster.runs.discovery import runs
 
         _connect(address)
         rows, where = runs(), "on this cluster"
@@ -326,7 +326,7 @@ def _run(
     job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
 ) -> int:
     from elastic_dp.cluster.overrides import Overrides, using
-    from elastic_dp.cluster.record import read_result
+    from elastic_dp.cluster.runs.run_record import read_result
 
     overrides = Overrides(texts)
     if address is not None:
@@ -381,7 +381,7 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
 
 
 def _ray_has_owner() -> bool:
-    from elastic_dp.cluster.kept import has_owner
+    from elastic_dp.cluster.runs.gcs_state import has_owner
 
     return has_owner()
 
@@ -394,7 +394,7 @@ def _leave_ray() -> None:
 
 
 def _connect(address: str | None) -> None:
-    from elastic_dp.cluster.finding import connect
+    from elastic_dp.cluster.runs.discovery import connect
 
     connect(address, _tell)
 
@@ -404,7 +404,7 @@ def _tell(text: str) -> None:
 
 
 def _attach(name: str, address: str | None) -> Run:
-    from elastic_dp.cluster.finding import attach
+    from elastic_dp.cluster.runs.discovery import attach
 
     _connect(address)
     return attach(name)
@@ -414,11 +414,11 @@ def _find(name: str, address: str | None, storage_path: str | None) -> Run | End
     """Of a run whose folder says that no cluster has it, what that folder holds, without Ray."""
     if storage_path is None:
         return _attach(name, address)
-    from elastic_dp.cluster.ended import EndedRun
+    from elastic_dp.cluster.runs.ended_run import EndedRun
 
     ended = EndedRun(name, storage_path)
     if ended.may_be_live:
-        from elastic_dp.cluster.finding import live
+        from elastic_dp.cluster.runs.discovery import live
 
         with contextlib.suppress(ClusterError):  # no cluster: only what is stored
             _connect(address)

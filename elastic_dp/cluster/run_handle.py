@@ -14,8 +14,8 @@ from typing import Any
 
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
-from elastic_dp.cluster.logs import read_logs
-from elastic_dp.cluster.record import Outcome, Result, read_result
+from elastic_dp.cluster.runs.run_record import Outcome, Result, read_result
+from elastic_dp.cluster.worker_logs import read_logs
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster import ledger
 from elastic_dp.cluster.controller import Controller
-from elastic_dp.cluster.heartbeats import Address, Page
-from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
+from elastic_dp.cluster.heartbeat.heartbeat_server import Address, Page
+from elastic_dp.cluster.runs import controller_state
+from elastic_dp.cluster.runs.controller_state import Ledger, requests, time_left_s
 from elastic_dp.cluster.worker import Job, Worker
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
@@ -135,7 +135,7 @@ def test_who_died_meanwhile_is_counted_and_who_was_let_go_is_not():
 
 def test_what_an_operator_asked_for_is_asked_again(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0)
-    monkeypatch.setattr(ledger, "time", clock)
+    monkeypatch.setattr(controller_state, "time", clock)
     facts = earlier(now=100.0).facts
     drain, stop = requests(facts, now=1000.0)
     assert drain == m.DrainNoticed("w2", 1030.0)
@@ -147,7 +147,7 @@ def test_what_an_operator_asked_for_is_asked_again(monkeypatch):
 @pytest.mark.parametrize(("set_by_s", "left_s"), [(0.0, 30.0), (-3600.0, 30.0), (3600.0, -3570.0)])
 def test_a_drain_is_never_put_off_by_a_clock_that_was_set(monkeypatch, set_by_s, left_s):
     earlier, clock = Ledger(), SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0)
-    monkeypatch.setattr(ledger, "time", clock)
+    monkeypatch.setattr(controller_state, "time", clock)
     earlier.note(m.DrainNoticed("w1", 130.0))
     clock.time = lambda: 5000.0 + set_by_s
     assert requests(earlier.facts, now=7.0) == [m.DrainNoticed("w1", 7.0 + left_s)]

@@ -5,7 +5,7 @@ import types
 import pytest
 import ray
 
-from elastic_dp.cluster import ray_actors
+from elastic_dp.cluster.ray import actors
 from elastic_dp.coordinator.messages import Cause, WorkerLost
 from tests.runs import spec_of
 
@@ -24,8 +24,8 @@ def raises(*_):
 
 def leading(monkeypatch, **controller):
     """A controller that takes over, as far as its thread needs it."""
-    monkeypatch.setattr(ray_actors.os, "_exit", ends)
-    actor = object.__new__(ray_actors.ControllerActor.__ray_metadata__.modified_class)
+    monkeypatch.setattr(actors.os, "_exit", ends)
+    actor = object.__new__(actors.ControllerActor.__ray_metadata__.modified_class)
     actor._ledger = types.SimpleNamespace(inherited=True)
     actor._controller = types.SimpleNamespace(logged_to=(0, 0), **controller)
     return actor
@@ -48,14 +48,14 @@ def test_a_controller_that_is_superseded_only_ends(monkeypatch):
 
 @pytest.fixture
 def fleet(monkeypatch):
-    monkeypatch.setattr(ray_actors.ray, "put", lambda job: job)
-    monkeypatch.setattr(ray_actors.ray, "kill", lambda actor, no_restart: None)
+    monkeypatch.setattr(actors.ray, "put", lambda job: job)
+    monkeypatch.setattr(actors.ray, "kill", lambda actor, no_restart: None)
     facts = types.SimpleNamespace(term=1)
     posted = []
     controller = types.SimpleNamespace(
         ledger=types.SimpleNamespace(facts=facts), say=print, post=posted.append, posted=posted
     )
-    return ray_actors.RayFleet(types.SimpleNamespace(run="run"), spec_of(), controller, None)
+    return actors.RayFleet(types.SimpleNamespace(run="run"), spec_of(), controller, None)
 
 
 def died(fleet, worker):
@@ -109,7 +109,7 @@ def test_a_worker_can_be_drained_before_the_new_controller_has_met_it(monkeypatc
 
 def test_who_is_found_counts_for_the_floor_and_the_zones(fleet, monkeypatch):
     labels = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a", "ray.io/x": "y"}
-    monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [{"NodeID": "n1", "Labels": labels}])
+    monkeypatch.setattr(actors.ray, "nodes", lambda: [{"NodeID": "n1", "Labels": labels}])
     serve = types.SimpleNamespace(remote=lambda *_: None)
     actor = types.SimpleNamespace(serve=serve)
     alive = [("w1", actor, "n1"), ("w2", actor, "gone")]
@@ -122,7 +122,7 @@ def test_who_is_found_counts_for_the_floor_and_the_zones(fleet, monkeypatch):
 
 
 def test_what_workers_wait_for_is_in_the_status(monkeypatch):
-    actor = object.__new__(ray_actors.ControllerActor.__ray_metadata__.modified_class)
+    actor = object.__new__(actors.ControllerActor.__ray_metadata__.modified_class)
     status = {"workers": {"w1": "member", "w2": "starting"}}
     actor._controller = types.SimpleNamespace(status=lambda: status)
     placed = {"w1": "node"}
@@ -131,7 +131,7 @@ def test_what_workers_wait_for_is_in_the_status(monkeypatch):
         nodes=lambda: placed, placement=place, without_process=lambda workers: [*workers]
     )
     actor._spec, actor._waiting = spec_of(), {}
-    monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [])
+    monkeypatch.setattr(actors.ray, "nodes", lambda: [])
     autoscaler = types.SimpleNamespace(why=lambda now: "Ray's autoscaler: 403")
     actor._waits_for = actor._why_waiting(autoscaler)
     assert actor.status()["waits_for"].startswith("no node of this cluster can hold a worker")
@@ -141,17 +141,17 @@ def test_what_workers_wait_for_is_in_the_status(monkeypatch):
 
 
 def test_no_room_is_said_of_a_worker_that_waits_long_and_not_of_one_that_starts(monkeypatch):
-    actor = object.__new__(ray_actors.ControllerActor.__ray_metadata__.modified_class)
+    actor = object.__new__(actors.ControllerActor.__ray_metadata__.modified_class)
     status = {"workers": {"w1": "starting", "w2": "starting"}}
     actor._controller = types.SimpleNamespace(status=lambda: status)
     waits = ["w1", "w2"]
     actor._fleet = types.SimpleNamespace(nodes=dict, without_process=lambda workers: [*waits])
     actor._spec, actor._waiting = spec_of(), {}
     node = {"Alive": True, "Resources": {"CPU": 2}, "Labels": {}}
-    monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [node])
-    monkeypatch.setattr(ray_actors, "has_room", lambda needs: False)  # their own places
+    monkeypatch.setattr(actors.ray, "nodes", lambda: [node])
+    monkeypatch.setattr(actors, "has_room", lambda needs: False)  # their own places
     clock = types.SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 0.0)
-    monkeypatch.setattr(ray_actors, "time", clock)
+    monkeypatch.setattr(actors, "time", clock)
     autoscaler = types.SimpleNamespace(why=lambda now: "")
     assert actor._why_waiting(autoscaler) == ""
     clock.monotonic = lambda: 110.0
@@ -170,12 +170,12 @@ def test_who_has_a_process_does_not_wait_for_a_place(fleet, monkeypatch):
     fleet._actors = {"w1": actor("a"), "w2": actor("b"), "w3": actor("c")}
     tables = {"a": {"Pid": 7}, "b": {"Pid": 0}, "c": None}
     state = types.SimpleNamespace(actor_table=tables.get)
-    monkeypatch.setattr(ray_actors.ray._private.state, "state", state)
+    monkeypatch.setattr(actors.ray._private.state, "state", state)
     assert fleet.without_process(["w1", "w2", "w3", "gone"]) == ["w2", "w3"]
 
 
 def test_why_an_actor_died():
-    _death = ray_actors._death
+    _death = actors._death
     assert _death(None) == ("left", Cause.UNKNOWN)
     killed = ray.exceptions.OutOfMemoryError("the node was running low on memory")
     assert _death(killed)[1] is Cause.OUT_OF_MEMORY

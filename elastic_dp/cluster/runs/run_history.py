@@ -1,7 +1,7 @@
 """What the last start of a run was like, so that the next one can say what has changed and yet may.
 
 `start.json` in the run's folder, written by each start that goes on. What must not change is `run.json`'s
-(record.py); what the code gives the optimizer is found when a checkpoint is read (train/restoring.py).
+(run_record.py); what the code gives the optimizer is found when a checkpoint is read (train/restoring.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_dp.cluster.record import Limits
+from elastic_dp.cluster.runs.run_record import Limits
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store

@@ -1,6 +1,6 @@
 """Which workers are told that their node goes away, and when."""
 
-from elastic_dp.cluster.notices import Notices
+from elastic_dp.cluster.ray.drain_watcher import Notices
 from elastic_dp.coordinator.messages import DrainNoticed
 
 

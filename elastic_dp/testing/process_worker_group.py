@@ -21,9 +21,9 @@ from typing import Any
 import cloudpickle
 
 from elastic_dp.cluster.controller import Controller
-from elastic_dp.cluster.logs import print_to_file, print_whatever_fits
-from elastic_dp.cluster.record import Outcome
+from elastic_dp.cluster.runs.run_record import Outcome
 from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
+from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.spec import JobSpec
@@ -36,7 +36,7 @@ _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes a second.
 _context.set_forkserver_preload(
-    ["elastic_dp.cluster.worker", "elastic_dp.cluster.process_fleet", "torch._dynamo"]
+    ["elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group", "torch._dynamo"]
 )
 
 

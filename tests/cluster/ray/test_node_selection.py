@@ -2,14 +2,14 @@
 
 import pytest
 
-from elastic_dp.cluster import placement
+from elastic_dp.cluster.ray import node_selection
 
 
 @pytest.fixture
 def nodes(monkeypatch):
     there = []
-    monkeypatch.setattr(placement.ray, "nodes", lambda: there)
-    monkeypatch.setattr(placement, "actors", lambda actor: {"Address": {"NodeID": "bad"}})
+    monkeypatch.setattr(node_selection.ray, "nodes", lambda: there)
+    monkeypatch.setattr(node_selection, "actors", lambda actor: {"Address": {"NodeID": "bad"}})
     return there
 
 
@@ -18,7 +18,7 @@ def node(name):
 
 
 def test_who_waits_because_of_an_avoided_node_is_asked_for_anew_when_there_is_no_other(nodes):
-    made = placement.Placement({"CPU": 1}, print)
+    made = node_selection.Placement({"CPU": 1}, print)
     nodes += [node("bad"), node("good")]
     for _ in range(3):
         made.failed("01")

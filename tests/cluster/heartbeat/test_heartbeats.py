@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_dp.cluster import pulse
-from elastic_dp.cluster.heartbeats import HeartbeatServer, Page
+from elastic_dp.cluster.heartbeat import heartbeat_sidecar
+from elastic_dp.cluster.heartbeat.heartbeat_server import HeartbeatServer, Page
 from elastic_dp.coordinator.messages import WorkerHeard
 from tests.patience import PATIENCE_S, eventually
 
@@ -31,7 +31,9 @@ def server(heard):
 
 
 def signed(server, counter, message=BEAT, secret=SECRET, nonce=None):
-    return pulse.Channel(secret, nonce or server.address.nonce, "").sign(counter, message)
+    return heartbeat_sidecar.Channel(secret, nonce or server.address.nonce, "").sign(
+        counter, message
+    )
 
 
 def mutated(rng, genuine):
@@ -76,7 +78,9 @@ def test_server_goes_on_after_a_hostile_datagram(datagram, server, heard):
 @pytest.mark.parametrize("message", [[], None, "x", {}, {"worker": "w1"}, {**BEAT, "at": []}])
 def test_server_goes_on_after_a_signed_message_of_another_form(message, server, heard):
     """A worker of another version."""
-    server.take(pulse.Channel(SECRET, server.address.nonce, "").sign(1, message), SOURCE)
+    server.take(
+        heartbeat_sidecar.Channel(SECRET, server.address.nonce, "").sign(1, message), SOURCE
+    )
     assert server.refused == 1 and not heard
 
 
@@ -198,12 +202,12 @@ def test_pulse_goes_on_after_hostile_datagrams_from_the_controllers_own_address(
     relay = Relay(server)
     assert relay.heard.wait(PATIENCE_S)
     rng = random.Random(5)
-    genuine = pulse.Channel(SECRET, server.address.nonce, "w1").sign(0, {"die": True})
+    genuine = heartbeat_sidecar.Channel(SECRET, server.address.nonce, "w1").sign(0, {"die": True})
     strange = [mutated(rng, genuine) for _ in range(2000)]
     strange += [  # signed for another worker, by another run, under another controller
-        pulse.Channel(SECRET, server.address.nonce, "w2").sign(0, {"die": True}),
-        pulse.Channel(OTHER, server.address.nonce, "w1").sign(0, {"die": True}),
-        pulse.Channel(SECRET, bytes(16), "w1").sign(0, {"die": True}),
+        heartbeat_sidecar.Channel(SECRET, server.address.nonce, "w2").sign(0, {"die": True}),
+        heartbeat_sidecar.Channel(OTHER, server.address.nonce, "w1").sign(0, {"die": True}),
+        heartbeat_sidecar.Channel(SECRET, bytes(16), "w1").sign(0, {"die": True}),
     ]
     for datagram in strange:
         server._socket.sendto(datagram, relay.pulse)
@@ -214,7 +218,7 @@ def test_pulse_hears_no_other_address(server, page_and_pulse):
     page, _ = page_and_pulse
     relay = Relay(server)
     assert relay.heard.wait(PATIENCE_S)
-    renews = pulse.Channel(SECRET, server.address.nonce, "w1").sign(0, {"at": 1e12})
+    renews = heartbeat_sidecar.Channel(SECRET, server.address.nonce, "w1").sign(0, {"at": 1e12})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for _ in range(100):
             stranger.sendto(renews, relay.pulse)
@@ -224,13 +228,18 @@ def test_pulse_hears_no_other_address(server, page_and_pulse):
 def test_secret_stands_in_no_argument_list(page_and_pulse):
     _, process = page_and_pulse
     file = Path(f"/proc/{process.pid}/cmdline")
-    eventually(lambda: b"pulse.py" in file.read_bytes())  # it is a fork of this process until then
+    eventually(
+        lambda: b"heartbeat_sidecar.py" in file.read_bytes()
+    )  # it is a fork of this process until then
     arguments = file.read_bytes()
     for form in (SECRET, SECRET.hex().encode(), repr(SECRET).encode()):
         assert form not in arguments
 
 
 def test_secret_never_travels(server):
-    datagrams = [signed(server, 1), pulse.Channel(SECRET, b"n", "w1").sign(0, {"at": 1.0})]
+    datagrams = [
+        signed(server, 1),
+        heartbeat_sidecar.Channel(SECRET, b"n", "w1").sign(0, {"at": 1.0}),
+    ]
     for datagram in datagrams:
         assert SECRET not in datagram and SECRET.hex().encode() not in datagram

@@ -2,11 +2,11 @@
 
 import pytest
 
-from elastic_dp.cluster import record
+from elastic_dp.cluster.runs import run_record
 from elastic_dp.errors import LeaseLost, RunMismatch
 from elastic_dp.storage import Store
 from elastic_dp.train.restoring import decides
-from tests.cluster.test_rerun import FIRST, fit
+from tests.cluster.runs.test_rerun import FIRST, fit
 from tests.runs import group, spec_of
 
 
@@ -28,21 +28,21 @@ def test_a_driver_that_looked_before_another_wrote_is_refused(tmp_path, monkeypa
 
 def test_the_record_is_compared_again_under_the_lease(tmp_path, monkeypatch):
     """Somebody has deleted the folder since the driver looked, and another run was begun there."""
-    read, looks = record._read_run, []
+    read, looks = run_record._read_run, []
 
     def read_then_replaced(store):
         looks.append(store)
         if len(looks) == 2:  # before it: by the driver
             found = read(store)
-            monkeypatch.setattr(record, "_read_run", read)
+            monkeypatch.setattr(run_record, "_read_run", read)
             (tmp_path / "again" / "run.json").unlink()
-            other = record.RunRecord(2, 4, 7, found.data, True)
+            other = run_record.RunRecord(2, 4, 7, found.data, True)
             other.check_or_write(store._url, None)
         return read(store)
 
     fit(tmp_path)
     (tmp_path / "again" / "result.json").unlink()
-    monkeypatch.setattr(record, "_read_run", read_then_replaced)
+    monkeypatch.setattr(run_record, "_read_run", read_then_replaced)
     with pytest.raises(RunMismatch, match=r"seed is 0, .* started with 7"):
         fit(tmp_path)
 
@@ -51,7 +51,7 @@ def test_a_run_on_workers_ends_where_its_record_is_another_s(tmp_path):
     def check():
         raise RunMismatch("seed is 1, but the run was started with 0")
 
-    from elastic_dp.cluster.process_fleet import ProcessRun
+    from elastic_dp.testing.process_worker_group import ProcessRun
 
     spec = spec_of(virtual=2, workers=1, steps=4)
     with ProcessRun(spec, FIRST, url=str(tmp_path / "run"), check=check) as run:

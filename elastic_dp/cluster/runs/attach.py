@@ -11,12 +11,12 @@ from typing import Any
 
 import ray
 
-from elastic_dp.cluster import placing
-from elastic_dp.cluster.finding import CONTROLLER, NAMESPACE, PATIENCE_S, Present, find
-from elastic_dp.cluster.kept import forget, keep_job, note_owner
-from elastic_dp.cluster.ray_actors import ControllerActor
-from elastic_dp.cluster.record import Limits, RunRecord
-from elastic_dp.cluster.run import ask, ray_ends_with_us
+from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray.actors import ControllerActor
+from elastic_dp.cluster.run_handle import ask, ray_ends_with_us
+from elastic_dp.cluster.runs.discovery import CONTROLLER, NAMESPACE, PATIENCE_S, Present, find
+from elastic_dp.cluster.runs.gcs_state import forget, keep_job, note_owner
+from elastic_dp.cluster.runs.run_record import Limits, RunRecord
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.faults import Fault
@@ -52,7 +52,7 @@ def lead(
         namespace=NAMESPACE,
         lifetime="detached",
         runtime_env=dict(runtime_env) or None,
-        **placing.options([{placing.MARKET: "!in(spot)"}, {}]),
+        **node_labels.options([{node_labels.MARKET: "!in(spot)"}, {}]),
     ).remote(run)
     try:
         ask(controller, "about", patience_s=PATIENCE_S)
