@@ -140,8 +140,8 @@ def _blow(trace: Trace, run: ProcessRun, begun: float, restart: bool) -> None:
     rng = random.Random(1)
     for at, places in trace.changes[1:]:
         time.sleep(max(0.0, begun + at - time.monotonic()))
-        run.fleet.allow(places)
-        up = [p for p in run.fleet.processes.values() if p.is_alive()]
+        run.worker_group.allow(places)
+        up = [p for p in run.worker_group.processes.values() if p.is_alive()]
         rng.shuffle(up)
         for process in up if restart else up[: max(0, len(up) - places)]:
             process.kill()

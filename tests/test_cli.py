@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from elastic_dp import cli
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.cluster.runs.run_record import Limits, Result, write_result
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.data import convert, findings, inspect, open_data, read_index
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
@@ -373,7 +373,7 @@ def ended_run(tmp_path_factory):
     catalog.claim(1, None)
     save(catalog, train_state(7), 7, metrics={"loss": 0.5})
     result = Result("mine", url, 7, "the last step", "0", True, metrics={"loss": 0.5})
-    write_result(url, result, Limits())
+    write_result(url, result, RunLimits())
     (path / "mine" / "run.json").write_text('{"virtual_workers": 4}')
     said = [{"time": t, "command": "Explain", "text": f"words {t}"} for t in (1.0, 3.0)]
     (path / "mine" / "events.jsonl").write_text("".join(f"{json.dumps(w)}\n" for w in said))

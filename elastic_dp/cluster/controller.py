@@ -19,11 +19,15 @@ from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
-from elastic_dp.cluster.runs.controller_state import Ledger, requests, time_left_s
-from elastic_dp.cluster.runs.run_record import Limits, Outcome, Result, write_result
+from elastic_dp.cluster.runs.controller_state import (
+    ControllerStateStore,
+    pending_requests,
+    time_left_s,
+)
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, RunOutcome, write_result
 from elastic_dp.cluster.worker import WriteParts
-from elastic_dp.cluster.worker_group import Fleet
-from elastic_dp.cluster.worker_logs import LastWords
+from elastic_dp.cluster.worker_group import WorkerGroup
+from elastic_dp.cluster.worker_logs import LastWordsWriter
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.messages import (
     BeginTraining,
@@ -69,7 +73,7 @@ LEFT = "left, as it was asked to"
 
 @dataclass
 class Controller:
-    """Leads one run. `ledger` outlives it; `url` is the run's folder. `check`: under the run's lease, before
+    """Leads one run. `state_store` outlives it; `url` is the run's folder. `check`: under the run's lease, before
     anything is trained: whether the folder is of this job."""
 
     spec: JobSpec
@@ -77,18 +81,18 @@ class Controller:
     host: str
     secret: bytes = field(repr=False)  # of the run: who has it may join, and nobody else
     journal: Journal
-    ledger: Ledger = field(default_factory=Ledger)
+    state_store: ControllerStateStore = field(default_factory=ControllerStateStore)
     url: str | None = None
     logged: dict[str, Any] = field(default_factory=dict)  # the newest value of each metric
     check: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
-        self.coordinator = Coordinator(self._rules())
+        self.coordinator = Coordinator(self._coordinator_config())
         self.heartbeats = HeartbeatServer(
             self.secret, self.host, self._hear, self._keep_last_words, self.say
         )
-        self.outcome: Outcome = self.ledger.facts.outcome or Outcome()
+        self.outcome: RunOutcome = self.state_store.state.outcome or RunOutcome()
         self.ended = threading.Event()
         self.superseded = False  # another controller has the workers, the lease and the record
         self.logged_to = (0, 0)  # the last step and call of which metrics are recorded
@@ -98,10 +102,10 @@ class Controller:
         self._begun: set[WorkerId] = set()
         self._gone: dict[WorkerId, Cause] = {}
         self._released: set[WorkerId] = set()
-        self._died: set[WorkerId] = set()  # by their pulses, before anybody told them to go
+        self._died: set[WorkerId] = set()  # by their sidecars, before anybody told them to go
         self._store: StoreServer | None = None
         self._sealer: Sealer | None = None
-        self._last_words: LastWords | None = None
+        self._last_words: LastWordsWriter | None = None
         for line in self.journal.recorded():  # by a controller before this one
             self._remember(line)
 
@@ -120,7 +124,7 @@ class Controller:
         self.ended.set()
 
     def _hear(self, event: Event) -> None:
-        """From a pulse. A death may wait in the inbox until its worker is released; its last words come by then."""
+        """From a sidecar. A death may wait in the inbox until its worker is released; its last words come by then."""
         if isinstance(event, WorkerLost) and event.worker not in self._released:
             self._died.add(event.worker)
         self.post(event)
@@ -162,7 +166,7 @@ class Controller:
             "generation": coordinator.generation,
             "world_size": 0 if membership is None else len(membership.seats),
             "size": coordinator.size,
-            "min_workers": self.ledger.facts.min_workers or self.spec.scaling.min_workers,
+            "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
             "step": max(self._step, self.outcome.step),
             "exact": self.spec.exact and not because,
             "inexact_because": because,
@@ -172,22 +176,24 @@ class Controller:
 
     # --------------------------------------------------------------------------- the loop
 
-    def open(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def open(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
         self._store = open_store(self.host, self.secret)
         self._rendezvous = Rendezvous(self.host, self._store.port, self.run, self.secret)
         self.heartbeats.start()
         if self.url is not None:
             self._sealer = self._open_sealer(self.url)
-            self._last_words = LastWords(Store(self.url))
-            if self.ledger.inherited:  # a claim to seal under, before any member tells of parts
-                if self.ledger.facts.at_most is not None:
-                    self._sealer.reject(self.ledger.facts.at_most, self.ledger.highest_claimed())
+            self._last_words = LastWordsWriter(Store(self.url))
+            if self.state_store.inherited:  # a claim to seal under, before a member tells of parts
+                if self.state_store.state.at_most is not None:
+                    self._sealer.reject(
+                        self.state_store.state.at_most, self.state_store.highest_claimed()
+                    )
                 self._sealer.take_over()
                 for line in self.journal.recorded():
                     self._sealer.log(line["step"], _metrics_of(line))
 
-    def lead(self, found: Sequence[WorkerId] = ()) -> Outcome:
+    def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
         """Until the run has ended, every worker is gone, or was told to go for long enough, and the result is kept.
         `found`: the workers of a controller that led before this one."""
         try:
@@ -201,7 +207,7 @@ class Controller:
             self.outcome.traceback = traceback.format_exc()
         if self.superseded:  # its process is to end, and nothing else
             return self.outcome
-        self._fleet.close()
+        self._worker_group.close()
         self.heartbeats.close()
         if self._store is not None:
             self._store.close()
@@ -209,8 +215,8 @@ class Controller:
             self._sealer.close()
         if self._last_words is not None:
             self._last_words.close()
-        self.outcome.wall_s = time.time() - self.ledger.facts.started_at
-        self.outcome.workers_lost = self.ledger.facts.lost
+        self.outcome.wall_s = time.time() - self.state_store.state.started_at
+        self.outcome.workers_lost = self.state_store.state.lost
         self.outcome.generations = max(self.outcome.generations, self.coordinator.generation)
         self.journal.close()
         if self.outcome.error is None:
@@ -238,18 +244,18 @@ class Controller:
         if self.url is None:
             return
         try:
-            stop = self.ledger.facts.stop
+            stop = self.state_store.state.stop
             stopped = stop is not None and stop.reason != TIME_IS_UP
-            write_result(self.url, outcome.result, Limits.of(self.spec, stopped))
+            write_result(self.url, outcome.result, RunLimits.of(self.spec, stopped))
         except Exception as error:  # whatever a store raises; who is attached still gets the result
             where = redact_url(self.url)
             self.journal.command(Explain(f"the result cannot be written to {where}: {error}"))
 
     def _lead(self, found: Sequence[WorkerId]) -> None:
         clock = time.monotonic
-        left_s = time_left_s(self.ledger.facts, self.spec.max_time_s)
+        left_s = time_left_s(self.state_store.state, self.spec.max_time_s)
         ends_at = None if self.spec.max_time_s is None else clock() + left_s
-        if self.ledger.inherited:
+        if self.state_store.inherited:
             self._execute_all(self._take_over(found))
         else:
             self._execute_all(self.coordinator.start(clock()))
@@ -270,33 +276,34 @@ class Controller:
 
     def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
         """Go on where another controller led: with the workers there are, and what was asked of it."""
-        facts, now = self.ledger.facts, time.monotonic()
-        for worker in [worker for worker in found if worker not in facts.here]:
+        state, now = self.state_store.state, time.monotonic()
+        for worker in [worker for worker in found if worker not in state.here]:
             self._released.add(worker)
             self._let_go(
                 ReleaseWorker(worker, "was told to leave before this controller took over")
             )
-        found = [worker for worker in found if worker in facts.here]
-        for worker, was_up in [*facts.here.items()]:
+        found = [worker for worker in found if worker in state.here]
+        for worker, was_up in [*state.here.items()]:
             if worker not in found and was_up:
                 self.post(WorkerLost(worker, "gone when this controller took over"))
             elif worker not in found:  # it never came to be, and is no loss
-                self.ledger.note(ReleaseWorker(worker, "was never started"))
-        for event in requests(facts, now):
+                self.state_store.record(ReleaseWorker(worker, "was never started"))
+        for event in pending_requests(state, now):
             self.post(event)
         self._begun.update(found)
-        highest = self.ledger.highest_claimed()
+        highest = self.state_store.highest_claimed()
         self.coordinator, commands = Coordinator.recover(
-            self._rules(), found, highest, now, facts.stepped
+            self._coordinator_config(), found, highest, now, state.stepped
         )
         return commands
 
-    def _rules(self) -> CoordinatorConfig:
-        rules, facts = rules_of(self.spec, keeps=self.url is not None), self.ledger.facts
-        size, least = facts.size or rules.size, facts.min_workers or rules.min_workers
-        if not least <= size <= rules.virtual_workers:
-            return rules
-        return dataclasses.replace(rules, size=size, min_workers=least)
+    def _coordinator_config(self) -> CoordinatorConfig:
+        config = coordinator_config_of(self.spec, keeps=self.url is not None)
+        state = self.state_store.state
+        size, least = state.size or config.size, state.min_workers or config.min_workers
+        if not least <= size <= config.virtual_workers:
+            return config
+        return dataclasses.replace(config, size=size, min_workers=least)
 
     def _remember(self, line: Mapping[str, Any]) -> None:
         """A line of metrics that is recorded already; each call made one."""
@@ -317,7 +324,7 @@ class Controller:
         return self.coordinator.phase == "over" and not self.coordinator.workers
 
     def _as_asked(self, event: Event) -> Event:
-        """The end of who was asked to leave is no accident, whatever its pulse, its pipe or Ray call it."""
+        """The end of who was asked to leave is no accident, whatever its sidecar, its pipe or Ray call it."""
         match event:
             case WorkerLost(worker=worker, cause=Cause.UNKNOWN) if (
                 worker in self._released and worker not in self._died
@@ -329,8 +336,8 @@ class Controller:
         match event:
             case WorkerHeard(step=step):
                 self._step = max(self._step, step)
-                if not self.ledger.facts.stepped:
-                    self.ledger.note(event)
+                if not self.state_store.state.stepped:
+                    self.state_store.record(event)
                 return  # not news
             case WorkerFinished(inexact_because=because):
                 self._inexact |= dict.fromkeys(because)
@@ -338,23 +345,23 @@ class Controller:
                 known = self._gone.get(worker)
                 self._gone[worker] = cause if known in (None, Cause.UNKNOWN) else known
                 if known is not None:
-                    # Its pulse, its pipe and Ray all say so; one of them knows why.
+                    # Its sidecar, its pipe and Ray all say so; one of them knows why.
                     if known is not self._gone[worker]:
                         self.journal.event(event)
                     return
                 if self._sealer is not None:
                     self._sealer.lost(worker)
                 if not self.outcome.reason and worker not in self._released:
-                    self.ledger.lost()
+                    self.state_store.count_loss()
             case DeadlineReached():
                 return
-        self.ledger.note(event)
+        self.state_store.record(event)
         self.journal.event(event)
 
     def _execute_all(self, commands: list[Command]) -> None:
         for command in commands:
-            self.ledger.note(command)
-        self.ledger.keep()
+            self.state_store.record(command)
+        self.state_store.save()
         for command in commands:
             self._execute(command)
 
@@ -367,20 +374,20 @@ class Controller:
                 return
             case FormGeneration(membership=membership):
                 for seat in membership.seats:
-                    self._fleet.send(seat.worker, command, self._rendezvous)
+                    self._worker_group.send(seat.worker, command, self._rendezvous)
             case StartWorker(worker=worker):
-                self._fleet.start(worker)
+                self._worker_group.start(worker)
             case BeginTraining(worker=worker):
                 self._begun.add(worker)
-                self._fleet.send(worker, command, None)
+                self._worker_group.send(worker, command, None)
             case EvictWorker(worker=worker, stuck=stuck):
                 self.heartbeats.condemn(worker, stuck)
-                if stuck:  # if its pulse does not
-                    threading.Timer(STACKS_S, self._fleet.kill, [worker]).start()
+                if stuck:  # if its sidecar does not
+                    threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
                 else:
-                    self._fleet.kill(worker)
+                    self._worker_group.kill(worker)
             case ClaimGeneration(generation=generation):
-                won = self.ledger.claim(generation)
+                won = self.state_store.claim(generation)
                 self.superseded = self.superseded or not won
                 self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
             case FindCheckpoint(at_most=at_most):
@@ -405,17 +412,17 @@ class Controller:
             case ReleaseWorker(worker=worker) if self._holds_nothing(worker):
                 self._let_go(command)
             case _:
-                self._fleet.send(command.worker, command, None)
+                self._worker_group.send(command.worker, command, None)
         self.journal.command(command)
 
     def _let_go(self, command: ReleaseWorker) -> None:
         """At once. The fleet is told that this is a wish, and no failure of the worker's node."""
-        self._fleet.send(command.worker, command, None)
-        self._fleet.kill(command.worker)
+        self._worker_group.send(command.worker, command, None)
+        self._worker_group.kill(command.worker)
 
     def _ends(self) -> None:
         self.outcome.generations = self.coordinator.generation
-        self.ledger.ended(self.outcome)
+        self.state_store.record_outcome(self.outcome)
 
     def _open_sealer(self, url: str) -> Sealer:
         timeout_s = self.spec.failure.storage_timeout_s
@@ -424,7 +431,7 @@ class Controller:
             catalog,
             self.spec.checkpoint,
             lease_s=self.spec.failure.run_lease_s,
-            ask=lambda worker, step, parts: self._fleet.send(
+            ask=lambda worker, step, parts: self._worker_group.send(
                 worker, WriteParts(worker, step, tuple(parts)), None
             ),
             want=lambda: self.post(CheckpointRequested()),
@@ -433,7 +440,7 @@ class Controller:
             stand_down=self._stand_down,
             fail=self.fail,
             check=self.check,
-            token=self.ledger.facts.lease_token,
+            token=self.state_store.state.lease_token,
         )
 
     def _stand_down(self, reason: str) -> None:
@@ -464,7 +471,7 @@ def _metrics_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in ("time", "step")}
 
 
-def rules_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
+def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
     """The coordinator's rules for a job; `keeps`: it has a storage for checkpoints."""
     scaling, failure = spec.scaling, spec.failure
     return CoordinatorConfig(

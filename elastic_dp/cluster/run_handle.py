@@ -14,14 +14,14 @@ from typing import Any
 
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
-from elastic_dp.cluster.runs.run_record import Outcome, Result, read_result
+from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
 from elastic_dp.cluster.worker_logs import read_logs
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.loggers import log_to
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 
 _FOLLOW_S = 1.0
 _AGAIN_S = 0.1
@@ -77,7 +77,7 @@ class Run:
         goes on from there."""
         self._ask("stop", reason)
 
-    def interrupted(self, progress: Progress) -> None:
+    def interrupted(self, progress: ProgressPrinter) -> None:
         """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint; else it goes on."""
         if self._end is not None:
             return
@@ -91,7 +91,7 @@ class Run:
         from elastic_dp.train.run import INTERRUPTED
 
         progress.say(INTERRUPTED)
-        reason, ended = "interrupted", Outcome()
+        reason, ended = "interrupted", RunOutcome()
         try:
             with contextlib.suppress(ClusterError):  # it is over
                 self.stop(reason)
@@ -169,7 +169,7 @@ class Run:
             if not after:
                 return
 
-    def result(self, *, progress: Progress | None = None) -> Result:
+    def result(self, *, progress: ProgressPrinter | None = None) -> Result:
         """Wait for the end. Raises UserCodeError, another TrainError, or ClusterError where it failed."""
         with self._ending:
             if self._end is None:
@@ -180,7 +180,7 @@ class Run:
 
     # ------------------------------------------------------------------------------ private
 
-    def _wait(self, progress: Progress | None) -> Result | Exception:
+    def _wait(self, progress: ProgressPrinter | None) -> Result | Exception:
         import ray
 
         try:
@@ -189,7 +189,7 @@ class Run:
                     progress.show(line)
                 if "event" not in line and "command" not in line:
                     log_to(self._loggers, line)
-            outcome: Outcome = self._ask("wait", None)
+            outcome: RunOutcome = self._ask("wait", None)
             self._last = self._ask("status")
         except ClusterError:
             stored = self._stored()
@@ -297,7 +297,7 @@ def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def error_of(outcome: Outcome) -> Exception:
+def error_of(outcome: RunOutcome) -> Exception:
     """The exception a failed run raises in the driver: ours as it was, UserCodeError for any other of a worker's."""
     text = outcome.error or ""
     kind, _, message = text.partition(": ")

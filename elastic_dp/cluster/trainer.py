@@ -21,10 +21,10 @@ from elastic_dp.checkpoint.proving import prove
 from elastic_dp.cluster import console
 from elastic_dp.cluster.overrides import in_force
 from elastic_dp.cluster.run_handle import Run
-from elastic_dp.cluster.runs.run_history import Start, last_start
+from elastic_dp.cluster.runs.run_history import StartRecord, last_start
 from elastic_dp.cluster.runs.run_record import (
-    Limits,
     Result,
+    RunLimits,
     RunRecord,
     finished,
     virtual_workers_of,
@@ -46,7 +46,7 @@ from elastic_dp.spec import (
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.inputs import check_function
 from elastic_dp.train.kind import why_inexact
@@ -130,7 +130,7 @@ class ElasticTrainer:
         a checkpoint first, and goes on from there when it is run again; a second one ends it at once. On a cluster the
         run goes on. `fit` then raises Interrupted, a KeyboardInterrupt that prints no traceback.
         """
-        progress = Progress()
+        progress = ProgressPrinter()
         try:
             return self._fit_local(progress) if local else self._fit_on_ray(progress)
         except KeyboardInterrupt as error:
@@ -158,7 +158,7 @@ class ElasticTrainer:
 
     # ------------------------------------------------------------------------------ private
 
-    def _fit_on_ray(self, progress: Progress) -> Result:
+    def _fit_on_ray(self, progress: ProgressPrinter) -> Result:
         run = self.start()
         if run.controller is None:
             progress.say(console.stored(run.result()))
@@ -199,7 +199,7 @@ class ElasticTrainer:
             **options,
         )
 
-    def _fit_local(self, progress: Progress) -> Result:
+    def _fit_local(self, progress: ProgressPrinter) -> Result:
         self._take_over()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
         device = pick_device(self.spec.scaling.resources_per_worker)
@@ -258,7 +258,7 @@ class ElasticTrainer:
             workers_lost=0,
             wall_s=time.time() - started_at,
         )
-        write_result(self.url, result, Limits.of(self.spec))
+        write_result(self.url, result, RunLimits.of(self.spec))
         progress.say(f"run {result.name} finished after step {result.step}: {result.reason}")
         progress.say(console.where_weights_are(result))
         return result
@@ -277,10 +277,10 @@ class ElasticTrainer:
         folder cannot hold it."""
         prove(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
-        stored = finished(self.url, Limits.of(self.spec), data.steps_per_epoch)
+        stored = finished(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
         before = None if stored is None else last_start(Store(self.url))
         if before is not None:
-            for text in Start.of(self.spec, self.train).code_changed(before):
+            for text in StartRecord.of(self.spec, self.train).code_changed(before):
                 _warn(f"{text}; the result that was stored is returned all the same")
         return stored
 
@@ -290,7 +290,7 @@ class ElasticTrainer:
     def _note_start(self) -> list[str]:
         """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""
         store = Store(self.url)
-        start, before = Start.of(self.spec, self.train), last_start(store)
+        start, before = StartRecord.of(self.spec, self.train), last_start(store)
         start.write(store)
         if before is None:
             return []

@@ -11,7 +11,7 @@ from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.distributed.process_group import Rendezvous
 
 
-class Fleet(Protocol):
+class WorkerGroup(Protocol):
     def start(self, worker: WorkerId) -> None:
         """Ask for one more process under this identity; it may never come."""
         ...

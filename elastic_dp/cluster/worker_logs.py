@@ -4,7 +4,7 @@
   writes a copy, at most every `EVERY_S`, so what was printed can be read some seconds later, also when the node is gone.
 - A copy is one object that is written anew: stores cannot append, and numbered pieces would have to be cleared away. It
   is bounded: of a long output the first `HEAD_BYTES`, which say what the worker was, and the last `TAIL_BYTES`.
-- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its own thread. Its pulse
+- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its own thread. Its sidecar
   outlives it, and sends the last few kilobytes to the controller, which writes them.
 
 A node's disk that is full loses what is printed meanwhile, and nothing else.
@@ -62,7 +62,7 @@ def read_logs(
                     yield match[0].removesuffix(".log"), line
 
 
-class LogKeeper:
+class WorkerLogUploader:
     """Of one worker; `fds`: what it prints to. A store that is away costs the copy, not the training."""
 
     def __init__(self, store: Store, worker: str, fds: Sequence[int] = (1, 2)) -> None:
@@ -72,7 +72,7 @@ class LogKeeper:
         self._closing = threading.Event()
         self._thread = background("logs", self._work)
 
-    def start(self) -> LogKeeper:
+    def start(self) -> WorkerLogUploader:
         self._thread.start()
         return self
 
@@ -94,8 +94,8 @@ class LogKeeper:
                 self._sizes = sizes
 
 
-class LastWords:
-    """Of workers that died, as their pulses tell them. One thread writes; a store that is away loses them."""
+class LastWordsWriter:
+    """Of workers that died, as their sidecars tell them. One thread writes; a store that is away loses them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 
-class Progress:
+class ProgressPrinter:
     """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its last value always;
     a line that has any metric which was not shown for so long is printed."""
 

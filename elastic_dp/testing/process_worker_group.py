@@ -21,8 +21,8 @@ from typing import Any
 import cloudpickle
 
 from elastic_dp.cluster.controller import Controller
-from elastic_dp.cluster.runs.run_record import Outcome
-from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
@@ -40,12 +40,12 @@ _context.set_forkserver_preload(
 )
 
 
-class ProcessFleet:
-    """Implements `Fleet`. `limit`: how many processes there may be; more stay pending until one is gone."""
+class ProcessWorkerGroup:
+    """Implements `WorkerGroup`. `limit`: how many processes there may be; more stay pending until one is gone."""
 
     def __init__(
         self,
-        job: Job,
+        job: WorkerJob,
         controller: Controller,
         limit: int | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class _PipeLink:
             self._pipe.send(message)
 
 
-def _main(identity: WorkerId, job: Job, pipe: Connection) -> None:
+def _main(identity: WorkerId, job: WorkerJob, pipe: Connection) -> None:
     if job.url is not None:  # then what is printed is kept there
         print_to_file()
         print_whatever_fits()
@@ -200,28 +200,28 @@ class ProcessRun:
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
         self.journal = Journal(None) if journal is None else journal
         self.controller = Controller(spec, run, _HOST, secret, self.journal, url=url, check=check)
-        job = Job(
+        job = WorkerJob(
             cloudpickle.dumps((spec, train)),
             index,
             run,
             url,
             self.controller.heartbeats.address,
             secret,
-            self.controller.ledger.facts.lease_token,
+            self.controller.state_store.state.lease_token,
             faults,
         )
-        self.fleet = ProcessFleet(job, self.controller, limit)
+        self.worker_group = ProcessWorkerGroup(job, self.controller, limit)
 
     def __enter__(self) -> ProcessRun:
-        self.controller.open(self.fleet)
+        self.controller.open(self.worker_group)
         self._thread = background("controller", self.controller.lead, self.controller.broke)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.fleet.close()
+        self.worker_group.close()
 
-    def wait(self, timeout_s: float = 120.0) -> Outcome:
+    def wait(self, timeout_s: float = 120.0) -> RunOutcome:
         """How the run ended. Raises TimeoutError with the status where it does not."""
         if not self.controller.ended.wait(timeout_s):
             raise TimeoutError(f"the run has not ended: {self.controller.status()}")

@@ -42,7 +42,7 @@ def test_who_has_no_node_yet_is_not_waited_for_when_it_is_not_needed_any_more() 
     """Else its demand for a node would live on until it is evicted."""
     spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "waits", "127.0.0.1", b"secret", Journal(None))
-    controller._fleet = fleet = Told()
+    controller._worker_group = fleet = Told()
     for worker in ("w1", "w2"):
         controller._execute(m.StartWorker(worker))
     controller._execute(m.BeginTraining("w2", is_source=True))
@@ -75,13 +75,13 @@ def test_across_kinds_of_machines_the_status_says_inexact_and_why() -> None:
 def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
     spec = JobSpec(name="dies", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "dies", "127.0.0.1", b"secret", Journal(None))
-    controller.ledger.note(m.StartWorker("w1"))
+    controller.state_store.record(m.StartWorker("w1"))
     short = m.WorkerLost("w1", "Ray killed it", m.Cause.OUT_OF_MEMORY)
-    for event in (m.WorkerLost("w1", "its pulse says so"), short, short, m.WorkerLost("w1", "?")):
+    for event in (m.WorkerLost("w1", "its sidecar says so"), short, short, m.WorkerLost("w1", "?")):
         controller._note(event)
     _, lines = controller.journal.since(None, 0.0)
-    assert [line["reason"] for line in lines] == ["its pulse says so", "Ray killed it"]
-    assert controller.ledger.facts.lost == 1
+    assert [line["reason"] for line in lines] == ["its sidecar says so", "Ray killed it"]
+    assert controller.state_store.state.lost == 1
     controller.heartbeats.close()
 
 
@@ -89,7 +89,7 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     """They are a message of their own, and come when the death may be waiting in the inbox."""
     spec = JobSpec(name="talks", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "talks", "127.0.0.1", b"secret", Journal(None))
-    controller._fleet = Told()
+    controller._worker_group = Told()
     kept: list[tuple[str, str]] = []
     controller._last_words = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
     dies, leaves = (m.WorkerLost(worker, "its process exits") for worker in ("w1", "w2"))
@@ -106,8 +106,8 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
 def test_who_is_superseded_touches_no_worker_and_writes_nothing() -> None:
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
-    controller.ledger.claim = lambda generation: False  # type: ignore[method-assign]
-    controller._fleet = fleet = Told()
+    controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]
+    controller._worker_group = fleet = Told()
     controller._sealer = None
     controller.lead()
     assert controller.superseded and not controller.ended.is_set()

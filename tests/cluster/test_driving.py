@@ -10,7 +10,7 @@ import elastic_dp as edp
 from elastic_dp import cli
 from elastic_dp.cluster import run_commands
 from elastic_dp.cluster.run_handle import Run
-from elastic_dp.cluster.runs.run_record import Limits, Result, write_result
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError, SpecError
 from tests.runs import spec_of
 
@@ -105,7 +105,7 @@ def test_who_follows_the_logs_of_a_run_that_ends_well_sees_them_end(monkeypatch,
     def ask(method, *args):
         if method == "printed":
             return {"w1": {"out": (4, "one\n")}}
-        write_result(url, result_of(url), Limits())  # and another driver takes it
+        write_result(url, result_of(url), RunLimits())  # and another driver takes it
         raise ClusterError("the controller is gone")
 
     monkeypatch.setattr(run, "_ask", ask)
@@ -114,7 +114,7 @@ def test_who_follows_the_logs_of_a_run_that_ends_well_sees_them_end(monkeypatch,
 
 def test_the_result_of_a_run_that_had_ended_is_its_own(tmp_path):
     url = str(tmp_path)
-    write_result(url, result_of(url), Limits())
+    write_result(url, result_of(url), RunLimits())
     assert Run(spec_of(), url, controller=object())._stored() is None
     assert Run(spec_of(), url, controller=object(), ended=True)._stored() == result_of(url)
 

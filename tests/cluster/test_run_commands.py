@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
-from elastic_dp.cluster.runs.run_record import Limits, Result, write_result
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError
 
 VERBS = {
@@ -38,7 +38,7 @@ def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, mo
 
     monkeypatch.setattr(discovery, "connect", gone)
     url = str(tmp_path / "job")
-    write_result(url, Result("job", url, 7, "enough", "0", True), Limits())
+    write_result(url, Result("job", url, 7, "enough", "0", True), RunLimits())
     words = ["status", "job", "--json", "--storage-path", str(tmp_path), *address]
     said = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
     assert (said["phase"], said["step"]) == ("over", 7)

@@ -22,7 +22,7 @@ from tests.train.jobs import average_and_plateau, plain
 
 def processes_of(run):
     """The controller's, the workers', and what these have started."""
-    workers = [process.pid for process in run.fleet.processes.values()]
+    workers = [process.pid for process in run.worker_group.processes.values()]
     children = []
     for pid in workers:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -80,7 +80,9 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
         eventually(lambda: reached(run, 1), run.controller.status)
         told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run)]
         assert run.wait(PATIENCE_S).error is None
-        told += [repr(x).encode() for x in (run.controller, run.fleet._job, run.journal._kept)]
+        told += [
+            repr(x).encode() for x in (run.controller, run.worker_group._job, run.journal._kept)
+        ]
         told += [repr(run.controller._rendezvous).encode(), run.controller.run.encode()]
     journal.close()
     told += [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
@@ -101,7 +103,7 @@ def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams)
     def under_fire(run):
         first = attack(run, connections, datagrams // 2)
         goes_on(run)
-        next(iter(run.fleet.processes.values())).kill()
+        next(iter(run.worker_group.processes.values())).kill()
         assert first.wait(4 * PATIENCE_S) == 0
         goes_on(run)
         second = attack(run, connections, datagrams // 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_dp.cluster import worker_logs
-from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
+from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, WorkerLogUploader
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.storage import Store
 from tests.patience import Stalls, eventually
@@ -20,7 +20,7 @@ from tests.train.jobs import adamw, classifier, cross_entropy, hold
 def printed(tmp_path):
     """A file as a worker's output, and its keeper."""
     with open(tmp_path / "out", "a+b", buffering=0) as file:
-        yield file, LogKeeper(Store(str(tmp_path / "run")), "w1", [file.fileno()])
+        yield file, WorkerLogUploader(Store(str(tmp_path / "run")), "w1", [file.fileno()])
 
 
 def kept(tmp_path, name="w1.log"):
@@ -58,7 +58,7 @@ def test_a_store_that_fails_costs_the_copy_alone(tmp_path):
     (tmp_path / "run").write_text("a file, and no folder")
     with open(tmp_path / "out", "w+b", buffering=0) as file:
         file.write(b"words")
-        keeper = LogKeeper(Store(str(tmp_path / "run")), "w1", [file.fileno()]).start()
+        keeper = WorkerLogUploader(Store(str(tmp_path / "run")), "w1", [file.fileno()]).start()
         keeper.close(60.0)
     assert not keeper._thread.is_alive()
 
@@ -71,7 +71,7 @@ def talks(ctx):
         if step.number == 5 and ctx.rank == 1 and ctx.generation == 1:
             os.write(2, b"the last words of a process\n")  # as a C library does
             os.abort()
-        if step.number == 6:  # they are told by its pulse, which may be slow
+        if step.number == 6:  # they are told by its sidecar, which may be slow
             eventually(lambda: [*Path(ctx.config["logs"]).glob("*.last.log")])
         print("no secret", file=sys.stderr)
 
@@ -122,7 +122,7 @@ def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gon
 
 @pytest.mark.parametrize("worker", ["../../etc/x", "/etc/x", "s3://x", "a\0b", "..", ""])
 def test_a_worker_s_name_leads_nowhere_else(tmp_path, worker):
-    words = worker_logs.LastWords(Store(str(tmp_path / "run")))
+    words = worker_logs.LastWordsWriter(Store(str(tmp_path / "run")))
     words.keep(worker, "owned")
     words.keep("w1", "ended")
     words.close()

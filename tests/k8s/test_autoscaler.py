@@ -23,7 +23,9 @@ def spec():
 
 def wants(market, workers=1, needs=NEEDS):
     """What that many waiting workers of a job ask Ray for."""
-    return [(needs, node_labels.wishes(ScalingConfig(max_workers=1, market=market), []))] * workers
+    return [
+        (needs, node_labels.preferences(ScalingConfig(max_workers=1, market=market), []))
+    ] * workers
 
 
 @pytest.fixture

@@ -2,14 +2,14 @@
 
 import io
 
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 
 HOUR = 3600.0
 
 
 def shown(*lines, interval_s=HOUR):
     stream = io.StringIO()
-    progress = Progress(stream, interval_s)
+    progress = ProgressPrinter(stream, interval_s)
     for line in lines:
         progress.show(line)
     return [line.partition("] ")[2].split() for line in stream.getvalue().splitlines()]

@@ -63,7 +63,7 @@ def test_a_burst_of_nodes_stops_the_group_once_or_twice():
         began = time.monotonic()
         for node in range(NODES):
             time.sleep(max(0.0, began + node * BURST_S / (NODES - 1) - time.monotonic()))
-            run.fleet.allow(2 + node)
+            run.worker_group.allow(2 + node)
         after = trains(NODES + 1)
         run.controller.post(SizeRequested(3))
         members = trains(3)["workers"]

@@ -52,7 +52,7 @@ def steps_of(url):
 
 def kill_all(run):
     before = times_lost(run)
-    for process in list(run.fleet.processes.values()):
+    for process in list(run.worker_group.processes.values()):
         process.kill()
     # Up to then some of what they said last may still be on its way.
     eventually(lambda: times_lost(run) > before, run.controller.status)

@@ -201,7 +201,7 @@ def test_random_histories(seed):
             run.controller.post(DrainNoticed(victim, deadline))
         else:
             killed.add(victim := rng.choice(victims))
-            run.fleet.kill(victim)
+            run.worker_group.kill(victim)
         done.append(what)
 
     script = [*[(1, disturb)] * 5, (1, goes_on), (1, StopRequested("enough"))]

@@ -39,8 +39,8 @@ def take_away(*workers):
     they have to leave in a second, and have minutes for it."""
 
     def act(run):
-        alive = [run.fleet.processes[worker].is_alive for worker in workers]
-        run.fleet.allow(2)
+        alive = [run.worker_group.processes[worker].is_alive for worker in workers]
+        run.worker_group.allow(2)
         object.__setattr__(run.controller.coordinator.config, "drain_margin_s", PATIENCE_S)
         for worker in workers:
             run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))

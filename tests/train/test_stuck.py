@@ -21,7 +21,7 @@ FAILURE = dataclasses.replace(PATIENT, hang_timeout_s=HANG_TIMEOUT_S)
 
 
 @pytest.fixture(autouse=True)
-def _pulses_have_time(monkeypatch):
+def _sidecars_have_time(monkeypatch):
     """To take stacks: nobody kills the worker before."""
     monkeypatch.setattr(controller, "STACKS_S", PATIENCE_S)
 

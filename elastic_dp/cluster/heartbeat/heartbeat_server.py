@@ -1,94 +1,26 @@
-"""Both ends of a heartbeat that live in our processes: the worker's page and the controller's socket."""
+"""The controller's end of heartbeats: one socket, which hears the sidecars of all workers and answers them."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import math
-import mmap
-import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.coordinator.messages import Cause, StacksTaken, WorkerHeard, WorkerId, WorkerLost
 from elastic_dp.threads import background
 
-STACKS_S = 2.0  # a pulse that was asked for stacks has killed its worker by then
-_RECEIVE_BUFFER_BYTES = (
-    8 << 20
-)  # the system gives what it allows: a burst of strangers must not drown heartbeats
+STACKS_S = 2.0  # a sidecar that was asked for stacks has killed its worker by then
+# The system gives what it allows: a burst of strangers must not drown heartbeats.
+_RECEIVE_BUFFER_BYTES = 8 << 20
 _SAID_EVERY_S = 60.0  # how often it is said, at most, that strangers send to this port
-
-
-class Address(NamedTuple):
-    """Of a controller's socket. `nonce`: never used before; without it a datagram to that socket is not genuine."""
-
-    host: str
-    port: int
-    nonce: bytes
-
-
-class Page:
-    """Where a worker writes its place for the pulse beside it. Implements `train.session.Status`."""
-
-    def __init__(self) -> None:
-        self._file, self._stacks = _nameless(), _nameless()
-        os.ftruncate(self._file, heartbeat_sidecar.PAGE.size)
-        self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE.size)
-        self.write(0, 0, "start")
-        heartbeat_sidecar.write_renewed_at(self._page, time.monotonic())
-
-    def write(self, generation: int, step: int, phase: str) -> None:
-        heartbeat_sidecar.WHERE.pack_into(self._page, 0, generation, step, phase.encode())
-
-    def write_speed(self, virtual_s: float) -> None:
-        heartbeat_sidecar.SPEED.pack_into(self._page, heartbeat_sidecar.WHERE.size, virtual_s)
-
-    def renewed_at(self) -> float:
-        return heartbeat_sidecar.read_renewed_at(self._page)
-
-    def point_at(self, address: Address) -> None:
-        """Where the controller hears from now on."""
-        heartbeat_sidecar.write_address(self._page, *address)
-
-    def start_pulse(
-        self, worker: WorkerId, secret: bytes, interval_s: float
-    ) -> subprocess.Popen[bytes]:
-        """The process beside this one, told before where to send; it ends by itself when this one does."""
-        faulthandler.register(signal.SIGUSR2, file=self._stacks)
-        files = (self._file, self._stacks)
-        started = subprocess.Popen(
-            [
-                *(sys.executable, "-I", "-S", heartbeat_sidecar.__file__, *map(str, files)),
-                *(worker, str(interval_s), str(os.getpid())),
-            ],
-            stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
-            pass_fds=files,
-            process_group=0,  # Ray kills the group of a worker that died, and its last words are still to be said
-        )
-        assert started.stdin is not None
-        with contextlib.suppress(BrokenPipeError), started.stdin:
-            started.stdin.write(secret)
-        return started
-
-
-def _nameless() -> int:
-    """The descriptor of a file that the pulse inherits: nothing is left of a worker that is killed before that has started. In memory, where
-    there is such a thing, since writing to a mapped page of a full disk ends the process."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("elastic_dp")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class HeartbeatServer:
@@ -111,7 +43,9 @@ class HeartbeatServer:
         self._socket = socket.socket(heartbeat_sidecar.family_of(host), socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         self._socket.bind((host, 0))
-        self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(16))
+        self.address = ControllerAddress(
+            host, self._socket.getsockname()[1], secrets.token_bytes(16)
+        )
         self._in = heartbeat_sidecar.Channel(secret, self.address.nonce, "")
         self._peers: dict[WorkerId, _Peer] = {}
         self.refused = 0  # datagrams that were not genuine, or not new
@@ -127,7 +61,7 @@ class HeartbeatServer:
         self._answer(worker, {"at": beat / 1e6})
 
     def condemn(self, worker: WorkerId, stuck: bool) -> None:
-        """Let the worker's own pulse kill it; of a stuck one it sends the stacks before."""
+        """Let the worker's own sidecar kill it; of a stuck one it sends the stacks before."""
         self._answer(worker, {"die": True, "stuck": stuck})
 
     def close(self) -> None:
@@ -198,7 +132,7 @@ class HeartbeatServer:
 
 
 class _Peer:
-    """A worker's pulse: where it was heard last, and what was heard of it."""
+    """A worker's sidecar: where it was heard last, and what was heard of it."""
 
     __slots__ = ("out", "replays", "source")
 
@@ -224,13 +158,13 @@ def _event_of(worker: WorkerId, message: dict[str, Any]) -> WorkerHeard | Worker
 
 
 def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
-    """A worker's death, as its pulse tells it."""
+    """A worker's death, as its sidecar tells it."""
     phase, _, number = str(message["phase"]).partition(" ")
     at = None
     if phase in ("data", "compute") and number:
         at = int(message["step"]) + 1, int(number)
     where = "" if at is None else f" in virtual worker {at[1]} of step {at[0]}"
     if message["out_of_memory"]:
-        reason = f"the kernel killed a process for want of memory, and it exits{where}"
+        reason = f"the kernel killed a process because memory ran out, and it exits{where}"
         return WorkerLost(worker, reason, Cause.OUT_OF_MEMORY, at)
     return WorkerLost(worker, f"its process exits{where}", micro_batch=at)

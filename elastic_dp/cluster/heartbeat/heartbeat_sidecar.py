@@ -1,4 +1,4 @@
-"""The heart of a worker: a small process beside it that needs nothing of the worker's Python.
+"""The heartbeat sidecar of a worker: a small process beside it that needs nothing of the worker's Python.
 
 Run as a script with only the standard library, so it starts in milliseconds. It reads where the worker stands
 from shared memory, sends that as a datagram, and writes down when the controller answered, which is the worker's
@@ -6,14 +6,14 @@ lease. It stays silent while the worker is stopped (SIGSTOP) and ends with it. A
 known is killed from here, also when it is frozen or holds the GIL; of one that is stuck it first sends what its threads
 are doing, which `faulthandler` writes down on SIGUSR2 without the GIL.
 
-It also brings the news of the worker's death. A killed process first gives back its memory, which takes tens of
+It also reports the worker's death. A killed process first gives back its memory, which takes tens of
 milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux sends PR_SET_PDEATHSIG at the
 beginning of that, and once all threads are exiting none of them will run any code of its own again.
 
-What it says of the death is what nobody else can: which micro-batch the worker ran, whether the kernel has killed
-for want of memory since, and the last words that it printed (if its output is a file, which this process shares).
+Its report has what no other process knows: which micro-batch the worker ran, whether the kernel has killed
+because memory ran out since, and the last words that it printed (if its output is a file, which this process shares).
 
-Layout of the shared page: generation and step as int64, the phase as 16 bytes ("data 7", "compute 7" while virtual
+Layout of the shared memory page: generation and step as int64, the phase as 16 bytes ("data 7", "compute 7" while virtual
 worker 7 is run), the seconds per virtual worker as float64, the sending time of the last answered heartbeat as float64
 (CLOCK_MONOTONIC, which all processes of a host share), and the controller's address as "host port nonce" in 128 bytes: it
 is read for each heartbeat, since a controller that took over has another one.
@@ -117,8 +117,8 @@ class Replays:
         return True
 
 
-class _Line:
-    """To the controller, wherever that is now: a socket that hears nobody else."""
+class _ControllerConnection:
+    """The socket to the controller, at its present address; it receives from nowhere else."""
 
     def __init__(self, page: mmap.mmap, worker: str, secret: bytes) -> None:
         self._page, self._worker, self._secret = page, worker, secret
@@ -127,7 +127,7 @@ class _Line:
         self.socket: socket.socket | None = None
 
     def send(self, message: dict[str, object]) -> None:
-        """Or not at all: a datagram may be lost anyhow."""
+        """Errors are ignored: a datagram may be lost anyhow."""
         with contextlib.suppress(OSError, ValueError):  # an address that is being changed
             address = read_address(self._page)
             if address != self._address:
@@ -222,7 +222,7 @@ def _is_exiting(pid: int) -> bool:
 
 
 def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -> int:
-    """How many processes of our control group (version 2 or 1) the kernel has killed for want of memory; Linux only."""
+    """How many processes of our control group (version 2 or 1) the kernel has killed for lack of memory; Linux only."""
     with contextlib.suppress(OSError, ValueError):
         with open(groups, encoding="utf-8") as file:
             lines = [line.strip().split(":", 2) for line in file]
@@ -253,13 +253,13 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
     interval = float(interval_s)
     page = mmap.mmap(int(page_file), PAGE.size)
     stacks = int(stacks_file)
-    line = _Line(page, worker, sys.stdin.buffer.read())
+    controller = _ControllerConnection(page, worker, sys.stdin.buffer.read())
 
-    def say_gone() -> None:
+    def report_death() -> None:
         _, step, phase = WHERE.unpack_from(page, 0)
         gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
-        line.send(gone | {"out_of_memory": oom_kills() > killed_before})
-        line.send({"words": last_words()})
+        controller.send(gone | {"out_of_memory": oom_kills() > killed_before})
+        controller.send({"words": last_words()})
 
     killed_before = oom_kills()
     due = time.monotonic()
@@ -279,27 +279,27 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
                     "cpu_s": cpu_s,
                     "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
                 }
-                line.send(beat)
+                controller.send(beat)
         inputs: list[socket.socket | int] = [exits]
-        if line.socket is not None:
-            inputs.append(line.socket)
+        if controller.socket is not None:
+            inputs.append(controller.socket)
         ready = select.select(inputs, [], [], max(0.0, due - time.monotonic()))[0]
         if exits in ready:
             os.read(exits, 64)
             for _ in range(20):  # all threads follow the first within a few milliseconds
                 if _is_exiting(parent):
-                    return say_gone()
+                    return report_death()
                 time.sleep(0.001)
-        answer = line.receive() if line.socket in ready else None
+        answer = controller.receive() if controller.socket in ready else None
         if answer is None:
             continue
         if answer.get("die"):
             if answer.get("stuck"):
-                line.send({"stacks": _take_stacks(parent, stacks)})
+                controller.send({"stacks": _take_stacks(parent, stacks)})
             os.kill(parent, signal.SIGKILL)
         elif isinstance(at := answer.get("at"), float):
             write_renewed_at(page, max(at, read_renewed_at(page)))
-    say_gone()  # on a busy machine it took longer than we looked
+    report_death()  # on a busy machine it took longer than we looked
 
 
 if __name__ == "__main__":

@@ -26,16 +26,16 @@ import ray
 import ray._private.state
 
 from elastic_dp.cluster.controller import Controller
-from elastic_dp.cluster.heartbeat.heartbeat_server import Address
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
 from elastic_dp.cluster.ray import node_labels
 from elastic_dp.cluster.ray.actor_link import ActorLink
-from elastic_dp.cluster.ray.autoscaler_status import Autoscaler
-from elastic_dp.cluster.ray.drain_watcher import Notices
-from elastic_dp.cluster.ray.node_selection import Placement, can_hold
+from elastic_dp.cluster.ray.autoscaler_status import AutoscalerStatus
+from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
+from elastic_dp.cluster.ray.node_selection import NodeSelection, can_hold
 from elastic_dp.cluster.runs.discovery import NAMESPACE
-from elastic_dp.cluster.runs.gcs_state import KeptLedger, forget, job_of
-from elastic_dp.cluster.runs.run_record import Outcome
-from elastic_dp.cluster.worker import Job, Request, Worker, prepare_environment
+from elastic_dp.cluster.runs.gcs_state import GcsStateStore, forget, load_job
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import (
     Cause,
@@ -54,7 +54,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
-from elastic_dp.telemetry.journal import Journal, Position
+from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.threads import background
 from elastic_dp.train.link import Written
 
@@ -70,7 +70,7 @@ _NO_ROOM_S = 30.0  # how long a worker waits before that is said: what seems tak
 class WorkerActor:
     """One worker. `run` occupies the default group for the worker's life; `deliver` gets in beside it."""
 
-    def __init__(self, identity: WorkerId, job: Job, controller: Any, term: int) -> None:
+    def __init__(self, identity: WorkerId, job: WorkerJob, controller: Any, term: int) -> None:
         print_whatever_fits()
         self._link = ActorLink(controller, term)
         self._worker = Worker(identity, job, self._link, ray.util.get_node_ip_address())
@@ -83,7 +83,7 @@ class WorkerActor:
         ray.actor.exit_actor()
 
     @ray.method(concurrency_group="control")
-    def serve(self, term: int, controller: Address, logged_to: tuple[int, int]) -> None:
+    def serve(self, term: int, controller: ControllerAddress, logged_to: tuple[int, int]) -> None:
         """A controller has taken over; heartbeats go to it from now on."""
         self._worker.hear_from(controller)
         self._link.serve(term, logged_to)
@@ -111,24 +111,24 @@ def _home() -> Home:
     return Home(context.get_node_id(), context.get_node_labels().get(node_labels.MARKET) == "spot")
 
 
-class RayFleet:
-    """Implements `Fleet` with detached actors."""
+class RayWorkerGroup:
+    """Implements `WorkerGroup` with detached actors."""
 
-    def __init__(self, job: Job, spec: JobSpec, controller: Controller, handle: Any) -> None:
+    def __init__(self, job: WorkerJob, spec: JobSpec, controller: Controller, handle: Any) -> None:
         self._job, self._stored = job, ray.put(job)
         self._spec, self._controller, self._handle = spec, controller, handle
-        self._term = controller.ledger.facts.term
+        self._term = controller.state_store.state.term
         self._actors: dict[WorkerId, Any] = {}
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
-        self.placement = Placement(spec.scaling.resources_per_worker, controller.say)
+        self.node_selection = NodeSelection(spec.scaling.resources_per_worker, controller.say)
         self._asked: dict[WorkerId, node_labels.Labels] = {}  # of which market and zone
         self._nodes: dict[WorkerId, str] = {}  # as far as it was asked
         self._lock = threading.Lock()
 
     def start(self, worker: WorkerId) -> None:
         resources = dict(self._spec.scaling.resources_per_worker)
-        asked = node_labels.wishes(self._spec.scaling, self._asked.values())
+        asked = node_labels.preferences(self._spec.scaling, self._asked.values())
         environment: dict[str, str] = {}
         prepare_environment(environment, self._spec.scaling.num_threads)
         actor = WorkerActor.options(  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ class RayFleet:
             memory=resources.pop("memory", None),
             resources=resources or None,
             runtime_env={"env_vars": environment},
-            **node_labels.options(self.placement.without_avoided(worker, asked)),
+            **node_labels.actor_options(self.node_selection.without_avoided(worker, asked)),
         ).remote(worker, self._stored, self._handle, self._term)
         self._asked[worker] = asked[0] if asked else {}
         self._watch(worker, actor)
@@ -148,12 +148,12 @@ class RayFleet:
     def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
         """The workers that earlier controllers started and that are up; those that wait for a place are not needed."""
         for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
-            self._controller.ledger.note(ReleaseWorker(worker, "was still pending"))
+            self._controller.state_store.record(ReleaseWorker(worker, "was still pending"))
             ray.kill(actor, no_restart=True)
         found = self._named("ALIVE")
         labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         for worker, actor, node in found:
-            self._asked[worker] = node_labels.had(labels.get(node, {}))
+            self._asked[worker] = node_labels.selectable(labels.get(node, {}))
             actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
         return [worker for worker, _, _ in found]
@@ -184,9 +184,9 @@ class RayFleet:
         if actor is not None:
             _kill(actor)
 
-    def withdraw_in_vain(self) -> None:
+    def withdraw_waiting_needlessly(self) -> None:
         """Those that wait because of a node that would do now; others are asked for in their place."""
-        for worker in self.placement.in_vain(self.nodes(), self.actors()):
+        for worker in self.node_selection.waiting_needlessly(self.nodes(), self.actors()):
             self._controller.withdrawn(worker)
             self._withdrawn.add(worker)
             self.kill(worker)
@@ -238,7 +238,7 @@ class RayFleet:
             reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED
         try:
             if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
-                self.placement.failed(actor._actor_id.hex())  # before another is asked for
+                self.node_selection.failed(actor._actor_id.hex())  # before another is asked for
         finally:  # the GCS may be away
             self._controller.post(WorkerLost(worker, reason, cause))
 
@@ -275,32 +275,36 @@ class ControllerActor:
     """
 
     def __init__(self, run: str) -> None:
-        pickled, index, secret, url, faults, record = job_of(run)
+        pickled, index, secret, url, faults, record = load_job(run)
         self._run, self._url = run, url
         self._spec: JobSpec = cloudpickle.loads(pickled)[0]
-        self._ledger = ledger = KeptLedger(run)
+        self._state_store = state_store = GcsStateStore(run)
         host = ray.util.get_node_ip_address()
-        since = ledger.facts.started_at if ledger.inherited else None
+        since = state_store.state.started_at if state_store.inherited else None
         self._journal = Journal(url, since=since)
-        self._controller = Controller(self._spec, run, host, secret, self._journal, ledger, url)
-        if not ledger.inherited:  # else it was compared when the run began
+        self._controller = Controller(
+            self._spec, run, host, secret, self._journal, state_store, url
+        )
+        if not state_store.inherited:  # else it was compared when the run began
             self._controller.check = partial(record.check_or_write, url, None)
-        address, lease_token = self._controller.heartbeats.address, ledger.facts.lease_token
-        job = Job(pickled, index, run, url, address, secret, lease_token, faults)
+        address, lease_token = self._controller.heartbeats.address, state_store.state.lease_token
+        job = WorkerJob(pickled, index, run, url, address, secret, lease_token, faults)
         self._handle = ray.get_runtime_context().current_actor
-        self._fleet = RayFleet(job, self._spec, self._controller, self._handle)
-        self._notices = Notices(
-            ray._private.state.state.get_draining_nodes, self._fleet.nodes, self._controller.post
+        self._worker_group = RayWorkerGroup(job, self._spec, self._controller, self._handle)
+        self._drain_watcher = DrainWatcher(
+            ray._private.state.state.get_draining_nodes,
+            self._worker_group.nodes,
+            self._controller.post,
         )
         self._waits_for, self._waiting = "", dict[WorkerId, float]()
-        self._controller.open(self._fleet)
+        self._controller.open(self._worker_group)
         # What torch, ray and the job's imports made is here to stay. Where each full collection walks through it, it
         # takes 0.1 s longer; so it walks through what came later, which grows with the workers alone.
         gc.collect()
         gc.freeze()
         background("controller", self._lead, self._controller.broke).start()
         background("room", self._look_for_room).start()
-        self._notices.start()
+        self._drain_watcher.start()
 
     @ray.method(concurrency_group="events")
     def about(self) -> tuple[JobSpec, str, bool]:
@@ -319,7 +323,7 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def log(self, term: int, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        if term == self._ledger.facts.term:  # else it is sent again, in order
+        if term == self._state_store.state.term:  # else it is sent again, in order
             self._controller.log(step, call, metrics)
 
     @ray.method(concurrency_group="events")
@@ -340,7 +344,10 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def status(self) -> dict[str, Any]:
-        own = {"waits_for": self._waits_for, "avoided_nodes": self._fleet.placement.avoided}
+        own = {
+            "waits_for": self._waits_for,
+            "avoided_nodes": self._worker_group.node_selection.avoided,
+        }
         return self._controller.status() | own | {"labels": dict(self._spec.labels)}
 
     @ray.method(concurrency_group="events")
@@ -356,19 +363,19 @@ class ControllerActor:
         """Returns the workers there are; another one cannot be drained."""
         deadline = None if within_s is None else time.monotonic() + within_s
         present = self._controller.status()["workers"]
-        workers = [*(present | self._ledger.facts.here)]  # who takes over has not met them yet
+        workers = [*(present | self._state_store.state.here)]  # who takes over has not met them yet
         if worker in workers:
             self._request(DrainNoticed(worker, deadline))
         return workers
 
     @ray.method(concurrency_group="follow")
     def follow(
-        self, position: Position | None, timeout_s: float
-    ) -> tuple[Position, list[dict[str, Any]]]:
+        self, position: JournalPosition | None, timeout_s: float
+    ) -> tuple[JournalPosition, list[dict[str, Any]]]:
         return self._journal.since(position, timeout_s)
 
     @ray.method(concurrency_group="follow")
-    def wait(self, timeout_s: float | None) -> Outcome | None:
+    def wait(self, timeout_s: float | None) -> RunOutcome | None:
         """How the run ended, or None while it goes on."""
         return self._controller.outcome if self._controller.ended.wait(timeout_s) else None
 
@@ -381,7 +388,7 @@ class ControllerActor:
     def pids(self) -> dict[WorkerId, int]:
         """The process of each worker that is up."""
         found = {}
-        for worker, actor in self._fleet.actors().items():
+        for worker, actor in self._worker_group.actors().items():
             with contextlib.suppress(ray.exceptions.RayError):
                 found[worker] = ray.get(actor.pid.remote(), timeout=1.0)
         return found
@@ -391,7 +398,7 @@ class ControllerActor:
         self, after: Mapping[WorkerId, Mapping[str, int]]
     ) -> dict[WorkerId, dict[str, tuple[int, str]]]:
         """Of each worker that is up, what it printed since then."""
-        actors = self._fleet.actors()
+        actors = self._worker_group.actors()
         asked = {worker: a.printed.remote(after.get(worker, {})) for worker, a in actors.items()}
         ray.wait([*asked.values()], num_returns=len(asked), timeout=_PRINTED_S)
         found = {}
@@ -402,24 +409,24 @@ class ControllerActor:
 
     def _request(self, event: Event) -> None:
         """An operator's; it outlives this process."""
-        self._ledger.note(event)
-        self._ledger.keep()
+        self._state_store.record(event)
+        self._state_store.save()
         self._controller.post(event)
 
     def _lead(self) -> None:
         self._controller.lead(self._found())
         if self._controller.superseded:
             os._exit(1)  # the run's workers, lease, record and name are another's
-        self._notices.close()
+        self._drain_watcher.close()
         time.sleep(_KEPT_S)
         forget(self._run)
         ray.kill(self._handle)
 
     def _found(self) -> Sequence[WorkerId]:
-        if not self._ledger.inherited:
+        if not self._state_store.inherited:
             return ()
         try:
-            return self._fleet.adopt(self._controller.logged_to)
+            return self._worker_group.adopt(self._controller.logged_to)
         except Exception:  # the GCS may be away; who answers and leads nobody is worse than none
             traceback.print_exc()
             os._exit(1)  # Ray starts it again
@@ -427,24 +434,24 @@ class ControllerActor:
     def _look_for_room(self) -> None:
         """Say why workers wait for a node, once for each reason, and in the status as long as they do."""
         said = {""}
-        autoscaler = Autoscaler(self._spec.scaling.resources_per_worker)
+        autoscaler = AutoscalerStatus(self._spec.scaling.resources_per_worker)
         while not self._controller.ended.wait(_LOOK_FOR_ROOM_S):
             with contextlib.suppress(Exception):  # whatever Ray raises for a head that is away
-                self._fleet.withdraw_in_vain()
+                self._worker_group.withdraw_waiting_needlessly()
                 self._waits_for = self._why_waiting(autoscaler)
             if self._waits_for not in said:
                 self._journal.command(Explain(self._waits_for))
                 said.add(self._waits_for)
 
-    def _why_waiting(self, autoscaler: Autoscaler) -> str:
+    def _why_waiting(self, autoscaler: AutoscalerStatus) -> str:
         stages = self._controller.status()["workers"]
         starting = {worker for worker, stage in stages.items() if stage == "starting"}
-        waiting = starting - self._fleet.nodes().keys()
+        waiting = starting - self._worker_group.nodes().keys()
         if not waiting:
             self._waiting = {}
             return ""
         now = time.monotonic()
-        without = self._fleet.without_process(waiting)
+        without = self._worker_group.without_process(waiting)
         self._waiting = {worker: self._waiting.get(worker, now) for worker in without}
         waited = any(now - since >= _NO_ROOM_S for since in self._waiting.values())
         reasons = no_room(self._spec.scaling, ray.nodes()), autoscaler.why(time.time())
@@ -476,7 +483,7 @@ def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
         firm = [{node_labels.MARKET: "on-demand"}] * scaling.min_on_demand
         # What those before it were asked for: the first worker, and the first that need not be firm.
         for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
-            if why := node_labels.missing(node_labels.wishes(scaling, others), large):
+            if why := node_labels.why_none_matches(node_labels.preferences(scaling, others), large):
                 return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
         return ""
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}

@@ -33,7 +33,7 @@ _REQUEST = re.compile(r" with request id [\w-]+")  # another one each time
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \S+\t(\w+) \S+ -- ", re.M)
 
 
-class Autoscaler:
+class AutoscalerStatus:
     """`needs`: resources of one worker. All times are of `time.time`."""
 
     def __init__(self, needs: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Notices that a node will go: a thread looks which nodes of the cluster drain, and tells of the workers there.
+"""Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice for each worker there.
 
 Ray knows of it before anything happens: a SIGTERM to `ray start --block` (a pod that is deleted, a machine that is
 taken back), the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
@@ -20,7 +20,7 @@ from elastic_dp.threads import background
 _EVERY_S = 0.5
 
 
-class Notices:
+class DrainWatcher:
     """`draining()`: node -> deadline in milliseconds of the wall clock, 0: none is known. `nodes()`: where workers are.
 
     `nodes` is asked only while a node drains.

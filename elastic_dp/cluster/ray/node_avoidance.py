@@ -13,7 +13,7 @@ FAILURES = 3
 WITHIN_S = 1800.0
 
 
-class Avoidance:
+class NodeAvoidance:
     """Times are of one clock, in seconds; nodes are named by whatever never returns under another meaning."""
 
     def __init__(self) -> None:

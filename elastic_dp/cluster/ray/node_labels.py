@@ -21,7 +21,7 @@ EITHER = "in(spot,on-demand)"
 Labels = dict[str, str]
 
 
-def wishes(scaling: ScalingConfig, others: Iterable[Labels]) -> list[Labels]:
+def preferences(scaling: ScalingConfig, others: Iterable[Labels]) -> list[Labels]:
     """What a new worker asks for, in this order; `others`: what the run's present workers asked for first."""
     others = list(others)
     firm = sum(labels.get(MARKET) == "on-demand" for labels in others)
@@ -47,12 +47,12 @@ def _zone(scaling: ScalingConfig, others: list[Labels]) -> Labels:
     return {} if fewest is None else {ZONE: fewest}
 
 
-def had(labels: Mapping[str, str]) -> Labels:
+def selectable(labels: Mapping[str, str]) -> Labels:
     """Of the node where a worker is, what it may have asked for."""
     return {name: labels[name] for name in (MARKET, ZONE) if name in labels}
 
 
-def options(asked: list[Labels]) -> dict[str, Any]:
+def actor_options(asked: list[Labels]) -> dict[str, Any]:
     """For `Actor.options`."""
     if not asked:
         return {}
@@ -60,7 +60,7 @@ def options(asked: list[Labels]) -> dict[str, Any]:
     return {"label_selector": asked[0], "fallback_strategy": fallback or None}
 
 
-def missing(asked: list[Labels], nodes: Iterable[Mapping[str, str]]) -> str:
+def why_none_matches(asked: list[Labels], nodes: Iterable[Mapping[str, str]]) -> str:
     """Why no node has what is asked for, by the labels of each; empty when one has."""
     nodes = list(nodes)
     if not asked or any(

@@ -16,18 +16,18 @@ import ray
 from ray._private.state import actors
 
 from elastic_dp.cluster.ray import node_labels
-from elastic_dp.cluster.ray.node_avoidance import Avoidance
+from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
 from elastic_dp.cluster.ray.node_labels import Labels
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.wording import counted
 
 
-class Placement:
+class NodeSelection:
     """Any thread may call it. `needs`: resources of one worker."""
 
     def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
         self._needs, self._say = needs, say
-        self._avoidance, self._lock = Avoidance(), threading.Lock()
+        self._avoidance, self._lock = NodeAvoidance(), threading.Lock()
         self._kept_from: dict[
             WorkerId, tuple[list[Labels], list[str]]
         ] = {}  # its wishes, the nodes
@@ -42,7 +42,9 @@ class Placement:
         elsewhere = {"ray.io/node-id": f"!in({','.join(avoided)})"}
         return [labels | elsewhere for labels in asked or [{}]]
 
-    def in_vain(self, placed: Collection[WorkerId], there: Collection[WorkerId]) -> list[WorkerId]:
+    def waiting_needlessly(
+        self, placed: Collection[WorkerId], there: Collection[WorkerId]
+    ) -> list[WorkerId]:
         """Those of `there` that wait, and are kept from a node that is not avoided any more."""
         found = []
         for worker, (asked, avoided) in list(self._kept_from.items()):
@@ -71,7 +73,7 @@ class Placement:
             for node in ray.nodes()
             if node["Alive"]
             and can_hold(self._needs, node)
-            and not node_labels.missing(asked, [node["Labels"]])
+            and not node_labels.why_none_matches(asked, [node["Labels"]])
         }
         with self._lock:
             now = time.monotonic()

@@ -14,9 +14,15 @@ import ray
 from elastic_dp.cluster.ray import node_labels
 from elastic_dp.cluster.ray.actors import ControllerActor
 from elastic_dp.cluster.run_handle import ask, ray_ends_with_us
-from elastic_dp.cluster.runs.discovery import CONTROLLER, NAMESPACE, PATIENCE_S, Present, find
-from elastic_dp.cluster.runs.gcs_state import forget, keep_job, note_owner
-from elastic_dp.cluster.runs.run_record import Limits, RunRecord
+from elastic_dp.cluster.runs.discovery import (
+    CONTROLLER,
+    NAMESPACE,
+    PATIENCE_S,
+    LiveController,
+    find,
+)
+from elastic_dp.cluster.runs.gcs_state import forget, mark_owner, store_job
+from elastic_dp.cluster.runs.run_record import RunLimits, RunRecord
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
 from elastic_dp.train.faults import Fault
@@ -38,7 +44,7 @@ def lead(
         else:
             ray.init(address="local", log_to_driver=False, include_dashboard=False)
     if ray_ends_with_us():
-        note_owner()
+        mark_owner()
     present = find(spec.name)
     if present is not None and not present.ended:
         return _join(present, spec, url), False
@@ -46,13 +52,13 @@ def lead(
         ask(present.controller, "forget", patience_s=PATIENCE_S)
         ray.kill(present.controller)
     run = f"{spec.name}-{secrets.token_hex(2)}"
-    keep_job(run, (pickled, index, secrets.token_bytes(32), url, faults, record))
+    store_job(run, (pickled, index, secrets.token_bytes(32), url, faults, record))
     controller = ControllerActor.options(  # type: ignore[attr-defined]
         name=spec.name + CONTROLLER,
         namespace=NAMESPACE,
         lifetime="detached",
         runtime_env=dict(runtime_env) or None,
-        **node_labels.options([{node_labels.MARKET: "!in(spot)"}, {}]),
+        **node_labels.actor_options([{node_labels.MARKET: "!in(spot)"}, {}]),
     ).remote(run)
     try:
         ask(controller, "about", patience_s=PATIENCE_S)
@@ -66,13 +72,13 @@ def lead(
     return controller, True
 
 
-def _join(present: Present, spec: JobSpec, url: str) -> Any:
+def _join(present: LiveController, spec: JobSpec, url: str) -> Any:
     if present.url != url:
         raise ClusterError(
             f"a run named {spec.name!r} is live on this cluster, at {present.url}; wait for it, stop it, or give "
             "this one another name"
         )
-    now, asked = Limits.of(present.spec), Limits.of(spec)
+    now, asked = RunLimits.of(present.spec), RunLimits.of(spec)
     differing = [f"{now}, not {asked}"] if now != asked else []
     for part in ("scaling", "checkpoint", "failure"):
         here, wanted = getattr(present.spec, part), getattr(spec, part)

@@ -1,9 +1,9 @@
-"""What a controller must not forget when its process dies: which generations it claimed, and a few facts of the run.
+"""The state that a controller leaves to its successor when its process dies, and the generations that it claimed.
 
-All else it learns anew from the workers. The facts are small, and written as one value when one of them changed, which
-is when workers come and go, when an operator asks for something, at the first step, and at the end.
+A successor learns everything else from the workers. The state is small and is written as one value whenever it has changed:
+when workers come and go, when an operator asks for something, at the first step, and at the end.
 
-An operator's request is kept before it is acknowledged, and the outcome before anybody is told to go.
+An operator's request is stored before it is acknowledged, and the outcome before any worker is released.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from elastic_dp.coordinator.messages import (
 
 
 @dataclass
-class Facts:
-    """Times are of `time.time`: who takes over may be another machine."""
+class ControllerState:
+    """What a successor must know. Times are of `time.time`: who takes over may be another machine."""
 
     started_at: float = field(default_factory=time.time)
     lease_token: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -55,18 +55,18 @@ class Facts:
     outcome: Any = None  # how the run ended
 
 
-class Ledger:
-    """In memory, for a controller that dies with its run."""
+class ControllerStateStore:
+    """The newest state of a run's controller, in memory: for a controller that dies with its run."""
 
     def __init__(self) -> None:
-        self.facts = Facts()
+        self.state = ControllerState()
         self._lock = threading.Lock()
         self._changed = True
 
     @property
     def inherited(self) -> bool:
         """Whether another controller led before."""
-        return self.facts.term > 1
+        return self.state.term > 1
 
     def claim(self, generation: int) -> bool:
         """Create the generation's key; whether it was not there."""
@@ -75,80 +75,80 @@ class Ledger:
     def highest_claimed(self) -> int:
         return 0
 
-    def note(self, message: Event | Command) -> None:
-        """Something has happened, or is about to be done, of which these facts may tell."""
+    def record(self, message: Event | Command) -> None:
+        """Take in what has happened or is about to be done; `save` writes it if the state has changed."""
         with self._lock:
-            self._changed |= _noted(self.facts, message)
+            self._changed |= _update(self.state, message)
 
-    def lost(self) -> None:
+    def count_loss(self) -> None:
         """One more worker, before the end, that was not asked to leave."""
         with self._lock:
-            self.facts.lost += 1
+            self.state.lost += 1
             self._changed = True
 
-    def ended(self, outcome: Any) -> None:
+    def record_outcome(self, outcome: Any) -> None:
         with self._lock:
-            self.facts.outcome, self._changed = outcome, True
-        self.keep()
+            self.state.outcome, self._changed = outcome, True
+        self.save()
 
-    def keep(self) -> None:
-        """Write the facts if they changed; who returns from here has them kept."""
+    def save(self) -> None:
+        """Write the state if it has changed. When this returns, the state is stored."""
         with self._lock:
             if self._changed:
-                self._write(pickle.dumps(self.facts))
+                self._write(pickle.dumps(self.state))
                 self._changed = False
 
-    def _write(self, facts: bytes) -> None:
+    def _write(self, state: bytes) -> None:
         pass
 
 
-def _noted(facts: Facts, message: Event | Command) -> bool:
+def _update(state: ControllerState, message: Event | Command) -> bool:
     match message:
         case StartWorker(worker=worker):
-            facts.here[worker] = False
-        case WorkerStarted(worker=worker) if facts.here.get(worker) is False:
-            facts.here[worker] = True
+            state.here[worker] = False
+        case WorkerStarted(worker=worker) if state.here.get(worker) is False:
+            state.here[worker] = True
         case ReleaseWorker(worker=worker) | WorkerLost(worker=worker):
-            known = worker in facts.here or worker in facts.draining
-            facts.here.pop(worker, None)
-            facts.draining.pop(worker, None)
+            known = worker in state.here or worker in state.draining
+            state.here.pop(worker, None)
+            state.draining.pop(worker, None)
             return known
         case DrainNoticed(worker=worker, deadline=deadline):
             later_s = 0.0 if deadline is None else deadline - time.monotonic()
-            facts.draining[worker] = None if deadline is None else (time.time() + later_s, later_s)
+            state.draining[worker] = None if deadline is None else (time.time() + later_s, later_s)
         case SizeRequested(size=size, min_workers=least):
-            facts.size = size
-            facts.min_workers = facts.min_workers if least is None else least
+            state.size = size
+            state.min_workers = state.min_workers if least is None else least
         case StopRequested():
-            facts.stop = facts.stop or message  # the first counts
+            state.stop = state.stop or message  # the first counts
         case CheckpointRequested():
-            facts.checkpoint = True
-        case CheckpointSealed() if facts.checkpoint:
-            facts.checkpoint = False
+            state.checkpoint = True
+        case CheckpointSealed() if state.checkpoint:
+            state.checkpoint = False
         case FindCheckpoint(at_most=int() as at_most):
-            facts.at_most = at_most
-        case FormGeneration() if facts.at_most is not None:
-            facts.at_most = None
-        case WorkerHeard(step=step) if step > 0 and not facts.stepped:
-            facts.stepped = True
+            state.at_most = at_most
+        case FormGeneration() if state.at_most is not None:
+            state.at_most = None
+        case WorkerHeard(step=step) if step > 0 and not state.stepped:
+            state.stepped = True
         case _:
             return False
     return True
 
 
-def requests(facts: Facts, now: float) -> list[Event]:
+def pending_requests(state: ControllerState, now: float) -> list[Event]:
     """What is still to be done of what was asked of the controller before; `now` is of `time.monotonic`."""
     asked: list[Event] = []
-    for worker, known in facts.draining.items():
+    for worker, known in state.draining.items():
         # Never longer than it was, also where the clock was set back meanwhile.
         left_s = None if known is None else min(known[0] - time.time(), known[1])
         asked.append(DrainNoticed(worker, None if left_s is None else now + left_s))
-    if facts.stop is not None:
-        asked.append(facts.stop)
-    if facts.checkpoint:
+    if state.stop is not None:
+        asked.append(state.stop)
+    if state.checkpoint:
         asked.append(CheckpointRequested())
     return asked
 
 
-def time_left_s(facts: Facts, max_time_s: float | None) -> float:
-    return math.inf if max_time_s is None else facts.started_at + max_time_s - time.time()
+def time_left_s(state: ControllerState, max_time_s: float | None) -> float:
+    return math.inf if max_time_s is None else state.started_at + max_time_s - time.time()

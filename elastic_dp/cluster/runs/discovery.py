@@ -32,7 +32,7 @@ _LOOK_S = 1.0  # how often a job is asked whether it has ended
 
 
 @dataclass(frozen=True)
-class Present:
+class LiveController:
     """A controller that is there, and what it says of itself."""
 
     controller: Any
@@ -147,14 +147,14 @@ def _same(one: str, other: str) -> bool:
     return whole(one) == whole(other)
 
 
-def find(name: str) -> Present | None:
+def find(name: str) -> LiveController | None:
     """The controller of that name, if there is one."""
     try:
         controller = controller_of(name)
         spec, url, ended = ask(controller, "about", patience_s=PATIENCE_S)
     except (ValueError, ray.exceptions.RayActorError):
         return None  # none, or one that goes
-    return Present(controller, spec, url, ended)
+    return LiveController(controller, spec, url, ended)
 
 
 def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""What Ray's GCS keeps for a run, so that its controller may die: the job, the claims of generations, and the facts.
+"""What Ray's GCS keeps for a run, so that its controller may die: the job, the claims of generations, and the state.
 
 The job is here and not among the actor's arguments, since those that are large live in an object store that dies with
 the driver; then Ray could not restart the controller. With GCS fault tolerance all of it survives the head node, too.
@@ -13,13 +13,13 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from elastic_dp.cluster.runs.controller_state import Facts, Ledger
+from elastic_dp.cluster.runs.controller_state import ControllerState, ControllerStateStore
 
 _OWNED = b"elastic_dp/owned"
 _PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes
 
 
-def keep_job(run: str, job: Any) -> None:
+def store_job(run: str, job: Any) -> None:
     """`job`: what a controller needs to begin."""
     whole = pickle.dumps(job)
     pieces = range(0, len(whole), _PIECE)
@@ -28,7 +28,7 @@ def keep_job(run: str, job: Any) -> None:
     internal_kv._internal_kv_put(_key(run, "job"), str(len(pieces)).encode())
 
 
-def job_of(run: str) -> Any:
+def load_job(run: str) -> Any:
     count = int(_get(run, "job"))
     return pickle.loads(b"".join(_get(run, f"job/{number}") for number in range(count)))
 
@@ -39,7 +39,7 @@ def forget(run: str) -> None:
     internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
 
 
-def note_owner() -> None:
+def mark_owner() -> None:
     """The cluster ends with this process, which started it: whoever connects from elsewhere can know."""
     internal_kv._internal_kv_put(_OWNED, b"")
 
@@ -48,17 +48,17 @@ def has_owner() -> bool:
     return bool(internal_kv._internal_kv_exists(_OWNED))
 
 
-class KeptLedger(Ledger):
-    """Of the run's present controller; with it begins its term."""
+class GcsStateStore(ControllerStateStore):
+    """Of the controller that leads the run now; its term begins when this is made."""
 
     def __init__(self, run: str) -> None:
         super().__init__()
         self._run, self._me = run, secrets.token_hex(8).encode()
         terms = _numbers(run, "facts/")
         if terms:
-            self.facts: Facts = pickle.loads(_get(run, f"facts/{terms[-1]}"))
-            self.facts.term = terms[-1] + 1
-        self.keep()
+            self.state: ControllerState = pickle.loads(_get(run, f"facts/{terms[-1]}"))
+            self.state.term = terms[-1] + 1
+        self.save()
         for term in terms:
             internal_kv._internal_kv_del(_key(run, f"facts/{term}"))
 
@@ -70,9 +70,9 @@ class KeptLedger(Ledger):
     def highest_claimed(self) -> int:
         return max(_numbers(self._run, "generation/"), default=0)
 
-    def _write(self, facts: bytes) -> None:
+    def _write(self, state: bytes) -> None:
         """Each term has its own entry: one who led before, and was frozen, writes where nobody looks any more."""
-        internal_kv._internal_kv_put(_key(self._run, f"facts/{self.facts.term}"), facts)
+        internal_kv._internal_kv_put(_key(self._run, f"facts/{self.state.term}"), state)
 
 
 def _numbers(run: str, prefix: str) -> list[int]:

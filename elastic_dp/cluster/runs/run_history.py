@@ -11,7 +11,7 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_dp.cluster.runs.run_record import Limits
+from elastic_dp.cluster.runs.run_record import RunLimits
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
@@ -23,19 +23,19 @@ _NAME = "start.json"
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRecord:
     code: str  # train.code.code_of
     python: str  # another one compiles the same code differently
-    limits: Limits
+    limits: RunLimits
 
     @classmethod
-    def of(cls, spec: JobSpec, train: Any) -> Start:
+    def of(cls, spec: JobSpec, train: Any) -> StartRecord:
         python = ".".join(platform.python_version_tuple()[:2])
-        return cls(code_of(train), python, Limits.of(spec))
+        return cls(code_of(train), python, RunLimits.of(spec))
 
-    def limits_changed(self, before: Start, raised: bool) -> list[str]:
+    def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """In words: those that were raised, which is how a run is continued, or all others."""
-        names = [field.name for field in dataclasses.fields(Limits)]
+        names = [field.name for field in dataclasses.fields(RunLimits)]
         pairs = [(n, getattr(self.limits, n), getattr(before.limits, n)) for n in names]
         return [
             f"{name} is {now} now, was {then}"
@@ -43,7 +43,7 @@ class Start:
             if now != then and (then is not None and (now is None or now > then)) == raised
         ]
 
-    def code_changed(self, before: Start) -> list[str]:
+    def code_changed(self, before: StartRecord) -> list[str]:
         """In words."""
         if before.python != self.python:
             return [f"Python is {self.python} now, was {before.python}"]
@@ -55,13 +55,13 @@ class Start:
         write_json(store, _NAME, dataclasses.asdict(self), _FORMAT)
 
 
-def last_start(store: Store) -> Start | None:
+def last_start(store: Store) -> StartRecord | None:
     """None before the first, or where it cannot be read: it is for saying what has changed, no more."""
     try:
         stored = read_json(store, _NAME, _FORMAT, "")
         if stored is None:
             return None
-        limits = make(Limits, stored["limits"], _NAME, "")
-        return Start(str(stored["code"]), str(stored["python"]), limits)
+        limits = make(RunLimits, stored["limits"], _NAME, "")
+        return StartRecord(str(stored["code"]), str(stored["python"]), limits)
     except (FileDamaged, RunMismatch, KeyError, TypeError):
         return None

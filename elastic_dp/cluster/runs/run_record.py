@@ -163,7 +163,7 @@ def virtual_workers_of(url: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """What ended a run: kept beside its result, which counts until one of them is raised. None: no limit."""
 
     max_steps: int | None = None
@@ -172,7 +172,7 @@ class Limits:
     stopped: bool = False  # by an operator; then it may go on as it is
 
     @classmethod
-    def of(cls, spec: JobSpec, stopped: bool = False) -> Limits:
+    def of(cls, spec: JobSpec, stopped: bool = False) -> RunLimits:
         return cls(spec.max_steps, spec.data.epochs, spec.max_time_s, stopped)
 
     def steps(self, steps_per_epoch: int) -> float:
@@ -184,7 +184,7 @@ class Limits:
         return math.inf if self.max_time_s is None else self.max_time_s
 
 
-def finished(url: str, limits: Limits, steps_per_epoch: int) -> Result | None:
+def finished(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
     """The stored result, unless `limits` let the run go on: raised, or an operator stopped it, with steps to make."""
     result, then = _read_result(url)
     if result is None:
@@ -203,7 +203,7 @@ def finished(url: str, limits: Limits, steps_per_epoch: int) -> Result | None:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """How a run ended: `result` where it finished, `error` where it failed."""
 
     result: Result | None = None
@@ -230,7 +230,7 @@ def read_result(url: str) -> Result | None:
     return _read_result(url)[0]
 
 
-def write_result(url: str, result: Result, limits: Limits) -> None:
+def write_result(url: str, result: Result, limits: RunLimits) -> None:
     content = dataclasses.asdict(result) | {_LIMITS: dataclasses.asdict(limits)}
     write_json(Store(url), _RESULT, content, FORMAT)
 
@@ -240,16 +240,16 @@ def _read_run(store: Store) -> RunRecord | None:
     return None if stored is None else make(RunRecord, stored, f"{store.url}/{_RUN}", _RUN_AGAIN)
 
 
-def _read_result(url: str) -> tuple[Result | None, Limits]:
+def _read_result(url: str) -> tuple[Result | None, RunLimits]:
     store = Store(url)
     stored = read_json(store, _RESULT, FORMAT, _RESULT_AGAIN)
     if stored is None:
-        return None, Limits()
+        return None, RunLimits()
     where, limits = f"{store.url}/{_RESULT}", stored.get(_LIMITS, {})
     if not isinstance(limits, dict):
         raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
     result = make(Result, stored, where, _RESULT_AGAIN)
-    return result, make(Limits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
+    return result, make(RunLimits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
 
 
 def _read_index(store: Store) -> Index | None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
-from elastic_dp.cluster.heartbeat.heartbeat_server import HeartbeatServer, Page
+from elastic_dp.cluster.heartbeat.heartbeat_server import HeartbeatServer
+from elastic_dp.cluster.heartbeat.shared_memory_page import SharedMemoryPage
 from elastic_dp.coordinator.messages import WorkerHeard
 from tests.patience import PATIENCE_S, eventually
 
@@ -164,26 +165,26 @@ def test_server_is_bound_to_its_address_alone(server):
 
 
 class Relay:
-    """Between a pulse and its controller; shows the pulse's socket, so that one can write to it."""
+    """Between a sidecar and its controller; shows the sidecar's socket, so that one can write to it."""
 
     def __init__(self, server):
-        self.server, self.heard, self.pulse = server, threading.Event(), None
+        self.server, self.heard, self.sidecar = server, threading.Event(), None
         server._heard = self._hear
         server.start()
 
     def _hear(self, event):
         if isinstance(event, WorkerHeard):
-            self.pulse = self.server._peers[event.worker].source
+            self.sidecar = self.server._peers[event.worker].source
             self.server.renew(event.worker, event.beat)
             self.heard.set()
 
 
 @pytest.fixture
-def page_and_pulse(server):
-    page = Page()
+def page_and_sidecar(server):
+    page = SharedMemoryPage()
     page.point_at(server.address)
-    # A process that stands for the worker: a pulse may kill it.
-    process = page.start_pulse("w1", SECRET, 0.02)
+    # A process that stands for the worker: a sidecar may kill it.
+    process = page.start_sidecar("w1", SECRET, 0.02)
     yield page, process
     process.kill()
     process.wait()
@@ -194,11 +195,11 @@ def renewed_again(page, relay):
     return eventually(lambda: page.renewed_at() > before)
 
 
-def test_pulse_goes_on_after_hostile_datagrams_from_the_controllers_own_address(
-    server, page_and_pulse
+def test_sidecar_goes_on_after_hostile_datagrams_from_the_controllers_own_address(
+    server, page_and_sidecar
 ):
     """`[]` ended it. Its socket hears the controller alone, so that is where these come from."""
-    page, process = page_and_pulse
+    page, process = page_and_sidecar
     relay = Relay(server)
     assert relay.heard.wait(PATIENCE_S)
     rng = random.Random(5)
@@ -210,23 +211,23 @@ def test_pulse_goes_on_after_hostile_datagrams_from_the_controllers_own_address(
         heartbeat_sidecar.Channel(SECRET, bytes(16), "w1").sign(0, {"die": True}),
     ]
     for datagram in strange:
-        server._socket.sendto(datagram, relay.pulse)
+        server._socket.sendto(datagram, relay.sidecar)
     assert renewed_again(page, relay) and process.poll() is None
 
 
-def test_pulse_hears_no_other_address(server, page_and_pulse):
-    page, _ = page_and_pulse
+def test_sidecar_hears_no_other_address(server, page_and_sidecar):
+    page, _ = page_and_sidecar
     relay = Relay(server)
     assert relay.heard.wait(PATIENCE_S)
     renews = heartbeat_sidecar.Channel(SECRET, server.address.nonce, "w1").sign(0, {"at": 1e12})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for _ in range(100):
-            stranger.sendto(renews, relay.pulse)
+            stranger.sendto(renews, relay.sidecar)
     assert renewed_again(page, relay) and page.renewed_at() < 1e12
 
 
-def test_secret_stands_in_no_argument_list(page_and_pulse):
-    _, process = page_and_pulse
+def test_secret_stands_in_no_argument_list(page_and_sidecar):
+    _, process = page_and_sidecar
     file = Path(f"/proc/{process.pid}/cmdline")
     eventually(
         lambda: b"heartbeat_sidecar.py" in file.read_bytes()

@@ -4,16 +4,16 @@ import contextlib
 import os
 import tempfile
 
-from elastic_dp.cluster.heartbeat.heartbeat_server import Page
+from elastic_dp.cluster.heartbeat.shared_memory_page import SharedMemoryPage
 from elastic_dp.coordinator.messages import StopRequested
 from tests.patience import eventually
 from tests.runs import ENDLESS, group, spec_of
 from tests.train.jobs import plain
 
 
-def test_one_that_is_killed_before_its_pulse_has_started_leaves_no_file(tmp_path, monkeypatch):
+def test_one_that_is_killed_before_its_sidecar_has_started_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    Page().write(1, 2, "body")
+    SharedMemoryPage().write(1, 2, "body")
     assert not list(tmp_path.iterdir())
 
 
@@ -38,9 +38,9 @@ def test_dead_workers_hold_no_descriptors():
         eventually(lambda: settled(run), lambda: sorted(descriptors()))
         seen.append(descriptors())
         if len(seen) <= DEATHS:
-            newest = max(run.fleet.processes)
+            newest = max(run.worker_group.processes)
             dead.add(newest)
-            run.fleet.kill(newest)
+            run.worker_group.kill(newest)
 
     spec = spec_of(steps=ENDLESS, workers=2, config={"hold": {0: 2}})
     looks = [(2 + 3 * i, look) for i in range(1 + DEATHS)]

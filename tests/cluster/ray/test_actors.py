@@ -26,14 +26,14 @@ def leading(monkeypatch, **controller):
     """A controller that takes over, as far as its thread needs it."""
     monkeypatch.setattr(actors.os, "_exit", ends)
     actor = object.__new__(actors.ControllerActor.__ray_metadata__.modified_class)
-    actor._ledger = types.SimpleNamespace(inherited=True)
+    actor._state_store = types.SimpleNamespace(inherited=True)
     actor._controller = types.SimpleNamespace(logged_to=(0, 0), **controller)
     return actor
 
 
 def test_a_controller_that_cannot_find_its_workers_is_started_again(monkeypatch, capsys):
     actor = leading(monkeypatch, lead=raises)
-    actor._fleet = types.SimpleNamespace(adopt=raises)
+    actor._worker_group = types.SimpleNamespace(adopt=raises)
     with pytest.raises(Ended):
         actor._lead()
     assert "the GCS is away" in capsys.readouterr().err
@@ -41,84 +41,91 @@ def test_a_controller_that_cannot_find_its_workers_is_started_again(monkeypatch,
 
 def test_a_controller_that_is_superseded_only_ends(monkeypatch):
     actor = leading(monkeypatch, lead=lambda found: None, superseded=True)
-    actor._fleet = types.SimpleNamespace(adopt=lambda logged_to: [])
+    actor._worker_group = types.SimpleNamespace(adopt=lambda logged_to: [])
     with pytest.raises(Ended):
         actor._lead()
 
 
 @pytest.fixture
-def fleet(monkeypatch):
+def worker_group(monkeypatch):
     monkeypatch.setattr(actors.ray, "put", lambda job: job)
     monkeypatch.setattr(actors.ray, "kill", lambda actor, no_restart: None)
-    facts = types.SimpleNamespace(term=1)
+    state = types.SimpleNamespace(term=1)
     posted = []
     controller = types.SimpleNamespace(
-        ledger=types.SimpleNamespace(facts=facts), say=print, post=posted.append, posted=posted
+        state_store=types.SimpleNamespace(state=state), say=print, post=posted.append, posted=posted
     )
-    return actors.RayFleet(types.SimpleNamespace(run="run"), spec_of(), controller, None)
+    return actors.RayWorkerGroup(types.SimpleNamespace(run="run"), spec_of(), controller, None)
 
 
-def died(fleet, worker):
+def died(worker_group, worker):
     actor = types.SimpleNamespace(_actor_id=b"\x01")
-    fleet._actors[worker] = actor
-    return lambda: fleet._ended(
+    worker_group._actors[worker] = actor
+    return lambda: worker_group._ended(
         worker, actor, types.SimpleNamespace(exception=lambda: ValueError("died"))
     )
 
 
-def test_a_loss_is_told_where_its_node_cannot_be_asked_for(fleet, monkeypatch):
-    monkeypatch.setattr(fleet.placement, "failed", raises)
+def test_a_loss_is_told_where_its_node_cannot_be_asked_for(worker_group, monkeypatch):
+    monkeypatch.setattr(worker_group.node_selection, "failed", raises)
     with pytest.raises(ConnectionError):
-        died(fleet, "w1")()
-    assert fleet._controller.posted == [WorkerLost("w1", "died", Cause.UNKNOWN)]
+        died(worker_group, "w1")()
+    assert worker_group._controller.posted == [WorkerLost("w1", "died", Cause.UNKNOWN)]
 
 
-def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(fleet, monkeypatch):
+def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
+    worker_group, monkeypatch
+):
     failed = []
-    monkeypatch.setattr(fleet.placement, "failed", failed.append)
-    dies = died(fleet, "w1")
-    fleet.kill("w1")
+    monkeypatch.setattr(worker_group.node_selection, "failed", failed.append)
+    dies = died(worker_group, "w1")
+    worker_group.kill("w1")
     dies()
     assert failed == ["01"]
-    dies = died(fleet, "w2")
-    fleet.close()
+    dies = died(worker_group, "w2")
+    worker_group.close()
     dies()
     assert failed == ["01"]
 
 
-def test_who_is_withdrawn_is_no_failure(fleet, monkeypatch):
-    monkeypatch.setattr(fleet.placement, "failed", raises)
-    monkeypatch.setattr(fleet.placement, "in_vain", lambda placed, there: [*there])
-    monkeypatch.setattr(fleet, "nodes", dict)
+def test_who_is_withdrawn_is_no_failure(worker_group, monkeypatch):
+    monkeypatch.setattr(worker_group.node_selection, "failed", raises)
+    monkeypatch.setattr(
+        worker_group.node_selection, "waiting_needlessly", lambda placed, there: [*there]
+    )
+    monkeypatch.setattr(worker_group, "nodes", dict)
     withdrawn = []
-    fleet._controller.withdrawn = withdrawn.append
-    dies = died(fleet, "w1")
-    fleet.withdraw_in_vain()
+    worker_group._controller.withdrawn = withdrawn.append
+    dies = died(worker_group, "w1")
+    worker_group.withdraw_waiting_needlessly()
     dies()
     assert withdrawn == ["w1"]
-    assert [event.cause for event in fleet._controller.posted] == [Cause.PREEMPTED]
+    assert [event.cause for event in worker_group._controller.posted] == [Cause.PREEMPTED]
 
 
 def test_a_worker_can_be_drained_before_the_new_controller_has_met_it(monkeypatch):
     actor = leading(monkeypatch, status=lambda: {"workers": {"w2": "starting"}})
     asked = []
-    actor._request, actor._ledger.facts = asked.append, types.SimpleNamespace(here={"w1": None})
+    actor._request, actor._state_store.state = (
+        asked.append,
+        types.SimpleNamespace(here={"w1": None}),
+    )
     assert actor.drain("w1", None) == ["w2", "w1"]
     assert [event.worker for event in asked] == ["w1"]
 
 
-def test_who_is_found_counts_for_the_floor_and_the_zones(fleet, monkeypatch):
+def test_who_is_found_counts_for_the_floor_and_the_zones(worker_group, monkeypatch):
     labels = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a", "ray.io/x": "y"}
     monkeypatch.setattr(actors.ray, "nodes", lambda: [{"NodeID": "n1", "Labels": labels}])
     serve = types.SimpleNamespace(remote=lambda *_: None)
     actor = types.SimpleNamespace(serve=serve)
     alive = [("w1", actor, "n1"), ("w2", actor, "gone")]
-    monkeypatch.setattr(fleet, "_named", lambda *states: alive if "ALIVE" in states else [])
-    monkeypatch.setattr(fleet, "_watch", lambda *_: None)
-    fleet._job = types.SimpleNamespace(controller=None)
-    assert fleet.adopt((0, 0)) == ["w1", "w2"]
+    monkeypatch.setattr(worker_group, "_named", lambda *states: alive if "ALIVE" in states else [])
+    monkeypatch.setattr(worker_group, "_watch", lambda *_: None)
+    worker_group._job = types.SimpleNamespace(controller=None)
+    assert worker_group.adopt((0, 0)) == ["w1", "w2"]
     first = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a"}
-    assert fleet._asked == {"w1": first, "w2": {}}
+    assert worker_group._asked == {"w1": first, "w2": {}}
 
 
 def test_what_workers_wait_for_is_in_the_status(monkeypatch):
@@ -127,8 +134,8 @@ def test_what_workers_wait_for_is_in_the_status(monkeypatch):
     actor._controller = types.SimpleNamespace(status=lambda: status)
     placed = {"w1": "node"}
     place = types.SimpleNamespace(avoided={})
-    actor._fleet = types.SimpleNamespace(
-        nodes=lambda: placed, placement=place, without_process=lambda workers: [*workers]
+    actor._worker_group = types.SimpleNamespace(
+        nodes=lambda: placed, node_selection=place, without_process=lambda workers: [*workers]
     )
     actor._spec, actor._waiting = spec_of(), {}
     monkeypatch.setattr(actors.ray, "nodes", lambda: [])
@@ -145,7 +152,9 @@ def test_no_room_is_said_of_a_worker_that_waits_long_and_not_of_one_that_starts(
     status = {"workers": {"w1": "starting", "w2": "starting"}}
     actor._controller = types.SimpleNamespace(status=lambda: status)
     waits = ["w1", "w2"]
-    actor._fleet = types.SimpleNamespace(nodes=dict, without_process=lambda workers: [*waits])
+    actor._worker_group = types.SimpleNamespace(
+        nodes=dict, without_process=lambda workers: [*waits]
+    )
     actor._spec, actor._waiting = spec_of(), {}
     node = {"Alive": True, "Resources": {"CPU": 2}, "Labels": {}}
     monkeypatch.setattr(actors.ray, "nodes", lambda: [node])
@@ -163,15 +172,15 @@ def test_no_room_is_said_of_a_worker_that_waits_long_and_not_of_one_that_starts(
     assert actor._why_waiting(autoscaler) == ""
 
 
-def test_who_has_a_process_does_not_wait_for_a_place(fleet, monkeypatch):
+def test_who_has_a_process_does_not_wait_for_a_place(worker_group, monkeypatch):
     def actor(name):
         return types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: name))
 
-    fleet._actors = {"w1": actor("a"), "w2": actor("b"), "w3": actor("c")}
+    worker_group._actors = {"w1": actor("a"), "w2": actor("b"), "w3": actor("c")}
     tables = {"a": {"Pid": 7}, "b": {"Pid": 0}, "c": None}
     state = types.SimpleNamespace(actor_table=tables.get)
     monkeypatch.setattr(actors.ray._private.state, "state", state)
-    assert fleet.without_process(["w1", "w2", "w3", "gone"]) == ["w2", "w3"]
+    assert worker_group.without_process(["w1", "w2", "w3", "gone"]) == ["w2", "w3"]
 
 
 def test_why_an_actor_died():

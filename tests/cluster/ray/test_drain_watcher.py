@@ -1,13 +1,13 @@
 """Which workers are told that their node goes away, and when."""
 
-from elastic_dp.cluster.ray.drain_watcher import Notices
+from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.coordinator.messages import DrainNoticed
 
 
 class Cluster:
     def __init__(self):
         self.draining, self.workers, self.posted, self.asked = {}, {}, [], 0
-        self.notices = Notices(lambda: self.draining, self.nodes, self.posted.append)
+        self.notices = DrainWatcher(lambda: self.draining, self.nodes, self.posted.append)
 
     def nodes(self):
         self.asked += 1

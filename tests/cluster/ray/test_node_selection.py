@@ -18,15 +18,15 @@ def node(name):
 
 
 def test_who_waits_because_of_an_avoided_node_is_asked_for_anew_when_there_is_no_other(nodes):
-    made = node_selection.Placement({"CPU": 1}, print)
+    made = node_selection.NodeSelection({"CPU": 1}, print)
     nodes += [node("bad"), node("good")]
     for _ in range(3):
         made.failed("01")
     for worker in ("waits", "placed", "gone"):
         assert made.without_avoided(worker, []) == [{"ray.io/node-id": "!in(bad)"}]
     there = {"waits", "placed"}
-    assert made.in_vain({"placed"}, there) == []
+    assert made.waiting_needlessly({"placed"}, there) == []
     del nodes[1]  # now it must do
     assert made.without_avoided("another", []) == []
-    assert made.in_vain({"placed"}, there) == ["waits"]
-    assert made.in_vain({"placed"}, there) == []
+    assert made.waiting_needlessly({"placed"}, there) == ["waits"]
+    assert made.waiting_needlessly({"placed"}, there) == []
