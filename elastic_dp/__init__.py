@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.exporting import load_state
     from elastic_dp.cluster.run_handle import Run
-    from elastic_dp.cluster.runs.discovery import attach
+    from elastic_dp.cluster.runs.attach import attach
     from elastic_dp.cluster.runs.run_record import Result
     from elastic_dp.cluster.trainer import ElasticTrainer
     from elastic_dp.spec import (
@@ -42,7 +42,7 @@ _HOMES = {
     "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
-    "attach": "elastic_dp.cluster.runs.discovery",
+    "attach": "elastic_dp.cluster.runs.attach",
     "load_state": "elastic_dp.checkpoint.exporting",
 }
 

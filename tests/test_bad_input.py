@@ -153,7 +153,7 @@ def test_a_run_that_has_ended_is_found_by_a_path_object(tmp_path, monkeypatch):
     def connect(address):
         raise errors.ClusterError("no cluster")
 
-    monkeypatch.setattr("elastic_dp.cluster.runs.discovery.connect", connect)
+    monkeypatch.setattr("elastic_dp.cluster.ray.cluster_connection.connect", connect)
     result = trainer(tmp_path, good).fit(local=True)
     assert edp.attach(result.name, tmp_path).result() == result
     assert trainer(tmp_path, good, labels={"team": "a"}).start().status()["labels"] == {"team": "a"}

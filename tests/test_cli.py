@@ -446,11 +446,12 @@ def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):
 
 
 def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run, monkeypatch):
-    from elastic_dp.cluster.runs import discovery
+    from elastic_dp.cluster.ray import cluster_connection
+    from elastic_dp.cluster.runs import attach
 
     asked = []
-    monkeypatch.setattr(discovery, "connect", lambda address, tell: asked.append(address))
-    monkeypatch.setattr(discovery, "live", lambda name, url: None)
+    monkeypatch.setattr(cluster_connection, "connect", lambda address, tell: asked.append(address))
+    monkeypatch.setattr(attach, "attach_live", lambda name, url: None)
     (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")
     there = ("status", "mine", "--storage-path", ended_run, "--json")
     try:

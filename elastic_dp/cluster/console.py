@@ -7,6 +7,8 @@ import contextlib
 import os
 import shlex
 import signal
+import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -99,3 +101,11 @@ def sigterm_interrupts() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def warn_at_call(text: str) -> None:
+    """Warn at the line of the user's script that called into this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("elastic_dp."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -113,8 +113,8 @@ def submit(
 ) -> None:
     """Have the cluster run a job's script, by Ray's Jobs API: `elastic-dp run` there."""
     from elastic_dp.cluster.overrides import Overrides
-    from elastic_dp.cluster.runs.discovery import follow_job
-    from elastic_dp.cluster.runs.discovery import submit as submit_job
+    from elastic_dp.cluster.ray.job_submission import follow_job
+    from elastic_dp.cluster.ray.job_submission import submit as submit_job
 
     Overrides(set_ or [])  # a text that is none is told here, and not by a job that fails
     folder = (working_dir or job.parent).resolve()
@@ -394,7 +394,7 @@ def _leave_ray() -> None:
 
 
 def _connect(address: str | None) -> None:
-    from elastic_dp.cluster.runs.discovery import connect
+    from elastic_dp.cluster.ray.cluster_connection import connect
 
     connect(address, _tell)
 
@@ -404,7 +404,7 @@ def _tell(text: str) -> None:
 
 
 def _attach(name: str, address: str | None) -> Run:
-    from elastic_dp.cluster.runs.discovery import attach
+    from elastic_dp.cluster.runs.attach import attach
 
     _connect(address)
     return attach(name)
@@ -418,11 +418,11 @@ def _find(name: str, address: str | None, storage_path: str | None) -> Run | End
 
     ended = EndedRun(name, storage_path)
     if ended.may_be_live:
-        from elastic_dp.cluster.runs.discovery import live
+        from elastic_dp.cluster.runs.attach import attach_live
 
         with contextlib.suppress(ClusterError):  # no cluster: only what is stored
             _connect(address)
-            return live(name, ended.url) or ended
+            return attach_live(name, ended.url) or ended
     return ended
 
 

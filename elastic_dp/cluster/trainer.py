@@ -10,9 +10,7 @@ import dataclasses
 import os
 import secrets
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -148,10 +146,12 @@ class ElasticTrainer:
             stored = self._check_record(data)
             if stored is not None:
                 return Run(self.spec, self.url, stored=stored)
-            from elastic_dp.cluster.runs import attach
+            from elastic_dp.cluster.runs import attach  # ray, which fit(local=True) does without
+            from elastic_dp.cluster.runs.gcs_state import StoredJob
 
-            job = pickled, data.index, tuple(faults), self._record(data)
-            controller, is_new = attach.lead(self.spec, self.url, *job, self.runtime_env)
+            secret, record = secrets.token_bytes(32), self._record(data)
+            job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
+            controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
             for note in self._note_start() if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
@@ -281,7 +281,7 @@ class ElasticTrainer:
         before = None if stored is None else last_start(Store(self.url))
         if before is not None:
             for text in StartRecord.of(self.spec, self.train).code_changed(before):
-                _warn(f"{text}; the result that was stored is returned all the same")
+                console.warn_at_call(f"{text}; the result that was stored is returned all the same")
         return stored
 
     def _record(self, data: Dataset) -> RunRecord:
@@ -300,13 +300,5 @@ class ElasticTrainer:
             for text in (*start.limits_changed(before, raised=True), *odd)
         ]
         for note in notes[len(notes) - len(odd) :]:
-            _warn(note)
+            console.warn_at_call(note)
         return notes
-
-
-def _warn(text: str) -> None:
-    """At the user's call of fit or start."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("elastic_dp."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)

@@ -8,7 +8,7 @@ import pytest
 import ray
 import torch
 
-from elastic_dp.cluster.ray import actors
+from elastic_dp.cluster.ray import ray_worker_group
 from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.cluster.worker import pick_device
 from elastic_dp.coordinator.messages import Cause
@@ -65,7 +65,7 @@ def test_a_worker_without_its_gpu_ends_and_makes_no_step(tmp_path):
 def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(monkeypatch):
     killed, by, lost = threading.Event(), [], []
     actor = types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: "a1"))
-    worker_group = object.__new__(actors.RayWorkerGroup)
+    worker_group = object.__new__(ray_worker_group.RayWorkerGroup)
     worker_group._lock, worker_group._actors, worker_group._asked = (
         threading.Lock(),
         {"w1": actor},
@@ -79,7 +79,7 @@ def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longe
         by.append((actor, threading.current_thread()))
         killed.set()
 
-    monkeypatch.setattr(actors.ray, "kill", kill)
+    monkeypatch.setattr(ray_worker_group.ray, "kill", kill)
     raised = ray.exceptions.RayTaskError("run", "frames\nof Ray", ClusterError("no CUDA device"))
     future = types.SimpleNamespace(exception=raised.as_instanceof_cause)
     worker_group._ended("w1", actor, future)

@@ -75,7 +75,7 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
 def test_only_who_starts_a_controller_notes_a_start(monkeypatch, tmp_path, is_new):
     from elastic_dp.cluster.runs import attach
 
-    monkeypatch.setattr(attach, "lead", lambda *_: (object(), is_new))
+    monkeypatch.setattr(attach, "find_or_start", lambda *_: (object(), is_new))
     shards = tmp_path / "data"
     shards.mkdir()
     rows(shards)

@@ -31,12 +31,12 @@ def test_every_verb_prints_json_where_it_is_asked_to():
 
 @pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])
 def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, monkeypatch):
-    from elastic_dp.cluster.runs import discovery
+    from elastic_dp.cluster.ray import cluster_connection
 
     def gone(*_, **__):
         raise ClusterError("nobody answers")
 
-    monkeypatch.setattr(discovery, "connect", gone)
+    monkeypatch.setattr(cluster_connection, "connect", gone)
     url = str(tmp_path / "job")
     write_result(url, Result("job", url, 7, "enough", "0", True), RunLimits())
     words = ["status", "job", "--json", "--storage-path", str(tmp_path), *address]
@@ -69,25 +69,27 @@ GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids"
 def test_of_several_local_clusters_the_newest_is_taken_and_said(
     processes, taken, others, monkeypatch
 ):
-    from elastic_dp.cluster.runs import discovery
+    from elastic_dp.cluster.ray import cluster_connection
 
     running = [types.SimpleNamespace(info=info) for info in processes]
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     connected, told = [], []
-    monkeypatch.setattr(discovery.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(discovery.ray, "init", lambda address, **_: connected.append(address))
-    monkeypatch.setattr(discovery.services.psutil, "process_iter", lambda _: running)
+    monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        cluster_connection.ray, "init", lambda address, **_: connected.append(address)
+    )
+    monkeypatch.setattr(cluster_connection.services.psutil, "process_iter", lambda _: running)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    discovery.connect(None, told.append)
+    cluster_connection.connect(None, told.append)
     assert connected == [taken]
     assert bool(told) is bool(others)
     for text in told:
         assert f"this is the newest, at {taken}" in text
         assert text.endswith(f"choose another by --address or RAY_ADDRESS: {others}")
     told.clear()
-    discovery.connect("d:4", told.append)
+    cluster_connection.connect("d:4", told.append)
     monkeypatch.setenv("RAY_ADDRESS", "e:5")
-    discovery.connect(None, told.append)  # Ray goes by it
+    cluster_connection.connect(None, told.append)  # Ray goes by it
     assert connected == [taken, "d:4", "auto"] and not told
 
 
@@ -98,13 +100,13 @@ def test_of_several_local_clusters_the_newest_is_taken_and_said(
 def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
     saved, mode, wanted, tmp_path, monkeypatch
 ):
-    from elastic_dp.cluster.runs import discovery
+    from elastic_dp.cluster.ray import cluster_connection
 
-    monkeypatch.setattr(discovery.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(discovery.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster_connection.ray, "init", lambda **_: None)
     read_again = []
     config = types.SimpleNamespace(initialize=read_again.append)
-    monkeypatch.setattr(discovery, "Config", config)
+    monkeypatch.setattr(cluster_connection, "Config", config)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -114,7 +116,7 @@ def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
     if saved:
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray" / "auth_token").write_text("secret")
-    discovery.connect("a:1")
+    cluster_connection.connect("a:1")
     assert os.environ.get("RAY_AUTH_MODE") == wanted
     assert bool(read_again) is (wanted == "token")
 

@@ -113,7 +113,7 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
 def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
     from ray._private.state import actors
 
-    from elastic_dp.cluster.ray import actors as ray_actors
+    from elastic_dp.cluster.ray import ray_worker_group
 
     class Dies:
         def __init__(self, identity, job, controller, term):
@@ -122,12 +122,12 @@ def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
         def run(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(ray_actors, "WorkerActor", ray.remote(Dies))
+    monkeypatch.setattr(ray_worker_group, "WorkerActor", ray.remote(Dies))
     lost, said = queue.Queue(), []
     state_store = types.SimpleNamespace(state=types.SimpleNamespace(term=1))
     controller = types.SimpleNamespace(post=lost.put, say=said.append, state_store=state_store)
     job = types.SimpleNamespace(run="avoided")
-    worker_group = ray_actors.RayWorkerGroup(job, spec_of(), controller, None)
+    worker_group = ray_worker_group.RayWorkerGroup(job, spec_of(), controller, None)
 
     def dies(worker):
         worker_group.start(worker)

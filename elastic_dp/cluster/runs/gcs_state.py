@@ -9,18 +9,35 @@ from __future__ import annotations
 
 import pickle
 import secrets
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ray.experimental import internal_kv
 
 from elastic_dp.cluster.runs.controller_state import ControllerState, ControllerStateStore
+from elastic_dp.cluster.runs.run_record import RunRecord
+
+if TYPE_CHECKING:  # they import torch, and the command line asks here who owns a cluster
+    from elastic_dp.data import Index
+    from elastic_dp.train.faults import Fault
 
 _OWNED = b"elastic_dp/owned"
 _PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes
 
 
-def store_job(run: str, job: Any) -> None:
-    """`job`: what a controller needs to begin."""
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """What a controller needs to begin, also one that Ray starts in place of another."""
+
+    pickled: bytes  # cloudpickle of (JobSpec, train function)
+    index: Index | None  # of the data
+    secret: bytes = field(repr=False)
+    url: str  # the run's folder
+    faults: tuple[Fault, ...]
+    record: RunRecord
+
+
+def store_job(run: str, job: StoredJob) -> None:
     whole = pickle.dumps(job)
     pieces = range(0, len(whole), _PIECE)
     for number, first in enumerate(pieces):
@@ -28,9 +45,11 @@ def store_job(run: str, job: Any) -> None:
     internal_kv._internal_kv_put(_key(run, "job"), str(len(pieces)).encode())
 
 
-def load_job(run: str) -> Any:
+def load_job(run: str) -> StoredJob:
     count = int(_get(run, "job"))
-    return pickle.loads(b"".join(_get(run, f"job/{number}") for number in range(count)))
+    job = pickle.loads(b"".join(_get(run, f"job/{number}") for number in range(count)))
+    assert isinstance(job, StoredJob)
+    return job
 
 
 def forget(run: str) -> None:

@@ -80,7 +80,7 @@ def node(cpus: int, labels: dict[str, str]) -> dict:
 
 
 def test_a_node_has_room_if_it_is_large_enough_and_so_labelled():
-    from elastic_dp.cluster.ray.actors import no_room
+    from elastic_dp.cluster.ray.capacity_monitor import no_room
 
     firm_head, spot, firm = node(0, FIRM), node(2, SPOT), node(2, FIRM)
     on_demand = ScalingConfig(max_workers=2, market="on-demand")
