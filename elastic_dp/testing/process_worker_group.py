@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from elastic_dp.cluster.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits

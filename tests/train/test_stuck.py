@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_dp.cluster import controller
+from elastic_dp.cluster.controller import controller
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.spec import MapStyleData
 from elastic_dp.train.faults import Fault

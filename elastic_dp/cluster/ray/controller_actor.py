@@ -16,7 +16,7 @@ import cloudpickle
 import ray
 import ray._private.state
 
-from elastic_dp.cluster.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
@@ -60,11 +60,11 @@ class ControllerActor:
         host = ray.util.get_node_ip_address()
         since = state_store.state.started_at if state_store.inherited else None
         self._journal = Journal(job.url, since=since)
+        compare = partial(job.record.check_or_write, job.url, None)
+        check = None if state_store.inherited else compare  # once, when the run begins
         self._controller = Controller(
-            self._spec, run, host, job.secret, self._journal, state_store, job.url
+            self._spec, run, host, job.secret, self._journal, state_store, job.url, check
         )
-        if not state_store.inherited:  # else it was compared when the run began
-            self._controller.check = partial(job.record.check_or_write, job.url, None)
         worker_job = WorkerJob(
             pickled=job.pickled,
             index=job.index,
@@ -217,7 +217,7 @@ class ControllerActor:
         if not self._state_store.inherited:
             return ()
         try:
-            return self._worker_group.adopt(self._controller.logged_to)
+            return self._worker_group.adopt(self._controller.metrics.logged_to)
         except Exception:  # the GCS may be away; who answers and leads nobody is worse than none
             traceback.print_exc()
             os._exit(1)  # Ray starts it again

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 import ray._private.state
 
-from elastic_dp.cluster.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.ray import node_labels
 from elastic_dp.cluster.ray.node_selection import NodeSelection
 from elastic_dp.cluster.ray.worker_actor import WorkerActor

@@ -24,7 +24,9 @@ def leading(monkeypatch, **controller):
     monkeypatch.setattr(controller_actor.os, "_exit", ends)
     actor = object.__new__(controller_actor.ControllerActor.__ray_metadata__.modified_class)
     actor._state_store = types.SimpleNamespace(inherited=True)
-    actor._controller = types.SimpleNamespace(logged_to=(0, 0), **controller)
+    actor._controller = types.SimpleNamespace(
+        metrics=types.SimpleNamespace(logged_to=(0, 0)), **controller
+    )
     return actor
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.runs import controller_state
 from elastic_dp.cluster.runs.controller_state import (
@@ -205,8 +205,8 @@ def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
     second = controller(
         Stored(state_store), Journal(str(tmp_path), since=state_store.state.started_at)
     )
-    assert second.logged_to == (2, 1)
-    assert second.logged == {"loss": 2.1}
+    assert second.metrics.logged_to == (2, 1)
+    assert second.metrics.newest == {"loss": 2.1}
     for step, call in ((1, 2), (2, 1), (2, 2)):
         second.log(step, call, {"loss": step + call / 10})
     assert [line["loss"] for line in second.journal.recorded()] == [1.1, 1.2, 2.1, 2.2]

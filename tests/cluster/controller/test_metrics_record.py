@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_dp.cluster.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import PATIENCE_S
 from tests.runs import local, spec_of
@@ -47,11 +47,11 @@ def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
     """A run that went on from an older checkpoint records no line twice; but what it seals then is ranked, too."""
     journal = MagicMock(recorded=lambda: [{"step": 3, "loss": 0.5}, {"step": 9, "loss": 0.25}])
     controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
-    controller._sealer = MagicMock()
+    controller.checkpoints._sealer = MagicMock()
     controller.log(5, 1, {"loss": 0.4})
     controller.heartbeats.close()
     journal.metrics.assert_not_called()
-    controller._sealer.log.assert_called_once_with(5, {"loss": 0.4})
+    controller.checkpoints._sealer.log.assert_called_once_with(5, {"loss": 0.4})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import types
 import pytest
 
 import elastic_dp as edp
-from elastic_dp.cluster.controller import Controller
+from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.worker import Request
 from elastic_dp.coordinator import messages as m
 from elastic_dp.distributed.process_group import Rendezvous
@@ -98,7 +98,7 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
         controller._execute(m.ReleaseWorker(worker, "the size is 0 now"))
     controller.heartbeats._heard(leaves)
     for worker in ("w1", "w2", "w3"):
-        controller._keep_last_words(worker, "words")
+        controller._write_last_words(worker, "words")
     assert kept == [("w1", "words"), ("w3", "words")]
     controller.heartbeats.close()
 
@@ -108,7 +108,6 @@ def test_who_is_superseded_touches_no_worker_and_writes_nothing() -> None:
     controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
     controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]
     controller._worker_group = fleet = Told()
-    controller._sealer = None
     controller.lead()
     assert controller.superseded and not controller.ended.is_set()
     assert not [told for told in fleet.told if not told.startswith("start")]

@@ -1,8 +1,8 @@
-"""The controller's edge: one inbox, one coordinator, commands executed.
+"""The controller's loop: one inbox, one coordinator, commands executed.
 
 A single thread takes events from the inbox, asks the coordinator what to do, and does it; nothing here decides
-anything. Workers, heartbeats, deaths and operators only post. Beside that thread the controller keeps what
-outlives a generation: the store at which groups meet, the heartbeat socket, the record of events and metrics.
+anything. Workers, heartbeats, deaths and operators only post. What the controller keeps beside the coordinator is in
+parts with one owner each: metrics, exits of workers, checkpoints, the report of the run, and the state for a successor.
 """
 
 from __future__ import annotations
@@ -14,27 +14,24 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.controller.run_checkpoints import RunCheckpoints
+from elastic_dp.cluster.controller.run_report import RunReport
+from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
 from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
 from elastic_dp.cluster.runs.controller_state import (
     ControllerStateStore,
     pending_requests,
     time_left_s,
 )
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, RunOutcome, write_result
-from elastic_dp.cluster.worker import WriteParts
+from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import LastWordsWriter
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.messages import (
     BeginTraining,
-    Cause,
-    CheckpointFound,
-    CheckpointRequested,
-    CheckpointSealed,
     ClaimGeneration,
     Command,
     DeadlineReached,
@@ -63,51 +60,73 @@ from elastic_dp.errors import ElasticError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.train.kind import why_inexact
 from elastic_dp.train.link import Written
 from elastic_dp.train.run import TIME_IS_UP
-from elastic_dp.train.sealing import Sealer
-
-LEFT = "left, as it was asked to"
 
 
-@dataclass
+class RendezvousService:
+    """The store at which the members of each generation meet, for the whole run."""
+
+    def __init__(self, run: str, host: str, secret: bytes) -> None:
+        self._run, self._host, self._secret = run, host, secret
+        self._store: StoreServer | None = None
+
+    def open(self) -> None:
+        self._store = open_store(self._host, self._secret)
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        assert self._store is not None
+        return Rendezvous(self._host, self._store.port, self._run, self._secret)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
 class Controller:
-    """Leads one run. `state_store` outlives it; `url` is the run's folder. `check`: under the run's lease, before
-    anything is trained: whether the folder is of this job."""
+    """Leads one run."""
 
-    spec: JobSpec
-    run: str
-    host: str
-    secret: bytes = field(repr=False)  # of the run: who has it may join, and nobody else
-    journal: Journal
-    state_store: ControllerStateStore = field(default_factory=ControllerStateStore)
-    url: str | None = None
-    logged: dict[str, Any] = field(default_factory=dict)  # the newest value of each metric
-    check: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        run: str,
+        host: str,
+        secret: bytes,
+        journal: Journal,
+        state_store: ControllerStateStore | None = None,
+        url: str | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """`secret`: of the run; who has it may join, and nobody else. `state_store` outlives the controller. `url`: the
+        run's folder. `check`: whether the folder is of this job, called under the run's lease before anything is trained."""
+        self.spec, self.journal, self.url = spec, journal, url
+        self.state_store = ControllerStateStore() if state_store is None else state_store
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.coordinator = Coordinator(self._coordinator_config())
         self.heartbeats = HeartbeatServer(
-            self.secret, self.host, self._hear, self._keep_last_words, self.say
+            secret, host, self._hear, self._write_last_words, self.say
         )
-        self.outcome: RunOutcome = self.state_store.state.outcome or RunOutcome()
+        self.metrics = MetricsRecord(journal)
+        self.exits = WorkerExits()
+        self.report = RunReport(spec, url, self.state_store.state.outcome)
+        self.checkpoints = RunCheckpoints(
+            spec,
+            url,
+            post=self.post,
+            say=self.say,
+            fail=self.fail,
+            stand_down=self._stand_down,
+            check=check,
+        )
         self.ended = threading.Event()
         self.superseded = False  # another controller has the workers, the lease and the record
-        self.logged_to = (0, 0)  # the last step and call of which metrics are recorded
-        self._log_lock = threading.Lock()
-        self._inexact: dict[str, None] = {}
-        self._step = 0  # the largest that a heartbeat told
-        self._begun: set[WorkerId] = set()
-        self._gone: dict[WorkerId, Cause] = {}
-        self._released: set[WorkerId] = set()
-        self._died: set[WorkerId] = set()  # by their sidecars, before anybody told them to go
-        self._store: StoreServer | None = None
-        self._sealer: Sealer | None = None
+        self._rendezvous_service = RendezvousService(run, host, secret)
         self._last_words: LastWordsWriter | None = None
-        for line in self.journal.recorded():  # by a controller before this one
-            self._remember(line)
+
+    @property
+    def outcome(self) -> RunOutcome:
+        return self.report.outcome
 
     # ------------------------------------------------------------------ from other threads
 
@@ -120,46 +139,33 @@ class Controller:
 
     def broke(self, error: Exception) -> None:
         """`lead` raised, and nobody shall wait for its end."""
-        self.outcome.error = self.outcome.error or f"the controller failed: {error}"
+        if not self.outcome.error:
+            self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
         self.ended.set()
 
-    def _hear(self, event: Event) -> None:
-        """From a sidecar. A death may wait in the inbox until its worker is released; its last words come by then."""
-        if isinstance(event, WorkerLost) and event.worker not in self._released:
-            self._died.add(event.worker)
-        self.post(event)
-
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        """Every worker sends the same, in order; the first one counts, and is written before the next is."""
-        if self._sealer is not None:  # a step that is made once more has a new checkpoint
-            self._sealer.log(step, metrics)
-        with self._log_lock:
-            if (step, call) > self.logged_to:
-                self.logged_to = step, call
-                self.logged |= metrics
-                self.journal.metrics(step, metrics)
+        self.checkpoints.log(step, metrics)
+        self.metrics.log(step, call, metrics)
 
     def say(self, text: str) -> None:
         """What a worker wants those to know who follow the run."""
         self.journal.command(Explain(text))
 
     def wrote(self, worker: WorkerId, written: Written) -> None:
-        """A member's word about a checkpoint."""
-        if self._sealer is not None:
-            self._sealer.wrote(worker, written)
+        """A member's report about a checkpoint."""
+        self.checkpoints.wrote(worker, written)
 
     def withdrawn(self, worker: WorkerId) -> None:
         """It never had a node, and another will be asked for in its place: its end is no loss."""
-        self._released.add(worker)
+        self.exits.release(worker)
 
     def skip(self, row_groups: Sequence[str]) -> None:
-        """Each worker that finishes sends all of them."""
-        self.outcome.skipped = tuple(row_groups)
+        self.report.skip(row_groups)
 
     def status(self) -> dict[str, Any]:
         coordinator = self.coordinator
         membership = coordinator.membership
-        because = why_inexact(tuple(self._inexact), coordinator.kinds)
+        because = self.report.inexact_because(coordinator.kinds)
         return {
             "phase": "over" if self.ended.is_set() else coordinator.phase,
             "reason": coordinator.reason or self.outcome.reason,
@@ -167,89 +173,71 @@ class Controller:
             "world_size": 0 if membership is None else len(membership.seats),
             "size": coordinator.size,
             "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
-            "step": max(self._step, self.outcome.step),
+            "step": self.report.step,
             "exact": self.spec.exact and not because,
             "inexact_because": because,
             "workers": dict(coordinator.workers),
-            "metrics": dict(self.logged),
+            "metrics": dict(self.metrics.newest),
         }
+
+    def _hear(self, event: Event) -> None:
+        """From a heartbeat sidecar."""
+        if isinstance(event, WorkerLost):
+            self.exits.heard_death(event.worker)
+        self.post(event)
+
+    def _write_last_words(self, worker: WorkerId, words: str) -> None:
+        if self._last_words is not None and words and self.exits.was_unasked(worker):
+            self._last_words.keep(worker, words)
+
+    def _stand_down(self, reason: str) -> None:
+        """Another cluster holds the run."""
+        self.say(reason)
+        self.post(GenerationClaimLost(self.coordinator.generation + 1))
 
     # --------------------------------------------------------------------------- the loop
 
     def open(self, worker_group: WorkerGroup) -> None:
         self._worker_group = worker_group
-        self._store = open_store(self.host, self.secret)
-        self._rendezvous = Rendezvous(self.host, self._store.port, self.run, self.secret)
+        self._rendezvous_service.open()
         self.heartbeats.start()
+        self.checkpoints.open(worker_group, self.state_store, self.metrics)
         if self.url is not None:
-            self._sealer = self._open_sealer(self.url)
             self._last_words = LastWordsWriter(Store(self.url))
-            if self.state_store.inherited:  # a claim to seal under, before a member tells of parts
-                if self.state_store.state.at_most is not None:
-                    self._sealer.reject(
-                        self.state_store.state.at_most, self.state_store.highest_claimed()
-                    )
-                self._sealer.take_over()
-                for line in self.journal.recorded():
-                    self._sealer.log(line["step"], _metrics_of(line))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
-        """Until the run has ended, every worker is gone, or was told to go for long enough, and the result is kept.
+        """Until the run has ended, every worker is gone, or was told to go for long enough, and the result is stored.
         `found`: the workers of a controller that led before this one."""
         try:
-            if not self.outcome.reason:
+            if not self.report.has_ended:
                 self._lead(found)
         except ElasticError as error:  # of a thread: something is wrong with the run's folder
             kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
             self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
         except Exception as error:  # a bug of ours must end the run, not hang it
-            self.outcome.error = f"the controller failed: {type(error).__name__}: {error}"
-            self.outcome.traceback = traceback.format_exc()
+            what = f"the controller failed: {type(error).__name__}: {error}"
+            self.report.fail_by_bug(what, traceback.format_exc())
         if self.superseded:  # its process is to end, and nothing else
             return self.outcome
-        self._worker_group.close()
-        self.heartbeats.close()
-        if self._store is not None:
-            self._store.close()
-        if self._sealer is not None:
-            self._sealer.close()
-        if self._last_words is not None:
-            self._last_words.close()
-        self.outcome.wall_s = time.time() - self.state_store.state.started_at
-        self.outcome.workers_lost = self.state_store.state.lost
-        self.outcome.generations = max(self.outcome.generations, self.coordinator.generation)
-        self.journal.close()
-        if self.outcome.error is None:
-            self._keep_result()
+        self._close()
         self.ended.set()
         return self.outcome
 
-    def _keep_result(self) -> None:
-        """Here and not in a driver: none may be attached."""
-        outcome = self.outcome
-        outcome.result = Result(
-            name=self.spec.name,
-            path=self.url or "",
-            step=outcome.step,
-            reason=outcome.reason,
-            weights_sha256=outcome.digest,
-            exact=self.spec.exact and not outcome.inexact_because,
-            inexact_because=outcome.inexact_because,
-            skipped=outcome.skipped,
-            metrics=dict(self.logged),
-            generations=outcome.generations,
-            workers_lost=outcome.workers_lost,
-            wall_s=outcome.wall_s,
-        )
-        if self.url is None:
-            return
+    def _close(self) -> None:
+        self._worker_group.close()
+        self.heartbeats.close()
+        self._rendezvous_service.close()
+        self.checkpoints.close()
+        if self._last_words is not None:
+            self._last_words.close()
+        state = self.state_store.state
+        self.report.close(state, self.coordinator.generation, self.metrics.newest)
+        self.journal.close()
         try:
-            stop = self.state_store.state.stop
-            stopped = stop is not None and stop.reason != TIME_IS_UP
-            write_result(self.url, outcome.result, RunLimits.of(self.spec, stopped))
+            self.report.write_result(state)
         except Exception as error:  # whatever a store raises; who is attached still gets the result
-            where = redact_url(self.url)
-            self.journal.command(Explain(f"the result cannot be written to {where}: {error}"))
+            where = redact_url(self.url or "")
+            self.say(f"the result cannot be written to {where}: {error}")
 
     def _lead(self, found: Sequence[WorkerId]) -> None:
         clock = time.monotonic
@@ -270,7 +258,7 @@ class Controller:
                     ends_at, event = None, StopRequested(TIME_IS_UP)
             if isinstance(event, Exception):
                 raise event
-            event = self._as_asked(event)
+            event = self.exits.relabel(event)
             self._note(event)
             self._execute_all(self._decide(event))
 
@@ -278,7 +266,7 @@ class Controller:
         """Go on where another controller led: with the workers there are, and what was asked of it."""
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
-            self._released.add(worker)
+            self.exits.release(worker)
             self._let_go(
                 ReleaseWorker(worker, "was told to leave before this controller took over")
             )
@@ -290,7 +278,7 @@ class Controller:
                 self.state_store.record(ReleaseWorker(worker, "was never started"))
         for event in pending_requests(state, now):
             self.post(event)
-        self._begun.update(found)
+        self.exits.begin(*found)
         highest = self.state_store.highest_claimed()
         self.coordinator, commands = Coordinator.recover(
             self._coordinator_config(), found, highest, now, state.stepped
@@ -305,12 +293,6 @@ class Controller:
             return config
         return dataclasses.replace(config, size=size, min_workers=least)
 
-    def _remember(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics that is recorded already; each call made one."""
-        last, call = self.logged_to
-        self.logged_to = line["step"], call + 1 if line["step"] == last else 1
-        self.logged |= _metrics_of(line)
-
     def _decide(self, event: Event) -> list[Command]:
         """Not interrupted by the garbage collector: it walks through all workers, and finds that an event leaves no
         cycle. What is made while a generation of thousands forms is often what starts it; now it comes after."""
@@ -323,38 +305,28 @@ class Controller:
     def _done(self) -> bool:
         return self.coordinator.phase == "over" and not self.coordinator.workers
 
-    def _as_asked(self, event: Event) -> Event:
-        """The end of who was asked to leave is no accident, whatever its sidecar, its pipe or Ray call it."""
-        match event:
-            case WorkerLost(worker=worker, cause=Cause.UNKNOWN) if (
-                worker in self._released and worker not in self._died
-            ):
-                return dataclasses.replace(event, reason=LEFT, cause=Cause.RELEASED)
-        return event
-
     def _note(self, event: Event) -> None:
+        """Write down what has happened, before it is decided upon."""
         match event:
             case WorkerHeard(step=step):
-                self._step = max(self._step, step)
+                self.report.heard(step)
                 if not self.state_store.state.stepped:
                     self.state_store.record(event)
                 return  # not news
-            case WorkerFinished(inexact_because=because):
-                self._inexact |= dict.fromkeys(because)
-            case WorkerLost(worker=worker, cause=cause):
-                known = self._gone.get(worker)
-                self._gone[worker] = cause if known in (None, Cause.UNKNOWN) else known
-                if known is not None:
-                    # Its sidecar, its pipe and Ray all say so; one of them knows why.
-                    if known is not self._gone[worker]:
-                        self.journal.event(event)
-                    return
-                if self._sealer is not None:
-                    self._sealer.lost(worker)
-                if not self.outcome.reason and worker not in self._released:
-                    self.state_store.count_loss()
             case DeadlineReached():
                 return
+            case WorkerFinished(inexact_because=because):
+                self.report.add_inexact(because)
+            case WorkerLost(worker=worker, cause=cause):
+                match self.exits.report(worker, cause):
+                    case ExitReport.REPEATS:
+                        return
+                    case ExitReport.EXPLAINS:
+                        self.journal.event(event)
+                        return
+                self.checkpoints.lost(worker)
+                if not self.report.has_ended and not self.exits.is_released(worker):
+                    self.state_store.count_loss()
         self.state_store.record(event)
         self.journal.event(event)
 
@@ -367,18 +339,19 @@ class Controller:
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, ReleaseWorker):
-            self._released.add(command.worker)
+            self.exits.release(command.worker)
         match command:
             case RenewLease(worker=worker, beat=beat):
                 self.heartbeats.renew(worker, beat)
                 return
             case FormGeneration(membership=membership):
+                rendezvous = self._rendezvous_service.rendezvous
                 for seat in membership.seats:
-                    self._worker_group.send(seat.worker, command, self._rendezvous)
+                    self._worker_group.send(seat.worker, command, rendezvous)
             case StartWorker(worker=worker):
                 self._worker_group.start(worker)
             case BeginTraining(worker=worker):
-                self._begun.add(worker)
+                self.exits.begin(worker)
                 self._worker_group.send(worker, command, None)
             case EvictWorker(worker=worker, stuck=stuck):
                 self.heartbeats.condemn(worker, stuck)
@@ -391,25 +364,13 @@ class Controller:
                 self.superseded = self.superseded or not won
                 self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
             case FindCheckpoint(at_most=at_most):
-                self._find_checkpoint(at_most)
-            case FinishRun(place=place, digest=digest, reason=reason, digests_differ=differ):
-                if differ:
-                    self._inexact["workers finished with different weights"] = None
-                self.outcome.step, self.outcome.digest = place.step, digest
-                self.outcome.reason = reason
-                self.outcome.inexact_because = tuple(self._inexact)
-                self._ends()
-            case FailRun(error=error, traceback=text, worker=worker, facts=facts):
-                self.outcome.error, self.outcome.traceback = error, text
-                self.outcome.error_worker, self.outcome.error_facts = worker, facts
-                self.outcome.reason = "failed"
-                self._ends()
-            case StandDown(reason=reason):
-                self.outcome.error = self.outcome.reason = reason
-                self._ends()
+                self.checkpoints.find(at_most, self.coordinator.generation)
+            case FinishRun() | FailRun() | StandDown():
+                outcome = self.report.end(command, self.coordinator.generation)
+                self.state_store.record_outcome(outcome)
             case Explain():
                 pass
-            case ReleaseWorker(worker=worker) if self._holds_nothing(worker):
+            case ReleaseWorker(worker=worker) if self.exits.holds_nothing(worker):
                 self._let_go(command)
             case _:
                 self._worker_group.send(command.worker, command, None)
@@ -419,56 +380,6 @@ class Controller:
         """At once. The fleet is told that this is a wish, and no failure of the worker's node."""
         self._worker_group.send(command.worker, command, None)
         self._worker_group.kill(command.worker)
-
-    def _ends(self) -> None:
-        self.outcome.generations = self.coordinator.generation
-        self.state_store.record_outcome(self.outcome)
-
-    def _open_sealer(self, url: str) -> Sealer:
-        timeout_s = self.spec.failure.storage_timeout_s
-        catalog = Catalog(Store(url, timeout_s=timeout_s, on_wait=self.say))
-        return Sealer(
-            catalog,
-            self.spec.checkpoint,
-            lease_s=self.spec.failure.run_lease_s,
-            ask=lambda worker, step, parts: self._worker_group.send(
-                worker, WriteParts(worker, step, tuple(parts)), None
-            ),
-            want=lambda: self.post(CheckpointRequested()),
-            tell=self.say,
-            on_seal=lambda step: self.post(CheckpointSealed(step)),
-            stand_down=self._stand_down,
-            fail=self.fail,
-            check=self.check,
-            token=self.state_store.state.lease_token,
-        )
-
-    def _stand_down(self, reason: str) -> None:
-        """Another cluster holds the run."""
-        self.say(reason)
-        self.post(GenerationClaimLost(self.coordinator.generation + 1))
-
-    def _find_checkpoint(self, at_most: int | None) -> None:
-        if self._sealer is None:
-            self.post(CheckpointFound(None))
-        else:
-            if at_most is not None:
-                self._sealer.reject(at_most, self.coordinator.generation)
-            self._sealer.find(lambda step: self.post(CheckpointFound(step)))
-
-    def _keep_last_words(self, worker: WorkerId, words: str) -> None:
-        """Of one that nobody told to go before it died."""
-        unasked = worker in self._died or worker not in self._released
-        if self._last_words is not None and words and unasked:
-            self._last_words.keep(worker, words)
-
-    def _holds_nothing(self, worker: WorkerId) -> bool:
-        """Still starting, or waiting for a node: no user code to unwind, so nothing to wait for."""
-        return worker not in self._begun
-
-
-def _metrics_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in ("time", "step")}
 
 
 def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
