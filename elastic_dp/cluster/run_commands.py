@@ -1,4 +1,4 @@
-"""`elastic-dp run`, `submit`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
+"""`elastic-dp run`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
 
 What needs ray or torch is imported where it is used, since `elastic-dp` starts without them, and a run that has ended is
 read without them. With --json, standard
@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import runpy
-import shlex
 import sys
 import time
 import traceback
@@ -46,13 +45,6 @@ _RunAddress = Annotated[
     typer.Option(
         envvar="RAY_ADDRESS",
         help="Of the Ray cluster, HOST:6379. Default: a Ray of the run's own, which ends with it.",
-    ),
-]
-_JobAddress = Annotated[
-    str | None,
-    typer.Option(
-        envvar="RAY_ADDRESS",
-        help="Of the cluster's dashboard, http://HOST:8265. Default: that of the one on this machine, of several the newest.",
     ),
 ]
 _Storage = Annotated[
@@ -90,52 +82,6 @@ def run(
     """Run a job's script, with fields of the job set from here. Running it again attaches to the live run, goes on
     from its newest checkpoint, or returns the result of one that is finished."""
     raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
-
-
-def submit(
-    job: _Job,
-    arguments: _Arguments = None,
-    set_: _Set = None,
-    address: _JobAddress = None,
-    working_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Sent along. Default: the script's folder.")
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="For the script. Ray logs it: no secrets."),
-    ] = None,
-    submission_id: Annotated[str | None, typer.Option(help="Ray's name for the job.")] = None,
-    python: Annotated[str, typer.Option(help="On the cluster.")] = "python",
-    follow: Annotated[
-        bool, typer.Option(help="Stay, print its output, exit with its code.")
-    ] = False,
-    as_json: _Json = False,
-) -> None:
-    """Have the cluster run a job's script, by Ray's Jobs API: `elastic-dp run` there."""
-    from elastic_dp.cluster.overrides import Overrides
-    from elastic_dp.cluster.ray.job_submission import follow_job
-    from elastic_dp.cluster.ray.job_submission import submit as submit_job
-
-    Overrides(set_ or [])  # a text that is none is told here, and not by a job that fails
-    folder = (working_dir or job.parent).resolve()
-    if not job.resolve().is_relative_to(folder):
-        raise SpecError(f"{job} is not in the working directory {folder}, which is what is sent")
-    words = [python, "-m", "elastic_dp.cli", "run", str(job.resolve().relative_to(folder))]
-    words += [word for text in set_ or [] for word in ("--set", text)]
-    words += ["--", *arguments] if arguments else []
-    pairs = [text.partition("=") for text in env or []]
-    client, name = submit_job(
-        address,
-        shlex.join(words),
-        working_dir=str(folder),
-        env={key: value for key, _, value in pairs},
-        submission_id=submission_id,
-        tell=_tell,
-    )
-    _say({"submission_id": name}, f"submitted as {name}", as_json)
-    if follow:
-        show = sys.stderr if as_json else sys.stdout
-        raise typer.Exit(follow_job(client, name, lambda text: print(text, end="", file=show)))
 
 
 def list_(
@@ -314,7 +260,7 @@ def restart(
 
 
 def add_to(app: typer.Typer) -> None:
-    for verb in (run, submit, status, events, logs, scale, drain, stop, checkpoint, restart):
+    for verb in (run, status, events, logs, scale, drain, stop, checkpoint, restart):
         app.command()(verb)
     app.command("list")(list_)
 

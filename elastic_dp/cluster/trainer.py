@@ -24,7 +24,7 @@ from elastic_dp.cluster.runs.run_record import (
     Result,
     RunLimits,
     RunRecord,
-    finished,
+    stored_result,
     virtual_workers_of,
     write_result,
 )
@@ -140,10 +140,10 @@ class ElasticTrainer:
 
         `faults` are for tests: where workers die or freeze, by point, step and rank.
         """
-        self._take_over()
+        self._adopt_fixed_fields()
         with contextlib.closing(self._open_data()) as data:
             pickled = self._pickle()
-            stored = self._check_record(data)
+            stored = self._check_and_record(data)
             if stored is not None:
                 return Run(self.spec, self.url, stored=stored)
             from elastic_dp.cluster.runs import attach  # ray, which fit(local=True) does without
@@ -152,7 +152,7 @@ class ElasticTrainer:
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
-            for note in self._note_start() if is_new else ():
+            for note in self._record_start() if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
@@ -176,8 +176,8 @@ class ElasticTrainer:
         progress.say(console.where_weights_are(result))
         return result
 
-    def _take_over(self) -> None:
-        """What this job leaves open and the run's first start has fixed."""
+    def _adopt_fixed_fields(self) -> None:
+        """Take what this job leaves open from the run's first start, which has fixed it."""
         scaling = self.spec.scaling
         fixed = virtual_workers_of(self.url) if scaling.virtual_workers is None else None
         if fixed is None:
@@ -200,7 +200,7 @@ class ElasticTrainer:
         )
 
     def _fit_local(self, progress: ProgressPrinter) -> Result:
-        self._take_over()
+        self._adopt_fixed_fields()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
         device = pick_device(self.spec.scaling.resources_per_worker)
 
@@ -208,7 +208,7 @@ class ElasticTrainer:
             progress.show({"command": "Explain", "text": text})
 
         data = self._open_data(pin=device.type == "cuda", on_wait=say)
-        stored = self._check_record(data)
+        stored = self._check_and_record(data)
         if stored is not None:
             data.close()
             progress.say(console.stored(stored))
@@ -216,7 +216,7 @@ class ElasticTrainer:
         progress.say(console.start_of_local(self.spec.name, self.url))
         started_at = time.time()
         journal = Journal(self.url)
-        for note in self._note_start():
+        for note in self._record_start():
             journal.command(Explain(note))
 
         def tell(text: str) -> None:
@@ -272,12 +272,12 @@ class ElasticTrainer:
                 "locks and connections inside the train function, not outside of it"
             ) from error
 
-    def _check_record(self, data: Dataset) -> Result | None:
+    def _check_and_record(self, data: Dataset) -> Result | None:
         """The stored result of a finished run; raises RunMismatch for another job's run, StorageError where the run's
         folder cannot hold it."""
         prove(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
-        stored = finished(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
+        stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
         before = None if stored is None else last_start(Store(self.url))
         if before is not None:
             for text in StartRecord.of(self.spec, self.train).code_changed(before):
@@ -287,7 +287,7 @@ class ElasticTrainer:
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **decides(self.spec))
 
-    def _note_start(self) -> list[str]:
+    def _record_start(self) -> list[str]:
         """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""
         store = Store(self.url)
         start, before = StartRecord.of(self.spec, self.train), last_start(store)

@@ -1,11 +1,13 @@
-"""What workers print, kept in the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log` of those that died.
+"""What workers print, copied to the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log` of workers that died.
 
-- A worker's output is a file on its node (Ray makes it so; a fleet of processes does, too). A thread looks at it and
+- A worker's output is a file on its node (Ray makes it one; `elastic_dp.testing` does, too). A thread looks at it and
   writes a copy, at most every `EVERY_S`, so what was printed can be read some seconds later, also when the node is gone.
 - A copy is one object that is written anew: stores cannot append, and numbered pieces would have to be cleared away. It
   is bounded: of a long output the first `HEAD_BYTES`, which say what the worker was, and the last `TAIL_BYTES`.
 - The last words of a worker that is killed (a segmentation fault, an abort) come too late for its own thread. Its sidecar
   outlives it, and sends the last few kilobytes to the controller, which writes them.
+
+Ray's own log files go with the node, and `ray logs` needs its dashboard: neither has the output of a worker that is lost.
 
 A node's disk that is full loses what is printed meanwhile, and nothing else.
 

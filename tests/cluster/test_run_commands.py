@@ -13,7 +13,7 @@ from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError
 
 VERBS = {
-    *("run", "submit", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),
+    *("run", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),
     *("stop", "restart", "data convert", "data inspect", "checkpoints list", "checkpoints verify"),
     "checkpoints export",
 }
@@ -122,12 +122,12 @@ def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
 
 
 def test_help_of_a_verb_says_where_it_goes_without_an_address():
-    """Which differs: `run` starts a Ray, `submit` talks to a dashboard, the others look for a cluster."""
+    """Which differs: `run` starts a Ray, the others look for a cluster."""
     verbs = typer.main.get_command(app).commands
 
     def told(name):
         return next(p.help for p in verbs[name].params if "--address" in p.opts)
 
-    assert "a Ray of the run's own" in told("run") and "http://HOST:8265" in told("submit")
+    assert "a Ray of the run's own" in told("run")
     for name in ("list", "status", "events", "logs", "scale", "drain", "stop", "restart"):
         assert "HOST:6379. Default: the one on this machine, of several the newest" in told(name)

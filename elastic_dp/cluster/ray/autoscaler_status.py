@@ -1,8 +1,11 @@
-"""Why no node comes, in the words of Ray's autoscaler: what it could not get, what nobody has, what it waits for.
+"""Why no node comes, in the words of Ray's autoscaler: what it could not get, what no node has, what it waits for.
 
-It tells the GCS so whenever it has looked at the cluster. One that cannot look, since Kubernetes turns it away, tells
-nobody and writes the reason to its log on the head, so that is read when it has been silent for a while.
-Where there is no autoscaler, there is nothing to say. Only what introduces its words is ours.
+The autoscaler reports to the GCS whenever it has looked at the cluster. One that cannot look, because Kubernetes refuses its
+requests, reports nothing and writes the reason to its log on the head; the log is read when it has been silent for a while.
+Without an autoscaler there is nothing to say. Only the introductions of its words are ours.
+
+The GCS's message is read here and not through `ray.autoscaler.v2.sdk.get_cluster_status`, which leaves out infeasible requests
+and when the autoscaler last looked; and no API of Ray has the reason of a failed launch, so the log stays the only source.
 """
 
 from __future__ import annotations

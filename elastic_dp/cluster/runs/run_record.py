@@ -184,7 +184,7 @@ class RunLimits:
         return math.inf if self.max_time_s is None else self.max_time_s
 
 
-def finished(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
+def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
     """The stored result, unless `limits` let the run go on: raised, or an operator stopped it, with steps to make."""
     result, then = _read_result(url)
     if result is None:
