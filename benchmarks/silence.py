@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.recovery import Points, train
 from benchmarks.report import write
+from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested, WorkerHeard
-from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.testing.process_worker_group import ProcessRun
 
 LOAD = 8  # processes a core

@@ -36,8 +36,8 @@ import torch
 
 from benchmarks.report import RESULTS, write
 from benchmarks.weather import PLACES, Trace, generated, published
+from elastic_dp.config import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 

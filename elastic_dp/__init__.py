@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from elastic_dp.cluster.runs.attach import attach
     from elastic_dp.cluster.runs.run_record import Result
     from elastic_dp.cluster.trainer import ElasticTrainer
-    from elastic_dp.spec import (
+    from elastic_dp.config import (
         CheckpointConfig,
         DataConfig,
         FailureConfig,
@@ -50,7 +50,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.spec")), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.config")), name)
     globals()[name] = value
     return value
 

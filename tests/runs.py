@@ -9,10 +9,10 @@ import torch
 
 from elastic_dp.checkpoint import uploader
 from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.index import Index
-from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.run import LocalRun

@@ -29,17 +29,17 @@ ALLOWED = {
     "shipping": set(),
     "threads": {"errors"},
     "wording": set(),
-    "spec": {"errors", "urls"},
+    "config": {"errors", "urls", "config"},
     "coordinator": {"errors", "wording", "coordinator"},
     "sampling": {"errors", "sampling"},
     "telemetry": {"errors", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
-    "data": {"errors", "spec", "sampling", "shipping", "storage", "data", "threads"},
+    "data": {"errors", "config", "sampling", "shipping", "storage", "data", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint"},
     "distributed": {"errors", "distributed", "threads"},
     "train": {
         "errors",
-        "spec",
+        "config",
         "coordinator.messages",
         "sampling",
         "shipping",
@@ -53,18 +53,26 @@ ALLOWED = {
         "train",
     },
     "cluster": {
-        *("errors", "spec", "coordinator", "sampling", "storage", "data", "checkpoint"),
+        *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
     },
-    "cli": {"errors", "spec", "data", "storage", "checkpoint", "cluster"},
+    "cli": {"errors", "config", "data", "storage", "checkpoint", "cluster"},
     "testing": {
-        *("errors", "spec", "coordinator.messages", "distributed", "train", "telemetry", "cluster"),
+        *(
+            "errors",
+            "config",
+            "coordinator.messages",
+            "distributed",
+            "train",
+            "telemetry",
+            "cluster",
+        ),
         *("threads", "testing"),
     },
-    "__init__": {"spec", "train", "cluster", "checkpoint"},
+    "__init__": {"config", "train", "cluster", "checkpoint"},
 }
 
-PURE = {"errors", "urls", "wording", "spec", "coordinator", "sampling"}
+PURE = {"errors", "urls", "wording", "config", "coordinator", "sampling"}
 NEVER_IN_PURE = {
     *("time", "datetime", "random", "threading", "asyncio", "socket", "os", "logging"),
     *("subprocess", "torch", "ray", "pyarrow", "fsspec", "obstore"),

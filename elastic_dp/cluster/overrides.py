@@ -19,8 +19,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_dp.config import JobSpec
 from elastic_dp.errors import SpecError
-from elastic_dp.spec import JobSpec
 
 _Changes = dict[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
 

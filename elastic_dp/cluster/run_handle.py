@@ -16,8 +16,8 @@ import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
 from elastic_dp.cluster.worker_logs import read_logs
+from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.loggers import log_to

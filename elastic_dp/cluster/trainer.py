@@ -29,11 +29,7 @@ from elastic_dp.cluster.runs.run_record import (
     write_result,
 )
 from elastic_dp.cluster.worker import pick_device, prepare_environment
-from elastic_dp.coordinator.messages import Explain
-from elastic_dp.data import Dataset, open_data
-from elastic_dp.errors import Interrupted, RunMismatch, SpecError
-from elastic_dp.shipping import shipped
-from elastic_dp.spec import (
+from elastic_dp.config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
@@ -41,6 +37,10 @@ from elastic_dp.spec import (
     MapStyleData,
     ScalingConfig,
 )
+from elastic_dp.coordinator.messages import Explain
+from elastic_dp.data import Dataset, open_data
+from elastic_dp.errors import Interrupted, RunMismatch, SpecError
+from elastic_dp.shipping import shipped
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to

@@ -13,6 +13,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker_logs import WorkerLogUploader
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     START,
     AbortGeneration,
@@ -32,7 +33,6 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpoints import Checkpoints
 from elastic_dp.train.code import code_of

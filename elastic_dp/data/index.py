@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
@@ -36,7 +37,6 @@ from elastic_dp.data.nulls import Nulls, check_nulls
 from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store, redact_url
 
 FOOTERS_IN_FLIGHT = 32

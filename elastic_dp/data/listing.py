@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from fsspec.utils import glob_translate
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.destination import INCOMPLETE, not_whole
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.no_shards import IsShard, shown_folder, why_nothing
@@ -30,7 +31,6 @@ from elastic_dp.data.table_formats import (
     tables_among,
 )
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Entry, Look, Store, redact_url
 
 _GLOB_MARKS = "*?["

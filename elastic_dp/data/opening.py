@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.index import Index, read_index
 from elastic_dp.data.interface import Dataset, EvaluationData
 from elastic_dp.data.map_style import MapStyleDataset, MapStyleEvaluation
@@ -17,7 +18,6 @@ from elastic_dp.data.streaming import StreamingDataset, StreamingEvaluation, mos
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import Mixture, Order, Source
 from elastic_dp.sampling.mixture import row_groups_at_least
-from elastic_dp.spec import DataConfig, MapStyleData
 from elastic_dp.storage import Store, redact_url
 
 

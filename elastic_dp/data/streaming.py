@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.bad_rows import BadRowLimit
 from elastic_dp.data.blocks import Blocks
 from elastic_dp.data.collating import Collating, located, nbytes_of, pinned
@@ -29,7 +30,6 @@ from elastic_dp.errors import BadShard, UserCodeError
 from elastic_dp.sampling import Mixture, Order, batch_seed
 from elastic_dp.sampling.mixture import row_groups_at_once
 from elastic_dp.shipping import shipped
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 
 MAKERS = 2  # threads, where user code needs no processes

@@ -24,9 +24,9 @@ from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.threads import background
 from elastic_dp.train.faults import Fault

@@ -26,10 +26,10 @@ from elastic_dp.checkpoint.reading import whole_tree
 from elastic_dp.checkpoint.seal import About, Manifest, Seal
 from elastic_dp.checkpoint.uploader import Uploader
 from elastic_dp.checkpoint.writing import Share
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
-from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.handing import settled
 from elastic_dp.train.link import Link, Written
 from elastic_dp.train.orphans import seal_alone

@@ -9,9 +9,9 @@ import pytest
 from elastic_dp.cluster.heartbeat.heartbeat_server import _lost
 from elastic_dp.cluster.heartbeat.heartbeat_sidecar import oom_kills
 from elastic_dp.cluster.run_handle import error_of
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import UserCodeError
-from elastic_dp.spec import CheckpointConfig
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from elastic_dp.cluster.run_handle import Run, error_of
 from elastic_dp.cluster.runs.run_record import Result, RunOutcome
+from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data import open_data
 from elastic_dp.errors import (
@@ -19,7 +20,6 @@ from elastic_dp.errors import (
     StorageError,
     UserCodeError,
 )
-from elastic_dp.spec import MapStyleData
 from elastic_dp.storage.faults import ObjectMissing
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import MapStyleData
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually

@@ -19,12 +19,12 @@ import s3fs
 import tokenizers
 from hypothesis import given, settings
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import convert, inspect, open_data, read_index
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.data.intake import documents
 from elastic_dp.data.packing import ByteTokenizer, HuggingFaceTokenizer, Packing
 from elastic_dp.errors import DataError, StorageError
-from elastic_dp.spec import DataConfig
 
 ROWS = [
     {

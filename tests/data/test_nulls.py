@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
+from elastic_dp.config import DataConfig
 from elastic_dp.data import convert, open_data, open_evaluation
 from elastic_dp.data.difference import difference
 from elastic_dp.data.index import read_index
 from elastic_dp.data.inspection import inspect
 from elastic_dp.data.nulls import fill
 from elastic_dp.errors import DataError, SpecError
-from elastic_dp.spec import DataConfig
 from tests.data.test_formats import plain_values, write_arrow
 from tests.data.test_index import config, opened
 

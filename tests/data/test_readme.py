@@ -13,8 +13,8 @@ import tokenizers
 from typer.testing import CliRunner
 
 from elastic_dp import cli
+from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
-from elastic_dp.spec import DataConfig
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SECTION = README.split("## Getting data in")[1].split("\n## ")[0]

@@ -22,7 +22,7 @@ from ray.core.generated import autoscaler_pb2 as pb
 from ray.core.generated.common_pb2 import LabelSelector, LabelSelectorOperator
 
 from elastic_dp.cluster.ray import node_labels
-from elastic_dp.spec import label_values
+from elastic_dp.config import label_values
 from tests.k8s.emulator import NAME, NAMESPACE, Kubernetes
 from tests.k8s.pods import HEAD, Pod
 

@@ -9,7 +9,7 @@ import pytest
 from ray._private import ray_constants
 
 from elastic_dp.cluster.ray import autoscaler_status, node_labels
-from elastic_dp.spec import ScalingConfig
+from elastic_dp.config import ScalingConfig
 from tests.k8s.autoscaler import Cluster
 from tests.k8s.manifests import build, cluster
 

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from elastic_dp.cli import app
-from elastic_dp.spec import JobSpec
+from elastic_dp.config import JobSpec
 from tests.k8s import test_machines
 from tests.k8s.fields import is_field
 from tests.k8s.filled import copy_filled, params

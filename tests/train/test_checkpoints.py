@@ -11,8 +11,8 @@ import pytest
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
-from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.storage import Store
 from elastic_dp.train import session
 from elastic_dp.train.faults import Fault

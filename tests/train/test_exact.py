@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data.index import read_index
-from elastic_dp.spec import DataConfig, MapStyleData
 from tests.patience import eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, resize, spec_of
 from tests.train.jobs import (

@@ -27,10 +27,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from elastic_dp.config import CheckpointConfig, DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.index import read_index
-from elastic_dp.spec import CheckpointConfig, DataConfig, JobSpec, ScalingConfig
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import group, local, never_put_off, spec_of
 from tests.storage.servers import s3_options

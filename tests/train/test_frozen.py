@@ -11,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from elastic_dp.cluster.heartbeat.heartbeat_sidecar import _look_at
+from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import FailureConfig
 from elastic_dp.train.faults import Fault
 from tests.patience import PATIENCE_S, Stalls, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of

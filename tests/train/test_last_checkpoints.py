@@ -12,9 +12,9 @@ import time
 import pytest
 
 import elastic_dp as edp
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator import drain_checkpointer
 from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
-from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.run import TIME_IS_UP
 from elastic_dp.train.state import TrainState
 from tests.patience import PATIENCE_S, eventually

@@ -11,6 +11,7 @@ import pytest
 from elastic_dp.cluster.heartbeat.heartbeat_server import HeartbeatServer
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
 from elastic_dp.cluster.worker import Worker, WorkerJob
+from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import (
     Membership,
     Seat,
@@ -19,7 +20,6 @@ from elastic_dp.coordinator.messages import (
     WorkerLost,
 )
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.spec import FailureConfig
 from elastic_dp.train.control import ORPHANED, Control, Form, Orphaned, Released
 from elastic_dp.train.faults import Faults
 from elastic_dp.train.link import Link

@@ -12,7 +12,7 @@ import torch
 from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.writing import write_parts
-from elastic_dp.spec import CheckpointConfig
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train import sealing
 from elastic_dp.train.link import Written

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.cluster.controller import controller
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
-from elastic_dp.spec import MapStyleData
+from elastic_dp.config import MapStyleData
 from elastic_dp.train.faults import Fault
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import PATIENT, Points, group, lines_of, local, spec_of

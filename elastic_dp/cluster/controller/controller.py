@@ -29,6 +29,7 @@ from elastic_dp.cluster.runs.controller_state import (
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import LastWordsWriter
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.messages import (
     BeginTraining,
@@ -57,7 +58,6 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.distributed.process_group import Rendezvous, open_store
 from elastic_dp.distributed.store import StoreServer
 from elastic_dp.errors import ElasticError
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.link import Written

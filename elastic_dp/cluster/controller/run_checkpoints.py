@@ -14,6 +14,7 @@ from elastic_dp.cluster.controller.metrics_record import MetricsRecord
 from elastic_dp.cluster.runs.controller_state import ControllerStateStore
 from elastic_dp.cluster.worker import WriteParts
 from elastic_dp.cluster.worker_group import WorkerGroup
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     CheckpointFound,
     CheckpointRequested,
@@ -21,7 +22,6 @@ from elastic_dp.coordinator.messages import (
     Event,
     WorkerId,
 )
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.link import Written
 from elastic_dp.train.sealing import Sealer

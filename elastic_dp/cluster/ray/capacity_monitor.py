@@ -15,8 +15,8 @@ from elastic_dp.cluster.ray import node_labels
 from elastic_dp.cluster.ray.autoscaler_status import AutoscalerStatus
 from elastic_dp.cluster.ray.node_selection import can_hold
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
+from elastic_dp.config import ScalingConfig
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.spec import ScalingConfig
 from elastic_dp.threads import background
 
 _CHECK_EVERY_S = 5.0

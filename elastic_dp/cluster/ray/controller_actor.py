@@ -23,6 +23,7 @@ from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.cluster.runs.gcs_state import GcsStateStore, forget, load_job
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import WorkerJob
+from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.coordinator.messages import (
     CheckpointRequested,
     DrainNoticed,
@@ -32,7 +33,6 @@ from elastic_dp.coordinator.messages import (
     StopRequested,
     WorkerId,
 )
-from elastic_dp.spec import DataConfig, JobSpec
 from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.threads import background
 from elastic_dp.train.link import Written

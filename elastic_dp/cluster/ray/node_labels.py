@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_dp.spec import ScalingConfig, label_values
+from elastic_dp.config import ScalingConfig, label_values
 
 MARKET = "ray.io/market-type"  # of a node; Ray's own names
 ZONE = "ray.io/availability-zone"

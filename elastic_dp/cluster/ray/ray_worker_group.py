@@ -23,9 +23,9 @@ from elastic_dp.cluster.ray.node_selection import NodeSelection
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.discovery import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.spec import JobSpec
 from elastic_dp.threads import background
 
 _LOW_ON_MEMORY = "low on memory"  # in what Ray says of those whom its memory monitor killed

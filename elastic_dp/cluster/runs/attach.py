@@ -27,8 +27,8 @@ from elastic_dp.cluster.runs.discovery import (
 )
 from elastic_dp.cluster.runs.gcs_state import StoredJob, forget, store_job
 from elastic_dp.cluster.runs.run_record import RunLimits, read_result, run_url
+from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError
-from elastic_dp.spec import DataConfig, JobSpec
 
 
 def attach(name: str, storage_path: str | os.PathLike[str] | None = None) -> Run:

@@ -14,7 +14,7 @@ import ray
 from ray.util import list_named_actors
 
 from elastic_dp.cluster.run_handle import ask
-from elastic_dp.spec import JobSpec
+from elastic_dp.config import JobSpec
 
 NAMESPACE = "elastic_dp"  # Ray's, of all our actors
 PATIENCE_S = 60.0  # with a controller that restarts, before anything is known of its run

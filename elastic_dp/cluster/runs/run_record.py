@@ -14,8 +14,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from elastic_dp.config import JobSpec
 from elastic_dp.errors import CheckpointError, DataError, FileDamaged, RunMismatch
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import ObjectMissing, Store, redact_url
 from elastic_dp.storage.json_files import make, path_in, read_json, write_json
 

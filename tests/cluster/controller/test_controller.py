@@ -8,9 +8,9 @@ import pytest
 import elastic_dp as edp
 from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.worker import Request
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator import messages as m
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
 from tests.coordinator.scenes import Scene
 

@@ -1,7 +1,7 @@
 """What Ray is asked for each worker, by market and zone."""
 
 from elastic_dp.cluster.ray.node_labels import actor_options, preferences, why_none_matches
-from elastic_dp.spec import ScalingConfig
+from elastic_dp.config import ScalingConfig
 
 SPOT, FIRM = {"ray.io/market-type": "spot"}, {"ray.io/market-type": "on-demand"}
 EITHER = {"ray.io/market-type": "in(spot,on-demand)"}

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import elastic_dp as edp
+from elastic_dp.config import FailureConfig
 from elastic_dp.errors import ElasticError
-from elastic_dp.spec import FailureConfig
 from tests.patience import PATIENCE_S, Stalls
 from tests.runs import Points
 from tests.train.jobs import classifier, cross_entropy

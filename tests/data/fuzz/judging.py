@@ -21,13 +21,13 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import convert, inspect, read_index
 from elastic_dp.data.formats import tar as tar_format
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.data.intake import lines
 from elastic_dp.data.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 from tests.data.fuzz.mutations import ENDINGS, Damaged
 from tests.data.values import Columns, columns_of, plain, same
