@@ -1,7 +1,7 @@
-"""A run on Ray as its driver sees it: asked, steered, followed, and its end.
+"""A run on Ray as its driver sees it: its status, its control, its events and its result.
 
-The run goes on without the driver, and its controller writes the result. A controller that restarts is waited for. What the controller still has to say after
-the end (the newest status, why the run failed) is taken from it once, and kept here.
+The run goes on without the driver, and its controller writes the result. A controller that restarts is waited for. After the
+end the driver takes the last status and the error from the controller once, and keeps them here.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -
 
 
 def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
-    """What the controller answers; one that restarts is asked again, which does no harm: a request counts once.
+    """The controller's answer. A controller that restarts is asked again, which is safe: requests are idempotent.
 
     Raises RayActorError where it is gone for good, or has been away for `patience_s`.
     """
@@ -270,7 +270,7 @@ def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
 
 
 def ray_ends_with_us() -> bool:
-    """Whether this process started the cluster that it is connected to."""
+    """Whether this process started the Ray cluster that it is connected to, so that both end together."""
     import ray
 
     node = ray._private.worker._global_node

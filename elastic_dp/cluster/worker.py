@@ -59,7 +59,7 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class WriteParts:
-    """Write these parts of the checkpoint after `step`, too: who should have is lost."""
+    """Write these parts of the checkpoint after `step`, too: the worker that should have is lost."""
 
     worker: WorkerId
     step: int
@@ -94,7 +94,7 @@ class Worker:
         self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval_s)
 
     def hear_from(self, controller: ControllerAddress) -> None:
-        """From now on the controller is there: the first one, or one that took over."""
+        """Send heartbeats to this controller: the first one, or one that took over."""
         self._page.point_at(controller)
 
     def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
@@ -128,7 +128,7 @@ class Worker:
                 raise AssertionError(f"not for a worker: {command}")
 
     def _reported(self, asked: int) -> WorkerReported:
-        """Where this worker stands; before it has a session it holds nothing, and can be begun."""
+        """The state of this worker. Before it has a session it holds nothing, and can begin."""
         if self._session is not None:
             return self._session.reported(asked)
         return WorkerReported(self.identity, 0, START, False, True, None, True, 0, asked)

@@ -1,7 +1,7 @@
 """The port between the controller and the processes it directs.
 
-Three methods, because that is all a controller does to a worker: have it started, tell it something, kill it. None
-of them waits or raises for a worker that is gone: what happens to workers comes back as events.
+A controller starts a worker, sends it commands and kills it. No method waits or raises for a worker that is gone: what
+happens to workers comes back as events.
 """
 
 from typing import Protocol
@@ -13,7 +13,7 @@ from elastic_dp.distributed.process_group import Rendezvous
 
 class WorkerGroup(Protocol):
     def start(self, worker: WorkerId) -> None:
-        """Ask for one more process under this identity; it may never come."""
+        """Request one more process with this identity; it may never start."""
         ...
 
     def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None: ...
@@ -21,5 +21,5 @@ class WorkerGroup(Protocol):
     def kill(self, worker: WorkerId) -> None: ...
 
     def close(self) -> None:
-        """Every process that is left is killed."""
+        """Kill every process that is left."""
         ...

@@ -65,7 +65,7 @@ def read_logs(
 
 
 class WorkerLogUploader:
-    """Of one worker; `fds`: what it prints to. A store that is away costs the copy, not the training."""
+    """Of one worker; `fds`: what it prints to. While the store is away copies are skipped; training goes on."""
 
     def __init__(self, store: Store, worker: str, fds: Sequence[int] = (1, 2)) -> None:
         self._store, self._path = store, _path(store, f"{worker}.log")
@@ -97,7 +97,7 @@ class WorkerLogUploader:
 
 
 class LastWordsWriter:
-    """Of workers that died, as their sidecars tell them. One thread writes; a store that is away loses them."""
+    """Writes the last output of workers that died, as their sidecars send it. While the store is away it is lost."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -120,12 +120,12 @@ class LastWordsWriter:
 
 
 def print_whatever_fits() -> None:
-    """From now on this process prints line by line, and what its disk has no room for is lost."""
+    """From now on this process prints line by line, and output for which its disk has no room is dropped."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 
 class _LossyFile(io.FileIO):
-    """A line that cannot be printed is no reason to end a run."""
+    """Drops output on a full disk, which must not end a run."""
 
     def write(self, content: Any) -> int:
         try:

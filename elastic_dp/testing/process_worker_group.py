@@ -1,6 +1,6 @@
-"""A fleet of plain processes on this machine, without Ray: the same workers, the same controller.
+"""A worker group of plain processes on this machine, without Ray: the same workers, the same controller.
 
-For tests that kill at a named instant a hundred times, for benchmarks, and for machines without Ray. Workers are
+For tests that kill workers at named points many times, for benchmarks, and for machines without Ray. Workers are
 forked from a server that has imported torch once (`multiprocessing`'s forkserver), so one starts in well under a
 second. Commands and events travel over a pipe per worker; a closed pipe is how a death is seen.
 """

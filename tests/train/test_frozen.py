@@ -94,7 +94,7 @@ def nobody_reaches_who_is_frozen(run, spared):
             kill(worker)
 
     run.worker_group.kill = kill_others
-    run.controller.heartbeats.condemn = lambda worker, stuck: None
+    run.controller.heartbeats.evict = lambda worker, stuck: None
 
 
 def is_stopped(process):

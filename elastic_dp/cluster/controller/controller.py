@@ -138,7 +138,7 @@ class Controller:
         self.inbox.put(error)
 
     def broke(self, error: Exception) -> None:
-        """`lead` raised, and nobody shall wait for its end."""
+        """`lead` raised: whoever waits for the end is released."""
         if not self.outcome.error:
             self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
         self.ended.set()
@@ -148,7 +148,7 @@ class Controller:
         self.metrics.log(step, call, metrics)
 
     def say(self, text: str) -> None:
-        """What a worker wants those to know who follow the run."""
+        """Write a text to the journal, for those who follow the run."""
         self.journal.command(Explain(text))
 
     def wrote(self, worker: WorkerId, written: Written) -> None:
@@ -156,7 +156,7 @@ class Controller:
         self.checkpoints.wrote(worker, written)
 
     def withdrawn(self, worker: WorkerId) -> None:
-        """It never had a node, and another will be asked for in its place: its end is no loss."""
+        """The worker never had a node and is replaced: its end is no loss."""
         self.exits.release(worker)
 
     def skip(self, row_groups: Sequence[str]) -> None:
@@ -263,11 +263,11 @@ class Controller:
             self._execute_all(self._decide(event))
 
     def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
-        """Go on where another controller led: with the workers there are, and what was asked of it."""
+        """Go on where another controller led: with its workers, and with the requests that it had taken."""
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
             self.exits.release(worker)
-            self._let_go(
+            self._release_now(
                 ReleaseWorker(worker, "was told to leave before this controller took over")
             )
         found = [worker for worker in found if worker in state.here]
@@ -294,8 +294,10 @@ class Controller:
         return dataclasses.replace(config, size=size, min_workers=least)
 
     def _decide(self, event: Event) -> list[Command]:
-        """Not interrupted by the garbage collector: it walks through all workers, and finds that an event leaves no
-        cycle. What is made while a generation of thousands forms is often what starts it; now it comes after."""
+        """Without the garbage collector: it would visit all workers, and events leave no cycles.
+
+        The many objects that a forming generation of thousands allocates often trigger a collection; now it comes after.
+        """
         gc.disable()
         try:
             return self.coordinator.handle(event, time.monotonic())
@@ -354,7 +356,7 @@ class Controller:
                 self.exits.begin(worker)
                 self._worker_group.send(worker, command, None)
             case EvictWorker(worker=worker, stuck=stuck):
-                self.heartbeats.condemn(worker, stuck)
+                self.heartbeats.evict(worker, stuck)
                 if stuck:  # if its sidecar does not
                     threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
                 else:
@@ -371,13 +373,13 @@ class Controller:
             case Explain():
                 pass
             case ReleaseWorker(worker=worker) if self.exits.holds_nothing(worker):
-                self._let_go(command)
+                self._release_now(command)
             case _:
                 self._worker_group.send(command.worker, command, None)
         self.journal.command(command)
 
-    def _let_go(self, command: ReleaseWorker) -> None:
-        """At once. The fleet is told that this is a wish, and no failure of the worker's node."""
+    def _release_now(self, command: ReleaseWorker) -> None:
+        """At once. The worker group is told first, so that this does not count as a failure of the worker's node."""
         self._worker_group.send(command.worker, command, None)
         self._worker_group.kill(command.worker)
 

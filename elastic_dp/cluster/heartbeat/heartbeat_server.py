@@ -18,16 +18,16 @@ from elastic_dp.coordinator.messages import Cause, StacksTaken, WorkerHeard, Wor
 from elastic_dp.threads import background
 
 STACKS_S = 2.0  # a sidecar that was asked for stacks has killed its worker by then
-# The system gives what it allows: a burst of strangers must not drown heartbeats.
+# The system gives what it allows: a burst of foreign datagrams must not displace heartbeats.
 _RECEIVE_BUFFER_BYTES = 8 << 20
-_SAID_EVERY_S = 60.0  # how often it is said, at most, that strangers send to this port
+_SAID_EVERY_S = 60.0  # between two reports of datagrams that are not genuine
 
 
 class HeartbeatServer:
     """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout.
 
-    Whatever arrives, this goes on: only datagrams that are signed with the run's secret are parsed, each of them once; the
-    others are counted, and said by `say` once a minute.
+    Only datagrams that are signed with the run's secret are parsed, each of them once. Others are counted, and reported by
+    `say` at most once a minute; nothing that arrives ends the thread.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class HeartbeatServer:
         """Answer one heartbeat: the lease runs from when that was sent (`beat`, in microseconds)."""
         self._answer(worker, {"at": beat / 1e6})
 
-    def condemn(self, worker: WorkerId, stuck: bool) -> None:
-        """Let the worker's own sidecar kill it; of a stuck one it sends the stacks before."""
+    def evict(self, worker: WorkerId, stuck: bool) -> None:
+        """Have the worker's sidecar kill it; of a stuck worker the sidecar sends the stacks first."""
         self._answer(worker, {"die": True, "stuck": stuck})
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class HeartbeatServer:
         self._socket.close()
 
     def take(self, datagram: bytes, source: Any) -> None:
-        """Pass on what it says, if it is genuine and new. Raises nothing, whatever the datagram holds."""
+        """Pass on the message of a genuine, new datagram. Raises nothing, whatever the datagram holds."""
         try:
             message = self._opened(datagram, source)
         except Exception:  # of a worker of another version
@@ -132,7 +132,7 @@ class HeartbeatServer:
 
 
 class _Peer:
-    """A worker's sidecar: where it was heard last, and what was heard of it."""
+    """The sidecar of one worker: its newest address, and which of its datagrams were taken."""
 
     __slots__ = ("out", "replays", "source")
 
@@ -158,7 +158,7 @@ def _event_of(worker: WorkerId, message: dict[str, Any]) -> WorkerHeard | Worker
 
 
 def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
-    """A worker's death, as its sidecar tells it."""
+    """The death of a worker, as its sidecar reports it."""
     phase, _, number = str(message["phase"]).partition(" ")
     at = None
     if phase in ("data", "compute") and number:

@@ -83,13 +83,13 @@ class CapacityMonitor:
 
 
 def has_room(needs: Mapping[str, float]) -> bool:
-    """Whether a node has so much that nobody uses."""
+    """Whether a node has enough free resources for a worker."""
     free = ray._private.state.available_resources_per_node().values()
     return any(can_hold(needs, {"Resources": resources}) for resources in free)
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Why no node could ever hold a worker of one of the kinds that are asked for, however idle; empty when one could."""
+    """Why no node could hold a worker of one of the kinds that the job asks for, even if it were idle; empty when one could."""
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:

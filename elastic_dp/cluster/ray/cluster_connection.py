@@ -47,8 +47,11 @@ def connect_or_start() -> None:
 
 
 def send_token() -> None:
-    """Have Ray send the token that is saved for this user, unless RAY_AUTH_MODE says otherwise. A Ray that a script
-    starts asks for it by default, and a client sends it only where it is told to. Others do not look at it."""
+    """Have Ray send this user's saved token, unless RAY_AUTH_MODE says otherwise.
+
+    A Ray that a script starts requires the token by default, and a client sends it only if it is configured to. Clusters
+    without authentication ignore it.
+    """
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
     if "RAY_AUTH_MODE" not in os.environ and (
         "RAY_AUTH_TOKEN" in os.environ or os.path.exists(path)

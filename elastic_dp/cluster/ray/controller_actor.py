@@ -41,15 +41,15 @@ _KEPT_S = 600.0  # how long a controller stays for drivers after its run has end
 _PRINTED_S = 5.0  # how long workers may take to say what they printed
 
 
-# One thread for events: what a worker says is taken in the order in which it said it.
+# One thread for events: messages of a worker are taken in the order in which it sent them.
 @ray.remote(  # type: ignore[call-overload]
     num_cpus=0, max_restarts=-1, concurrency_groups={"events": 1, "follow": 16}
 )
 class ControllerActor:
-    """Leads one run until it has ended, and a while later goes, unless a driver that took the result kills it.
+    """Leads one run until it has ended. It ends some minutes later, or when a driver has taken the result.
 
-    Its name is the run's: two drivers cannot lead one run. All that it is given is the run, since Ray gives the same to
-    whoever is started in its place; the rest is in the GCS.
+    The actor is named after the run, so two drivers cannot lead one run. Its only argument is the run, since Ray passes the
+    same arguments to its replacement; everything else is in the GCS.
     """
 
     def __init__(self, run: str) -> None:
@@ -99,8 +99,7 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def about(self) -> tuple[JobSpec, str, bool]:
-        """The spec without what is the user's own, which a driver may have no code for; the folder; whether it has
-        ended."""
+        """The spec without the user's own objects, whose code a driver may not have; the folder; whether the run has ended."""
         data = self._spec.data
         bare = DataConfig("-", micro_batch_size=data.micro_batch_size, seed=data.seed)
         if data.epochs is not None:
@@ -151,10 +150,12 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def drain(self, worker: WorkerId, within_s: float | None) -> list[WorkerId]:
-        """Returns the workers there are; another one cannot be drained."""
+        """Returns the workers that can be drained."""
         deadline = None if within_s is None else time.monotonic() + within_s
         present = self._controller.status()["workers"]
-        workers = [*(present | self._state_store.state.here)]  # who takes over has not met them yet
+        workers = [
+            *(present | self._state_store.state.here)
+        ]  # a controller that takes over has not heard of them yet
         if worker in workers:
             self._request(DrainNoticed(worker, deadline))
         return workers
@@ -172,7 +173,7 @@ class ControllerActor:
 
     @ray.method(concurrency_group="follow")
     def forget(self) -> None:
-        """The result is taken: whoever says so ends this actor."""
+        """A driver has taken the result, and ends this actor next."""
         forget(self._run)
 
     @ray.method(concurrency_group="follow")
@@ -188,7 +189,7 @@ class ControllerActor:
     def printed(
         self, after: Mapping[WorkerId, Mapping[str, int]]
     ) -> dict[WorkerId, dict[str, tuple[int, str]]]:
-        """Of each worker that is up, what it printed since then."""
+        """What each worker that is up has printed since these offsets."""
         actors = self._worker_group.actors()
         asked = {worker: a.printed.remote(after.get(worker, {})) for worker, a in actors.items()}
         ray.wait([*asked.values()], num_returns=len(asked), timeout=_PRINTED_S)
@@ -199,7 +200,7 @@ class ControllerActor:
         return found
 
     def _request(self, event: Event) -> None:
-        """An operator's; it outlives this process."""
+        """Take an operator's request; it is stored before it is acknowledged."""
         self._state_store.record(event)
         self._state_store.save()
         self._controller.post(event)
@@ -218,6 +219,8 @@ class ControllerActor:
             return ()
         try:
             return self._worker_group.adopt(self._controller.metrics.logged_to)
-        except Exception:  # the GCS may be away; who answers and leads nobody is worse than none
+        except (
+            Exception
+        ):  # the GCS may be away; a controller that answers and leads no worker is worse than none
             traceback.print_exc()
             os._exit(1)  # Ray starts it again

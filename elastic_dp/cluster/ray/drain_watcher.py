@@ -1,10 +1,10 @@
 """Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice for each worker there.
 
-Ray knows of it before anything happens: a SIGTERM to `ray start --block` (a pod that is deleted, a machine that is
+Ray knows in advance: a SIGTERM to `ray start --block` (a pod that is deleted, a machine that is
 taken back), the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
 
-- A worker is told of once for each deadline, also one that came to be on a node that drains already.
-- Whatever a look fails for (the head is away), there is another one soon.
+- A notice is posted once for each worker and deadline, also for a worker that starts on a node that drains already.
+- A poll that fails (the head is away) is followed by another one soon.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class DrainWatcher:
     def close(self) -> None:
         self._closed.set()
 
-    def look(self, now: float, wall: float) -> None:
-        """`now`: of the clock that the controller's deadlines are of; `wall`: of the clock on the wall."""
+    def poll(self, now: float, wall: float) -> None:
+        """`now`: of the clock of the controller's deadlines (monotonic); `wall`: of the wall clock."""
         draining = self._draining()
         nodes = self._nodes() if draining else {}
         self._told = {worker: told for worker, told in self._told.items() if worker in nodes}
@@ -58,4 +58,4 @@ class DrainWatcher:
     def _watch(self) -> None:
         while not self._closed.wait(_EVERY_S):
             with contextlib.suppress(Exception):  # whatever Ray raises for a head that is away
-                self.look(time.monotonic(), time.time())
+                self.poll(time.monotonic(), time.time())

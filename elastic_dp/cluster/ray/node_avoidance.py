@@ -1,7 +1,7 @@
-"""Which nodes no new worker is asked for on: those where workers failed again and again.
+"""Which nodes get no new worker: those where workers failed repeatedly.
 
-Three failures on one node within 30 minutes, and it is avoided for 30 minutes from the last. Always: as long as another
-node could hold a worker; if all that could are bad, none is avoided, since a run must not stop where it could go on
+Three failures on one node within 30 minutes, and it is avoided for 30 minutes from the last. If every node that could hold
+a worker is bad, none is avoided, since a run must not stop where it could go on
 (and a step that ends whoever runs it makes every node look bad). Here is no clock and no Ray.
 """
 
@@ -14,13 +14,13 @@ WITHIN_S = 1800.0
 
 
 class NodeAvoidance:
-    """Times are of one clock, in seconds; nodes are named by whatever never returns under another meaning."""
+    """Times are of one clock, in seconds; node ids are never reused."""
 
     def __init__(self) -> None:
         self._failures: dict[str, list[float]] = {}
 
     def failed(self, node: str, now: float) -> bool:
-        """A worker was lost there, by no wish and no preemption. Whether the node is bad from now on, and was not."""
+        """A worker was lost there. Returns whether that makes the node bad, and it was not before."""
         before = self._is_bad(node, now)
         self._failures.setdefault(node, []).append(now)
         return not before and self._is_bad(node, now)

@@ -3,8 +3,8 @@
 Pure, from what the job says and what the run's other workers were asked for. Ray takes the first of them that a node
 fulfils, and its autoscaler adds a node for the first that some group of nodes has.
 
-So "spot-first" is one wish, for either market, and no list of two: the autoscaler would go on asking for the first of a
-list however often that was in vain. Between markets of one wish it goes by its groups' priorities, and by what it got.
+So "spot-first" is one selector for either market, and not a list of two: the autoscaler would go on asking for the first of
+a list however often that failed. Between the markets of one selector it goes by its groups' priorities and by what it got.
 """
 
 from __future__ import annotations

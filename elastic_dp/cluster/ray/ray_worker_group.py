@@ -42,8 +42,8 @@ class RayWorkerGroup:
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
         self.node_selection = NodeSelection(spec.scaling.resources_per_worker, controller.say)
-        self._asked: dict[WorkerId, node_labels.Labels] = {}  # of which market and zone
-        self._nodes: dict[WorkerId, str] = {}  # as far as it was asked
+        self._asked: dict[WorkerId, node_labels.Labels] = {}  # the market and zone of each
+        self._nodes: dict[WorkerId, str] = {}  # as far as they are known
         self._lock = threading.Lock()
 
     def start(self, worker: WorkerId) -> None:
@@ -66,7 +66,7 @@ class RayWorkerGroup:
         self._watch(worker, actor)
 
     def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
-        """The workers that earlier controllers started and that are up; those that wait for a place are not needed."""
+        """The workers of earlier controllers that are up. Those that still wait for a node are killed: they are not needed."""
         for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
             self._controller.state_store.record(ReleaseWorker(worker, "was still pending"))
             ray.kill(actor, no_restart=True)
@@ -105,7 +105,7 @@ class RayWorkerGroup:
             _kill(actor)
 
     def withdraw_waiting_needlessly(self) -> None:
-        """Those that wait because of a node that would do now; others are asked for in their place."""
+        """End workers that wait although a node that they exclude could be used now; the coordinator replaces them."""
         for worker in self.node_selection.waiting_needlessly(self.nodes(), self.actors()):
             self._controller.withdrawn(worker)
             self._withdrawn.add(worker)
@@ -125,7 +125,7 @@ class RayWorkerGroup:
         actor.run.remote().future().add_done_callback(lambda f: self._ended(worker, actor, f))
 
     def nodes(self) -> dict[WorkerId, str]:
-        """The node of each worker that was placed. An actor that is never restarted stays there: it is asked once."""
+        """The node of each worker that has one. It is asked for once, since the actor is never restarted elsewhere."""
         actors = self.actors()
         known = {worker: node for worker, node in self._nodes.items() if worker in actors}
         for worker in actors.keys() - known.keys():
@@ -136,7 +136,7 @@ class RayWorkerGroup:
         return known
 
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
-        """Those of them for whom Ray has none yet: they wait for a place, or for their process to start there."""
+        """Those for which Ray has no process yet: they wait for a node, or for their process to start there."""
         actors = self.actors()
         tables = {
             worker: ray._private.state.state.actor_table(actors[worker]._actor_id.hex())

@@ -21,7 +21,7 @@ _PRINTED_BYTES = 1 << 20  # at most so much at a time, the newest
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
 class WorkerActor:
-    """One worker. `run` occupies the default group for the worker's life; `deliver` gets in beside it."""
+    """One worker. `run` occupies the default concurrency group for the worker's life; `deliver` runs beside it."""
 
     def __init__(self, identity: WorkerId, job: WorkerJob, controller: Any, term: int) -> None:
         print_whatever_fits()
@@ -31,7 +31,7 @@ class WorkerActor:
         self._link.post(self._placed)
 
     def run(self) -> None:
-        """Each controller calls it, to see the end of this worker; it runs for the first."""
+        """Each controller calls this to learn of the worker's end; only the first call trains."""
         self._worker.run()
         ray.actor.exit_actor()
 
@@ -53,7 +53,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-        """What came to standard output and error after these bytes, and where they end; whole lines only."""
+        """Whole lines that were printed after these offsets of standard output and error, and the offsets of their end."""
         own = ray._private.worker.global_worker
         paths = {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
         return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}

@@ -1,7 +1,7 @@
-"""A run that is not live, as its folder tells it: how it ended, its events, what its workers printed.
+"""A run that is not live, read from its folder: how it ended, its events, what its workers printed.
 
 Nothing here imports ray or torch, so the command line answers in a fraction of a second, and on a machine that reaches
-the run's storage and no cluster. The lease says whether a cluster may still train: a run that ends gives it up.
+the run's storage and no cluster. The lease says whether a cluster may still train: a run that ends releases it.
 """
 
 from __future__ import annotations

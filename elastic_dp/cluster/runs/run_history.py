@@ -1,6 +1,6 @@
-"""What the last start of a run was like, so that the next one can say what has changed and yet may.
+"""What the last start of a run was like, so that the next one can report permitted changes.
 
-`start.json` in the run's folder, written by each start that goes on. What must not change is `run.json`'s
+`start.json` in the run's folder, written by each start that goes on. What must not change is in `run.json`
 (run_record.py); what the code gives the optimizer is found when a checkpoint is read (train/restoring.py).
 """
 

@@ -1,4 +1,4 @@
-"""A run's folder: what job it belongs to, and, once finished, its result. Small JSON files at any fsspec URL.
+"""The record of a run in its folder: the job that it belongs to and, once finished, its result. Small JSON files.
 
 `run.json` is only ever created, so of two drivers that start at once with different jobs one is refused. It is compared by
 the driver and, once more, by whoever holds the run's lease, before anything is trained. What needs pyarrow is imported

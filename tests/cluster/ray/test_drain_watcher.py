@@ -15,7 +15,7 @@ class Cluster:
 
     def look(self, now, wall=1000.0):
         self.posted.clear()
-        self.notices.look(now, wall)
+        self.notices.poll(now, wall)
         return list(self.posted)
 
 
