@@ -83,11 +83,12 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
         told += [
             repr(x).encode() for x in (run.controller, run.worker_group._job, run.journal._kept)
         ]
-        told += [repr(run.controller._rendezvous).encode(), run.controller.run.encode()]
+        service = run.controller._rendezvous_service
+        told += [repr(service.rendezvous).encode(), service._run.encode()]
     journal.close()
     told += [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     told += [text.encode() for text in capfd.readouterr()]
-    secret = run.controller.secret
+    secret = service._secret
     assert len(secret) == 32 and len(told) > 10
     for form in (secret, secret.hex().encode(), repr(secret)[2:-1].encode()):
         assert not any(form in text for text in told)
