@@ -24,11 +24,11 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.report import write
-from elastic_dp.cluster.heartbeats import Page
-from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.cluster.heartbeat.shared_memory_page import SharedMemoryPage
+from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator import assignment
 from elastic_dp.data import open_data
-from elastic_dp.spec import JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.train.run import LocalRun
 from elastic_dp.train.speed import Speed
 
@@ -107,7 +107,7 @@ def alone(spec: JobSpec) -> str:
 
 def cost_us(virtual_workers: int = 8, steps: int = 2000) -> float:
     """Of measuring, in a step on the CPU: the median."""
-    speed, taken = Speed(torch.device("cpu"), Page().write_speed), []
+    speed, taken = Speed(torch.device("cpu"), SharedMemoryPage().write_speed), []
     for _ in range(steps):
         began = time.perf_counter()
         speed.begin()

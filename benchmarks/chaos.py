@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 from jobs.gpt import make_trainer
 
 
@@ -35,7 +35,7 @@ def main() -> None:
         kills: list[str] = []
         killer = threading.Thread(target=kill, args=(run, ended, kills, options), daemon=True)
         killer.start()
-        disturbed = run.result(progress=Progress())
+        disturbed = run.result(progress=ProgressPrinter())
         ended.set()
         print("2. undisturbed", flush=True)
         calm = make_trainer(name="calm", workers=options.workers, **common).fit()

@@ -30,9 +30,9 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks import token_rows
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.spec import DataConfig
 
 STEP_S, BUSY_PART = 0.05, 0.5
 VIRTUAL_WORKERS, CHANGES, CHANGE_EVERY_S, FIRST_S = 8, 6, 4.0, 2.0

@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks import peers, token_rows
 from benchmarks.report import median_interval
+from elastic_dp.config import DataConfig
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.spec import DataConfig
 
 VIRTUAL_WORKERS = 8
 TURNS = 3  # of the peers, with rounds of ours in between

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.recovery import Points, Record, summary, train
 from benchmarks.report import write
 from benchmarks.silence import wait_full
-from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
-from elastic_dp.spec import JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 
 NOTICE_S = 30.0
 ASKED_S = 1.0  # a replacement is asked for this long after the notice at the latest

@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.recovery import Points, train
 from benchmarks.report import write
-from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import HeartbeatReceived, StopRequested
-from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 
 LOAD = 8  # processes a core
 SPARE_S = 1.0  # a silent node is found this long after `heartbeat_timeout_s` at the latest
@@ -127,17 +127,17 @@ def silent(times: int, workers: int) -> dict[str, Any]:
 
 
 def silence(run: ProcessRun, worker: str, timeout_s: float = 60.0) -> float:
-    """Stop it and its pulse at once; seconds until it is evicted."""
-    pid = run.fleet.processes[worker].pid
+    """Stop it and its sidecar at once; seconds until it is evicted."""
+    pid = run.worker_group.processes[worker].pid
     assert pid is not None
-    pulses = children(pid)
-    for one in (*pulses, pid):
+    sidecars = children(pid)
+    for one in (*sidecars, pid):
         os.kill(one, signal.SIGSTOP)
     began, at = time.time(), list[float]()
     while time.time() < began + timeout_s and not at:
         time.sleep(0.01)
         at = [line["time"] for line in evictions(run) if line["worker"] == worker]
-    for one in pulses:
+    for one in sidecars:
         os.kill(one, signal.SIGKILL)
     if at:
         return at[0] - began

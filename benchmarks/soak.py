@@ -37,8 +37,8 @@ from tests.chaos.hosts import Host, folder
 from tests.chaos.job import trainer
 from tests.chaos.kinds import CONTROLLER, KINDS, ON_NODES, WORKER
 
-PULSE, DRIVER = "pulse.py", "tests.chaos.job"
-OURS = (WORKER, CONTROLLER, PULSE, DRIVER)
+SIDECAR, DRIVER = "heartbeat_sidecar.py", "tests.chaos.job"
+OURS = (WORKER, CONTROLLER, SIDECAR, DRIVER)
 DISK_MIB = 128
 SAY_S, LOOK_S = 30.0, 5.0
 STOP_S, GOES_S = 180.0, 30.0  # at most
@@ -153,7 +153,7 @@ class Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        for kind in (WORKER, CONTROLLER, PULSE):
+        for kind in (WORKER, CONTROLLER, SIDECAR):
             for pid in pids(self._cluster, kind):
                 key = kind, pid
                 since = self._seen_at.setdefault(key, now)

@@ -36,10 +36,10 @@ import torch
 
 from benchmarks.report import RESULTS, write
 from benchmarks.weather import PLACES, Trace, generated, published
-from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.config import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import CheckpointConfig, FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 
 VIRTUAL = 12  # divides by every number of places
 MICRO_BATCH_S = 0.015
@@ -140,8 +140,8 @@ def _blow(trace: Trace, run: ProcessRun, begun: float, restart: bool) -> None:
     rng = random.Random(1)
     for at, places in trace.changes[1:]:
         time.sleep(max(0.0, begun + at - time.monotonic()))
-        run.fleet.allow(places)
-        up = [p for p in run.fleet.processes.values() if p.is_alive()]
+        run.worker_group.allow(places)
+        up = [p for p in run.worker_group.processes.values() if p.is_alive()]
         rng.shuffle(up)
         for process in up if restart else up[: max(0, len(up) - places)]:
             process.kill()

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import exit_code, median_interval, write
 from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, Member, Membership, TrainingPosition, WorkerReady
 from elastic_dp.distributed.process_group import Rendezvous, open_store
-from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.train.control import Control
 from elastic_dp.train.run import run_worker
 from elastic_dp.train.session import Session

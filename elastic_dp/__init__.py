@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.exporting import load_state
-    from elastic_dp.cluster.finding import attach
-    from elastic_dp.cluster.record import Result
-    from elastic_dp.cluster.run import Run
+    from elastic_dp.cluster.run_handle import Run
+    from elastic_dp.cluster.runs.attach import attach
+    from elastic_dp.cluster.runs.run_record import Result
     from elastic_dp.cluster.trainer import ElasticTrainer
-    from elastic_dp.spec import (
+    from elastic_dp.config import (
         CheckpointConfig,
         DataConfig,
         FailureConfig,
@@ -38,11 +38,11 @@ __all__ = [
 
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
-    "Result": "elastic_dp.cluster.record",
-    "Run": "elastic_dp.cluster.run",
+    "Result": "elastic_dp.cluster.runs.run_record",
+    "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
-    "attach": "elastic_dp.cluster.finding",
+    "attach": "elastic_dp.cluster.runs.attach",
     "load_state": "elastic_dp.checkpoint.exporting",
 }
 
@@ -50,7 +50,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.spec")), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "elastic_dp.config")), name)
     globals()[name] = value
     return value
 

@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 from elastic_dp.checkpoint.commands import checkpoints
-from elastic_dp.cluster import commands as run_commands
+from elastic_dp.cluster import run_commands
 from elastic_dp.errors import ElasticError
 from elastic_dp.storage import redact_url
 

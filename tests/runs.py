@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint import uploader
-from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.cluster.record import Outcome
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
-from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
+from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually
@@ -81,7 +81,7 @@ def group(
     timeout_s: float = 240.0,
     index: Index | None = None,
     url: str | None = None,
-) -> tuple[Outcome, ProcessRun]:
+) -> tuple[RunOutcome, ProcessRun]:
     """A run on processes. `script`: at (or after) a step, post an event or call something with the run. `timeout_s`: for
     what comes behind it."""
     with ProcessRun(spec, train, faults=faults, index=index, url=url) as run:

@@ -29,18 +29,18 @@ ALLOWED = {
     "shipping": set(),
     "threads": {"errors"},
     "wording": set(),
-    "spec": {"errors", "urls"},
+    "config": {"errors", "urls", "config"},
     "coordinator": {"errors", "wording", "coordinator"},
     "sampling": {"errors", "sampling"},
     "telemetry": {"errors", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
-    "data": {"errors", "spec", "sampling", "shipping", "storage", "data", "threads"},
-    "dataprep": {"errors", "spec", "sampling", "storage", "data", "dataprep", "threads"},
+    "data": {"errors", "config", "sampling", "shipping", "storage", "data", "threads"},
+    "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint"},
     "distributed": {"errors", "distributed", "threads"},
     "train": {
         "errors",
-        "spec",
+        "config",
         "coordinator.messages",
         "sampling",
         "shipping",
@@ -54,14 +54,26 @@ ALLOWED = {
         "train",
     },
     "cluster": {
-        *("errors", "spec", "coordinator", "sampling", "storage", "data", "checkpoint"),
+        *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
     },
-    "cli": {"errors", "spec", "data", "dataprep", "storage", "checkpoint", "cluster"},
-    "__init__": {"spec", "train", "cluster", "checkpoint"},
+    "cli": {"errors", "config", "data", "dataprep", "storage", "checkpoint", "cluster"},
+    "testing": {
+        *(
+            "errors",
+            "config",
+            "coordinator.messages",
+            "distributed",
+            "train",
+            "telemetry",
+            "cluster",
+        ),
+        *("threads", "testing"),
+    },
+    "__init__": {"config", "train", "cluster", "checkpoint"},
 }
 
-PURE = {"errors", "urls", "wording", "spec", "coordinator", "sampling"}
+PURE = {"errors", "urls", "wording", "config", "coordinator", "sampling"}
 NEVER_IN_PURE = {
     *("time", "datetime", "random", "threading", "asyncio", "socket", "os", "logging"),
     *("subprocess", "torch", "ray", "pyarrow", "fsspec", "obstore"),
@@ -118,6 +130,33 @@ def test_every_module_says_what_it_does():
 def test_no_file_grows_into_a_god():
     for path in modules():
         assert len(path.read_text().splitlines()) <= 500, path
+
+
+def test_nothing_in_production_imports_testing():
+    for path in modules():
+        if part_of(path) != "testing":
+            assert not [name for _, name in imports(path) if name.startswith("elastic_dp.testing")]
+
+
+def test_no_package_of_the_cluster_is_a_drawer():
+    for folder in (ROOT / "cluster", *(ROOT / "cluster").rglob("*/")):
+        assert len(list(folder.glob("*.py"))) <= 12, f"{folder}: subpackages name the parts"
+
+
+def attributes(node):
+    """Of a class: fields, and what its methods set on `self`."""
+    found = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            found |= {each.attr} if getattr(each.value, "id", "") == "self" else set()
+    return found
+
+
+def test_classes_of_the_cluster_hold_one_story_each():
+    for path in (ROOT / "cluster").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                assert len(attributes(node)) <= 18, f"{path.name}: {node.name}"
 
 
 def test_threads_are_started_where_their_end_is_seen():
@@ -199,8 +238,9 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
                     machine.take(transition)
 
 
-def test_names_of_the_coordinator_are_unique_in_the_package():
-    """Of its modules and classes; a name that appears twice sends a reader to the wrong file."""
+@pytest.mark.parametrize("package", ["coordinator", "cluster", "telemetry", "testing"])
+def test_module_and_class_names_of_a_package_appear_nowhere_else(package):
+    """A name that appears twice sends a reader to the wrong file."""
     stems, classes = Counter(), Counter()
     for path in modules():
         if path.stem != "__init__":
@@ -208,7 +248,9 @@ def test_names_of_the_coordinator_are_unique_in_the_package():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] += 1
-    for path in coordinator_modules():
+    own = sorted((ROOT / package).rglob("*.py"))
+    assert len(own) > 1
+    for path in own:
         assert path.stem == "__init__" or stems[path.stem] == 1, path.stem
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):

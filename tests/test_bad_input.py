@@ -16,7 +16,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp import errors
-from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.errors import (
     LoopError,
     LossError,
@@ -153,7 +153,7 @@ def test_a_run_that_has_ended_is_found_by_a_path_object(tmp_path, monkeypatch):
     def connect(address):
         raise errors.ClusterError("no cluster")
 
-    monkeypatch.setattr("elastic_dp.cluster.finding.connect", connect)
+    monkeypatch.setattr("elastic_dp.cluster.ray.cluster_connection.connect", connect)
     result = trainer(tmp_path, good).fit(local=True)
     assert edp.attach(result.name, tmp_path).result() == result
     assert trainer(tmp_path, good, labels={"team": "a"}).start().status()["labels"] == {"team": "a"}

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from elastic_dp import cli
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.cluster.record import Limits, Result, write_result
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.inspection import findings
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 from tests.checkpoint.states import save, train_state
 
@@ -375,7 +375,7 @@ def ended_run(tmp_path_factory):
     catalog.claim(1, None)
     save(catalog, train_state(7), 7, metrics={"loss": 0.5})
     result = Result("mine", url, 7, "the last step", "0", True, metrics={"loss": 0.5})
-    write_result(url, result, Limits())
+    write_result(url, result, RunLimits())
     (path / "mine" / "run.json").write_text('{"virtual_workers": 4}')
     said = [{"time": t, "command": "Explain", "text": f"words {t}"} for t in (1.0, 3.0)]
     (path / "mine" / "events.jsonl").write_text("".join(f"{json.dumps(w)}\n" for w in said))
@@ -448,11 +448,12 @@ def test_list_of_a_storage_path_says_how_its_runs_ended(ended_run):
 
 
 def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run, monkeypatch):
-    from elastic_dp.cluster import finding
+    from elastic_dp.cluster.ray import cluster_connection
+    from elastic_dp.cluster.runs import attach
 
     asked = []
-    monkeypatch.setattr(finding, "connect", lambda address, tell: asked.append(address))
-    monkeypatch.setattr(finding, "live", lambda name, url: None)
+    monkeypatch.setattr(cluster_connection, "connect", lambda address, tell: asked.append(address))
+    monkeypatch.setattr(attach, "attach_live", lambda name, url: None)
     (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")
     there = ("status", "mine", "--storage-path", ended_run, "--json")
     try:

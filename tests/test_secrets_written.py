@@ -20,11 +20,11 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig, cli
-from elastic_dp.cluster.process_fleet import ProcessRun
-from elastic_dp.cluster.record import RunRecord
+from elastic_dp.cluster.runs.run_record import RunRecord
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import ElasticError
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S
 from tests.storage.proxy import FaultProxy
 from tests.storage.servers import answering_server, http_server

@@ -7,11 +7,13 @@ import contextlib
 import os
 import shlex
 import signal
+import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.record import Result
+from elastic_dp.cluster.runs.run_record import Result
 from elastic_dp.errors import CheckpointError, Interrupted, StorageError
 from elastic_dp.storage import Store, redact_url
 
@@ -99,3 +101,11 @@ def sigterm_interrupts() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def warn_at_call(text: str) -> None:
+    """Warn at the line of the user's script that called into this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("elastic_dp."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -4,6 +4,9 @@ The script is not changed: the overrides are in force while it runs, and each `E
 them before the job is checked, all of a config at once, so that two fields that bound each other may change together.
 A name that a job does not have is an error that says which there are; a field of `config` must be one that the
 script gives, since a misspelt one would be read by nobody.
+
+By hand, and not by a library of typed configuration: values are read by the annotations of our own frozen dataclasses, whose
+checks name the field and the way out. Such a library would be one more dependency for these 100 lines.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_dp.config import JobSpec
 from elastic_dp.errors import SpecError
-from elastic_dp.spec import JobSpec
 
 _Changes = dict[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
 

@@ -10,9 +10,7 @@ import dataclasses
 import os
 import secrets
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,22 +18,18 @@ from typing import Any
 from elastic_dp.checkpoint.storage_probe import prove
 from elastic_dp.cluster import console
 from elastic_dp.cluster.overrides import in_force
-from elastic_dp.cluster.record import (
-    Limits,
+from elastic_dp.cluster.run_handle import Run
+from elastic_dp.cluster.runs.run_history import StartRecord, last_start
+from elastic_dp.cluster.runs.run_record import (
     Result,
+    RunLimits,
     RunRecord,
-    finished,
+    stored_result,
     virtual_workers_of,
     write_result,
 )
-from elastic_dp.cluster.run import Run
-from elastic_dp.cluster.starts import Start, last_start
 from elastic_dp.cluster.worker import pick_device, prepare_environment
-from elastic_dp.coordinator.messages import Explain
-from elastic_dp.data import Dataset, open_data
-from elastic_dp.errors import Interrupted, RunMismatch, SpecError
-from elastic_dp.shipping import shipped
-from elastic_dp.spec import (
+from elastic_dp.config import (
     CheckpointConfig,
     DataConfig,
     FailureConfig,
@@ -43,10 +37,14 @@ from elastic_dp.spec import (
     MapStyleData,
     ScalingConfig,
 )
+from elastic_dp.coordinator.messages import Explain
+from elastic_dp.data import Dataset, open_data
+from elastic_dp.errors import Interrupted, RunMismatch, SpecError
+from elastic_dp.shipping import shipped
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.inputs import check_function
 from elastic_dp.train.kind import why_inexact
@@ -130,7 +128,7 @@ class ElasticTrainer:
         a checkpoint first, and goes on from there when it is run again; a second one ends it at once. On a cluster the
         run goes on. `fit` then raises Interrupted, a KeyboardInterrupt that prints no traceback.
         """
-        progress = Progress(total=self.spec.max_steps)
+        progress = ProgressPrinter(total=self.spec.max_steps)
         try:
             return self._fit_local(progress) if local else self._fit_on_ray(progress)
         except KeyboardInterrupt as error:
@@ -142,23 +140,25 @@ class ElasticTrainer:
 
         `faults` are for tests: where workers die or freeze, by point, step and rank.
         """
-        self._take_over()
+        self._adopt_fixed_fields()
         with contextlib.closing(self._open_data()) as data:
             pickled = self._pickle()
-            stored = self._check_record(data)
+            stored = self._check_and_record(data)
             if stored is not None:
                 return Run(self.spec, self.url, stored=stored)
-            from elastic_dp.cluster import starting
+            from elastic_dp.cluster.runs import attach  # ray, which fit(local=True) does without
+            from elastic_dp.cluster.runs.gcs_state import StoredJob
 
-            job = pickled, data.index, tuple(faults), self._record(data)
-            controller, is_new = starting.lead(self.spec, self.url, *job, self.runtime_env)
-            for note in self._note_start() if is_new else ():
+            secret, record = secrets.token_bytes(32), self._record(data)
+            job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
+            controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
+            for note in self._record_start() if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
     # ------------------------------------------------------------------------------ private
 
-    def _fit_on_ray(self, progress: Progress) -> Result:
+    def _fit_on_ray(self, progress: ProgressPrinter) -> Result:
         run = self.start()
         if run.controller is None:
             progress.say(console.stored(run.result()))
@@ -176,8 +176,8 @@ class ElasticTrainer:
         progress.say(console.where_weights_are(result))
         return result
 
-    def _take_over(self) -> None:
-        """What this job leaves open and the run's first start has fixed."""
+    def _adopt_fixed_fields(self) -> None:
+        """Take what this job leaves open from the run's first start, which has fixed it."""
         scaling = self.spec.scaling
         fixed = virtual_workers_of(self.url) if scaling.virtual_workers is None else None
         if fixed is None:
@@ -199,8 +199,8 @@ class ElasticTrainer:
             **options,
         )
 
-    def _fit_local(self, progress: Progress) -> Result:
-        self._take_over()
+    def _fit_local(self, progress: ProgressPrinter) -> Result:
+        self._adopt_fixed_fields()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
         device = pick_device(self.spec.scaling.resources_per_worker)
 
@@ -208,7 +208,7 @@ class ElasticTrainer:
             progress.show({"command": "Explain", "text": text})
 
         data = self._open_data(pin=device.type == "cuda", on_wait=say)
-        stored = self._check_record(data)
+        stored = self._check_and_record(data)
         if stored is not None:
             data.close()
             progress.say(console.stored(stored))
@@ -216,7 +216,7 @@ class ElasticTrainer:
         progress.say(console.start_of_local(self.spec.name, self.url))
         started_at = time.time()
         journal = Journal(self.url)
-        for note in self._note_start():
+        for note in self._record_start():
             journal.command(Explain(note))
 
         def tell(text: str) -> None:
@@ -258,7 +258,7 @@ class ElasticTrainer:
             workers_lost=0,
             wall_s=time.time() - started_at,
         )
-        write_result(self.url, result, Limits.of(self.spec))
+        write_result(self.url, result, RunLimits.of(self.spec))
         progress.say(f"run {result.name} finished after step {result.step}: {result.reason}")
         progress.say(console.where_weights_are(result))
         return result
@@ -272,25 +272,25 @@ class ElasticTrainer:
                 "locks and connections inside the train function, not outside of it"
             ) from error
 
-    def _check_record(self, data: Dataset) -> Result | None:
+    def _check_and_record(self, data: Dataset) -> Result | None:
         """The stored result of a finished run; raises RunMismatch for another job's run, StorageError where the run's
         folder cannot hold it."""
         prove(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
-        stored = finished(self.url, Limits.of(self.spec), data.steps_per_epoch)
+        stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
         before = None if stored is None else last_start(Store(self.url))
         if before is not None:
-            for text in Start.of(self.spec, self.train).code_changed(before):
-                _warn(f"{text}; the result that was stored is returned all the same")
+            for text in StartRecord.of(self.spec, self.train).code_changed(before):
+                console.warn_at_call(f"{text}; the result that was stored is returned all the same")
         return stored
 
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **decides(self.spec))
 
-    def _note_start(self) -> list[str]:
+    def _record_start(self) -> list[str]:
         """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""
         store = Store(self.url)
-        start, before = Start.of(self.spec, self.train), last_start(store)
+        start, before = StartRecord.of(self.spec, self.train), last_start(store)
         start.write(store)
         if before is None:
             return []
@@ -300,13 +300,5 @@ class ElasticTrainer:
             for text in (*start.limits_changed(before, raised=True), *odd)
         ]
         for note in notes[len(notes) - len(odd) :]:
-            _warn(note)
+            console.warn_at_call(note)
         return notes
-
-
-def _warn(text: str) -> None:
-    """At the user's call of fit or start."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("elastic_dp."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)

@@ -11,8 +11,9 @@ import cloudpickle
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.heartbeats import Address, Page
-from elastic_dp.cluster.logs import LogKeeper
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
+from elastic_dp.cluster.worker_logs import WorkerLogUploader
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     START,
     AbortGeneration,
@@ -32,7 +33,6 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpoints import Checkpoints
 from elastic_dp.train.code import code_of
@@ -44,14 +44,14 @@ from elastic_dp.train.session import Session
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkerJob:
     """What a worker is given to run: the spec and the train function, pickled once by the driver."""
 
     pickled: bytes  # cloudpickle of (JobSpec, train function)
     index: Index | None
     run: str  # unique: prefixes the rendezvous
     url: str | None  # the run's folder; None: nothing is kept
-    controller: Address  # where it hears heartbeats
+    controller: ControllerAddress  # where it hears heartbeats
     secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[Fault, ...] = ()
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class WriteParts:
-    """Write these parts of the checkpoint after `step`, too: who should have is lost."""
+    """Write these parts of the checkpoint after `step`, too: the worker that should have is lost."""
 
     worker: WorkerId
     step: int
@@ -73,13 +73,13 @@ class Worker:
     """`deliver` may be called from any thread; `run` is the training thread until the worker is released."""
 
     def __init__(
-        self, identity: WorkerId, job: Job, link: Link, address: str | None = None
+        self, identity: WorkerId, job: WorkerJob, link: Link, address: str | None = None
     ) -> None:
         self.identity, self._job, self._link = identity, job, link
         self._begin = threading.Event()
         self._is_source = False
         self._session: Session | None = None
-        self._page = Page()
+        self._page = SharedMemoryPage()
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
         self._control = Control(
@@ -88,13 +88,13 @@ class Worker:
             renewed_at=self._page.renewed_at,
         )
         torch.set_num_threads(spec.scaling.num_threads)
-        self._log = None if job.url is None else LogKeeper(Store(job.url), identity).start()
+        self._log = None if job.url is None else WorkerLogUploader(Store(job.url), identity).start()
         use_interface(address)
         self.hear_from(job.controller)
-        self._page.start_pulse(identity, job.secret, spec.failure.heartbeat_interval_s)
+        self._page.start_sidecar(identity, job.secret, spec.failure.heartbeat_interval_s)
 
-    def hear_from(self, controller: Address) -> None:
-        """From now on the controller is there: the first one, or one that took over."""
+    def hear_from(self, controller: ControllerAddress) -> None:
+        """Send heartbeats to this controller: the first one, or one that took over."""
         self._page.point_at(controller)
 
     def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
@@ -128,7 +128,7 @@ class Worker:
                 raise AssertionError(f"not for a worker: {command}")
 
     def _reported(self, asked: int) -> WorkerReported:
-        """Where this worker stands; before it has a session it holds nothing, and can be begun."""
+        """The state of this worker. Before it has a session it holds nothing, and can begin."""
         if self._session is not None:
             return self._session.reported(asked)
         return WorkerReported(self.identity, 0, START, False, True, None, True, 0, asked)

@@ -5,7 +5,7 @@ URL: on a local disk as they come, elsewhere the whole file every now and then. 
 that is away is waited for, and nothing is written before it has said what it holds.
 
 A process that takes a run over reads back what the one before it wrote, and goes on counting there. Who follows gives
-a `Position`, so it hears each line once: of the events that were said and never written, none is said again, and
+a `JournalPosition`, so it hears each line once: of the events that were said and never written, none is said again, and
 metrics are recorded again in the same order, so the same number means the same line.
 """
 
@@ -40,7 +40,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Position(NamedTuple):
+class JournalPosition(NamedTuple):
     """How far somebody has followed: the lines of each file, as `writer` counts them."""
 
     writer: str = ""
@@ -83,10 +83,10 @@ class Journal:
         self._line("metrics", "metrics", "metrics", {"step": step, **metrics})
 
     def since(
-        self, position: Position | None, timeout_s: float
-    ) -> tuple[Position, list[dict[str, Any]]]:
+        self, position: JournalPosition | None, timeout_s: float
+    ) -> tuple[JournalPosition, list[dict[str, Any]]]:
         """The lines after `position` (None: all), waiting for one up to `timeout_s`; and where to go on."""
-        writer, events, metrics = position or Position()
+        writer, events, metrics = position or JournalPosition()
         if writer != self._id:
             events = min(events, self._events_taken_back)
         seen = {"events": events, "metrics": metrics}
@@ -96,7 +96,7 @@ class Journal:
             )
             now = {file: max(seen[file], self._count[file]) for file in _FILES}
             lines = [line for file, number, line in self._kept if number > seen[file]]
-        return Position(self._id, **now), lines
+        return JournalPosition(self._id, **now), lines
 
     def recorded(self) -> list[dict[str, Any]]:
         """The lines of metrics that are kept in memory."""

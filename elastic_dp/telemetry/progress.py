@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 
-class Progress:
+class ProgressPrinter:
     """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its last value always;
     a line that has any metric which was not shown for so long is printed. None: 0.5 s, or 30 s beside a bar, which shows
     each metric as it comes. `total`: how many steps the run has, where that is known."""

@@ -26,10 +26,10 @@ from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Ma
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.uploader import Uploader
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
-from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.handing import settled
 from elastic_dp.train.link import Link, Written
 from elastic_dp.train.orphans import commit_alone

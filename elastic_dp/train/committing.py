@@ -30,9 +30,9 @@ from elastic_dp.checkpoint.catalog import Catalog, Keep
 from elastic_dp.checkpoint.checkpoint_writer import Share, missing, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata, Manifest
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import CheckpointError, FileDamaged, LeaseLost, StateError, StorageError
-from elastic_dp.spec import CheckpointConfig
 from elastic_dp.threads import background
 from elastic_dp.train.link import Written
 from elastic_dp.train.pace import Pace

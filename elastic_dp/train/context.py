@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
 from elastic_dp.errors import LoopError, LossError, SpecError
-from elastic_dp.spec import DataConfig, MapStyleData
 from elastic_dp.train.evaluate import EvaluationBatches, evaluate
 from elastic_dp.train.session import Session
 from elastic_dp.train.state import StepRecord

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.config import JobSpec
 from elastic_dp.errors import RunMismatch
-from elastic_dp.spec import JobSpec
 from elastic_dp.train.state import TrainState
 from elastic_dp.wording import counted
 

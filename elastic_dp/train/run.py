@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     Event,
     Member,
@@ -28,7 +29,6 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import ElasticError, Interrupted, LeaseLost, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
-from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpoints import Checkpoints
 from elastic_dp.train.committing import CheckpointCommitter

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     Membership,
     Signature,
@@ -32,7 +33,6 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.transfer import Parcel, send
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.spec import JobSpec
 from elastic_dp.train.checkpoints import Checkpoints
 from elastic_dp.train.control import ORPHANED, Answer, Control, Form, Keep, Orphaned, Released, Wake
 from elastic_dp.train.faults import Faults

@@ -163,7 +163,7 @@ class Cluster:
         return ChaosRun(self.storage / name, driver)
 
     def host_of(self, worker: str) -> Host:
-        """Where this worker's process is: its pulse names it."""
+        """Where this worker's process is: its sidecar names it."""
         return next(h for h in self.nodes if h.pids(f" {worker} "))
 
     def host_of_controller(self) -> Host:

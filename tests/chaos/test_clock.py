@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import lines_of, local
 from tests.train.jobs import adamw, classifier, cross_entropy, hold

@@ -16,11 +16,11 @@ import pytest
 
 from elastic_dp.checkpoint import uploader
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store, retry
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.chaos.cluster import ROOT
 from tests.chaos.hosts import folder
 from tests.patience import PATIENCE_S, eventually
@@ -96,7 +96,7 @@ def test_a_disk_without_room_for_a_link_is_full_and_not_one_that_has_none(tmp_pa
 
 PRINTS = """
 import os, sys
-from elastic_dp.cluster.logs import print_whatever_fits
+from elastic_dp.cluster.worker_logs import print_whatever_fits
 os.dup2(os.open("out", os.O_RDWR | os.O_CREAT), 1)
 print_whatever_fits()
 for words in sys.stdin:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-from elastic_dp.cluster import pulse
+from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.distributed.store import _Wire
 
 HOSTILE = [b"[" * 4000, b"[]", b"{}", b"", b"null", b"\xff" * 100, b"[" * 60000]
@@ -27,7 +27,9 @@ def datagrams(asked, rng):
     made = []
     for counter in range(3000):
         receiver = rng.choice(["", "w1", "w2", "w3", "w4"])
-        signed = pulse.Channel(secret, nonce, receiver).sign(counter, rng.choice(messages))
+        signed = heartbeat_sidecar.Channel(secret, nonce, receiver).sign(
+            counter, rng.choice(messages)
+        )
         at = rng.randrange(len(signed))
         changed = signed[:at] + rng.randbytes(1) + signed[at + 1 :]
         made.append(

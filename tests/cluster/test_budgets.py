@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from elastic_dp.cluster.heartbeats import _lost
-from elastic_dp.cluster.pulse import oom_kills
-from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.heartbeat.heartbeat_server import _lost
+from elastic_dp.cluster.heartbeat.heartbeat_sidecar import oom_kills
+from elastic_dp.cluster.run_handle import error_of
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import UserCodeError
-from elastic_dp.spec import CheckpointConfig
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
@@ -44,7 +44,7 @@ def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever():
     )
     outcome, _ = group(spec, train)
     assert f"2 workers died while they ran virtual worker {at[1]} of step {at[0]}" in outcome.error
-    # The last words of a pulse that is slow come when the next has died.
+    # The last words of a sidecar that is slow come when the next has died.
     assert outcome.workers_lost >= 2
 
 

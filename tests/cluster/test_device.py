@@ -8,8 +8,8 @@ import pytest
 import ray
 import torch
 
-from elastic_dp.cluster import ray_actors
-from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.ray import ray_worker_group
+from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.cluster.worker import pick_device
 from elastic_dp.coordinator.messages import Cause
 from elastic_dp.errors import ClusterError
@@ -65,20 +65,24 @@ def test_a_worker_without_its_gpu_ends_and_makes_no_step(tmp_path):
 def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longer(monkeypatch):
     killed, by, lost = threading.Event(), [], []
     actor = types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: "a1"))
-    fleet = object.__new__(ray_actors.RayFleet)
-    fleet._lock, fleet._actors, fleet._asked = threading.Lock(), {"w1": actor}, {}
-    fleet._withdrawn, fleet._told_to_go = set(), set()
-    fleet.placement = types.SimpleNamespace(failed=lambda actor: None)
-    fleet._controller = types.SimpleNamespace(post=lost.append)
+    worker_group = object.__new__(ray_worker_group.RayWorkerGroup)
+    worker_group._lock, worker_group._actors, worker_group._asked = (
+        threading.Lock(),
+        {"w1": actor},
+        {},
+    )
+    worker_group._withdrawn, worker_group._told_to_go = set(), set()
+    worker_group.node_selection = types.SimpleNamespace(failed=lambda actor: None)
+    worker_group._controller = types.SimpleNamespace(post=lost.append)
 
     def kill(actor, no_restart):
         by.append((actor, threading.current_thread()))
         killed.set()
 
-    monkeypatch.setattr(ray_actors.ray, "kill", kill)
+    monkeypatch.setattr(ray_worker_group.ray, "kill", kill)
     raised = ray.exceptions.RayTaskError("run", "frames\nof Ray", ClusterError("no CUDA device"))
     future = types.SimpleNamespace(exception=raised.as_instanceof_cause)
-    fleet._ended("w1", actor, future)
+    worker_group._ended("w1", actor, future)
     assert killed.wait(30)
     [(gone, thread)] = by
     # In the thread that Ray calls back in, ray.kill never returns.

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp import cli
-from elastic_dp.cluster import commands
-from elastic_dp.cluster.record import Limits, Result, write_result
-from elastic_dp.cluster.run import Run
+from elastic_dp.cluster import run_commands
+from elastic_dp.cluster.run_handle import Run
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError, SpecError
 from tests.runs import spec_of
 
@@ -37,11 +37,11 @@ class Asked:
 )
 def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
     run = Asked()
-    monkeypatch.setattr(commands, "_attach", lambda *_: run)
-    monkeypatch.setattr(commands, "_ray_has_owner", lambda: False)
+    monkeypatch.setattr(run_commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: False)
     again = []
     monkeypatch.setattr(
-        commands, "_run", lambda job, arguments, texts, *_: again.extend(texts) or 0
+        run_commands, "_run", lambda job, arguments, texts, *_: again.extend(texts) or 0
     )
     told = CliRunner().invoke(cli.app, words)
     assert told.exit_code == 0, told.output
@@ -54,8 +54,8 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
     import ray
 
     run, left, given = Asked(), [], []
-    monkeypatch.setattr(commands, "_attach", lambda *_: run)
-    monkeypatch.setattr(commands, "_ray_has_owner", lambda: True)
+    monkeypatch.setattr(run_commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: left.append(run.asked[:]))
     monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
 
@@ -63,7 +63,7 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
         given.append((address, os.environ.get("RAY_ADDRESS")))
         return 0
 
-    monkeypatch.setattr(commands, "_run", again)
+    monkeypatch.setattr(run_commands, "_run", again)
     told = CliRunner().invoke(cli.app, ("restart", "job", __file__, "--address", "1.2.3.4:6379"))
     assert told.exit_code == 0, told.output
     assert left == [["stop"]] and given == [(None, None)]
@@ -73,9 +73,9 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
 
 @pytest.mark.parametrize("is_new", [False, True])
 def test_only_who_starts_a_controller_notes_a_start(monkeypatch, tmp_path, is_new):
-    from elastic_dp.cluster import starting
+    from elastic_dp.cluster.runs import attach
 
-    monkeypatch.setattr(starting, "lead", lambda *_: (object(), is_new))
+    monkeypatch.setattr(attach, "find_or_start", lambda *_: (object(), is_new))
     shards = tmp_path / "data"
     shards.mkdir()
     rows(shards)
@@ -105,7 +105,7 @@ def test_who_follows_the_logs_of_a_run_that_ends_well_sees_them_end(monkeypatch,
     def ask(method, *args):
         if method == "printed":
             return {"w1": {"out": (4, "one\n")}}
-        write_result(url, result_of(url), Limits())  # and another driver takes it
+        write_result(url, result_of(url), RunLimits())  # and another driver takes it
         raise ClusterError("the controller is gone")
 
     monkeypatch.setattr(run, "_ask", ask)
@@ -114,7 +114,7 @@ def test_who_follows_the_logs_of_a_run_that_ends_well_sees_them_end(monkeypatch,
 
 def test_the_result_of_a_run_that_had_ended_is_its_own(tmp_path):
     url = str(tmp_path)
-    write_result(url, result_of(url), Limits())
+    write_result(url, result_of(url), RunLimits())
     assert Run(spec_of(), url, controller=object())._stored() is None
     assert Run(spec_of(), url, controller=object(), ended=True)._stored() == result_of(url)
 

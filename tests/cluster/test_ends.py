@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_dp.cluster.record import Outcome, Result
-from elastic_dp.cluster.run import Run, error_of
+from elastic_dp.cluster.run_handle import Run, error_of
+from elastic_dp.cluster.runs.run_record import Result, RunOutcome
+from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data import open_data
 from elastic_dp.errors import (
@@ -19,7 +20,6 @@ from elastic_dp.errors import (
     StorageError,
     UserCodeError,
 )
-from elastic_dp.spec import MapStyleData
 from elastic_dp.storage.error_classes import ObjectMissing
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually
@@ -96,7 +96,7 @@ def test_who_was_asked_to_leave_is_not_lost():
         drained = wait_for(run, 2)
         run.controller.post(DrainNoticed(drained, None))
         killed = wait_for(run, 2, gone=drained)
-        run.fleet.kill(killed)
+        run.worker_group.kill(killed)
         wait_for(run, 2, gone=killed)
         run.controller.post(StopRequested("enough"))
 
@@ -143,7 +143,7 @@ def test_what_user_code_raises_in_a_data_process_is_its_own():
 
 
 def test_a_failure_of_the_controller_is_not_the_user_s():
-    outcome = Outcome(error="the controller failed: TypeError: …", traceback="Traceback …")
+    outcome = RunOutcome(error="the controller failed: TypeError: …", traceback="Traceback …")
     assert type(error_of(outcome)) is ClusterError and "Traceback …" in str(error_of(outcome))
 
 
@@ -194,8 +194,8 @@ def test_ctrl_c_after_the_last_step_does_not_promise_that_the_run_goes_on(
     tmp_path, monkeypatch, reason, said
 ):
     result = Result.__new__(Result)
-    outcome = Outcome(result=result, step=60, reason=reason)
-    monkeypatch.setattr("elastic_dp.cluster.run.ray_ends_with_us", lambda: True)
+    outcome = RunOutcome(result=result, step=60, reason=reason)
+    monkeypatch.setattr("elastic_dp.cluster.run_handle.ray_ends_with_us", lambda: True)
     monkeypatch.setattr(Run, "_ask", lambda run, method, *of: outcome if method == "wait" else None)
     texts = []
     progress = type("Said", (), {"say": staticmethod(texts.append)})

@@ -4,8 +4,8 @@ import pytest
 
 from elastic_dp.cluster.overrides import Overrides, in_force, using
 from elastic_dp.cluster.trainer import ElasticTrainer
+from elastic_dp.config import DataConfig, ScalingConfig
 from elastic_dp.errors import SpecError
-from elastic_dp.spec import DataConfig, ScalingConfig
 
 
 def made(*texts: str) -> ElasticTrainer:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_dp.cluster.process_fleet import ProcessRun
+from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import MapStyleData
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, reached, spec_of, texts_of
 from tests.train.jobs import average_and_plateau, plain
@@ -22,7 +22,7 @@ from tests.train.jobs import average_and_plateau, plain
 
 def processes_of(run):
     """The controller's, the workers', and what these have started."""
-    workers = [process.pid for process in run.fleet.processes.values()]
+    workers = [process.pid for process in run.worker_group.processes.values()]
     children = []
     for pid in workers:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -80,12 +80,15 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
         eventually(lambda: reached(run, 1), run.controller.status)
         told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run)]
         assert run.wait(PATIENCE_S).error is None
-        told += [repr(x).encode() for x in (run.controller, run.fleet._job, run.journal._kept)]
-        told += [repr(run.controller._rendezvous).encode(), run.controller.run.encode()]
+        told += [
+            repr(x).encode() for x in (run.controller, run.worker_group._job, run.journal._kept)
+        ]
+        service = run.controller._rendezvous_service
+        told += [repr(service.rendezvous).encode(), service._run.encode()]
     journal.close()
     told += [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     told += [text.encode() for text in capfd.readouterr()]
-    secret = run.controller.secret
+    secret = service._secret
     assert len(secret) == 32 and len(told) > 10
     for form in (secret, secret.hex().encode(), repr(secret)[2:-1].encode()):
         assert not any(form in text for text in told)
@@ -101,7 +104,7 @@ def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams)
     def under_fire(run):
         first = attack(run, connections, datagrams // 2)
         goes_on(run)
-        next(iter(run.fleet.processes.values())).kill()
+        next(iter(run.worker_group.processes.values())).kill()
         assert first.wait(4 * PATIENCE_S) == 0
         goes_on(run)
         second = attack(run, connections, datagrams // 2)

@@ -60,7 +60,7 @@ def test_one_that_was_taken_away_did_not_die_of_what_it_ran() -> None:
 
 
 def test_what_it_ran_may_be_told_after_its_death() -> None:
-    """Its pipe ends before its pulse speaks, or after; it counts once."""
+    """Its pipe ends before its sidecar speaks, or after; it counts once."""
     scene = running(max_losses_of_micro_batch=1)
     for worker, reports in (("w1", [None, (1, 3), (1, 3)]), ("w2", [(1, 3), None])):
         assert "died while" not in scene.coordinator.reason

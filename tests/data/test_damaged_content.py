@@ -22,7 +22,7 @@ import json, sys
 from elastic_dp.data import read_index
 from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
+from elastic_dp.config import DataConfig
 
 said = []
 for ask in (lambda url: read_index(DataConfig(url, micro_batch_size=1)), inspect):

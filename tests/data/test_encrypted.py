@@ -20,7 +20,7 @@ import sys
 from elastic_dp.data import read_index
 from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
+from elastic_dp.config import DataConfig
 for read in (
     lambda url: read_index(DataConfig(url, micro_batch_size=1)),
     lambda url: inspect(url, columns=["x", "y", "at"]),
@@ -102,7 +102,7 @@ import sys
 from elastic_dp.data import read_index
 from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
+from elastic_dp.config import DataConfig
 path = sys.argv[1]
 content = open(path, "rb").read()
 length = 8 * int.from_bytes(content[-8:-4], "little")

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.listing import list_shards, path_of, prefix_of
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Entry, Store
 from tests.data.row_groups import resident_bytes
 from tests.patience import PATIENCE_S
@@ -328,7 +328,7 @@ def test_a_row_group_takes_no_more_than_is_said(made, codec, tmp_path):
 import sys
 from elastic_dp.data.discovery.index import read_index
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
-from elastic_dp.spec import DataConfig
+from elastic_dp.config import DataConfig
 from elastic_dp.storage import Store
 def opened(url):
     config = DataConfig(url, micro_batch_size=8)

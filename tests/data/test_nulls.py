@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.data.columns.nulls import fill
 from elastic_dp.data.discovery.index import read_index
@@ -20,7 +21,6 @@ from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.dataprep import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError, SpecError
-from elastic_dp.spec import DataConfig
 from tests.data.test_formats import plain_values, write_arrow
 from tests.data.test_index import config, opened
 

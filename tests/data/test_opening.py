@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
 
 ROWS = (70, 45, 1)
 

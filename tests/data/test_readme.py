@@ -13,8 +13,8 @@ import tokenizers
 from typer.testing import CliRunner
 
 from elastic_dp import cli
+from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
-from elastic_dp.spec import DataConfig
 
 SECTION = (Path(__file__).parents[2] / "docs" / "preparing-data.md").read_text()
 COMMANDS = re.findall(r"^elastic-dp (.*)$", SECTION, re.MULTILINE)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.datasets.opening import check_memory
 from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
 from elastic_dp.sampling import Mixture, Order, Source, batch_seed, generator_for
-from elastic_dp.spec import DataConfig
 from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
 from tests.patience import PATIENCE_S, eventually
 

@@ -19,13 +19,13 @@ import s3fs
 import tokenizers
 from hypothesis import given, settings
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import documents
 from elastic_dp.dataprep.token_packing import ByteTokenizer, HuggingFaceTokenizer, Packing
 from elastic_dp.errors import DataError, StorageError
-from elastic_dp.spec import DataConfig
 
 ROWS = [
     {

@@ -8,8 +8,8 @@ import time
 import pytest
 from ray._private import ray_constants
 
-from elastic_dp.cluster import autoscaler, placing
-from elastic_dp.spec import ScalingConfig
+from elastic_dp.cluster.ray import autoscaler_status, node_labels
+from elastic_dp.config import ScalingConfig
 from tests.k8s.autoscaler import Cluster
 from tests.k8s.manifests import build, cluster
 
@@ -23,7 +23,9 @@ def spec():
 
 def wants(market, workers=1, needs=NEEDS):
     """What that many waiting workers of a job ask Ray for."""
-    return [(needs, placing.wishes(ScalingConfig(max_workers=1, market=market), []))] * workers
+    return [
+        (needs, node_labels.preferences(ScalingConfig(max_workers=1, market=market), []))
+    ] * workers
 
 
 @pytest.fixture
@@ -32,7 +34,9 @@ def told(caplog):
     caplog.set_level(logging.INFO)
 
     def told(state, needs=NEEDS):
-        return autoscaler.told(state, needs, time.time(), autoscaler.last_words(log_of(caplog)))
+        return autoscaler_status.told(
+            state, needs, time.time(), autoscaler_status.last_words(log_of(caplog))
+        )
 
     return told
 
@@ -87,7 +91,7 @@ def test_without_a_token(spec, monkeypatch, caplog):
     there.gcs.demand = wants("spot-first")
     there.kubernetes.refuses["GET"] = 401
     assert there.look() is None  # it has nothing to report, so its log is what there is
-    said = autoscaler.last_words(log_of(caplog))
+    said = autoscaler_status.last_words(log_of(caplog))
     assert "401 Client Error: Unauthorized for url: https://kubernetes/apis/" in said
 
 
@@ -137,9 +141,9 @@ def test_the_last_words_of_a_log():
         f"{ours}launch failed with Failed to launch 2 nodes of type spot with request id a-1: 403\n"
     )
     calm = "2026-11-21 21:18:57,715\tINFO a.py:1 -- Fetched\n"
-    assert autoscaler.last_words(failed + calm) == "launch failed with Failed to launch 2 nodes of type spot: 403"  # fmt: skip
+    assert autoscaler_status.last_words(failed + calm) == "launch failed with Failed to launch 2 nodes of type spot: 403"  # fmt: skip
     error = "2026-11-21 21:18:58,000\tERROR b.py:2 -- it broke\n"
-    assert autoscaler.last_words(failed + error + calm) == "it broke"
+    assert autoscaler_status.last_words(failed + error + calm) == "it broke"
     trace = "Traceback (most recent call last):\n  x\nKeyError: 'spot'\n"
-    assert autoscaler.last_words(error + trace + calm) == "KeyError: 'spot'"
-    assert autoscaler.last_words(calm) == autoscaler.last_words("") == ""
+    assert autoscaler_status.last_words(error + trace + calm) == "KeyError: 'spot'"
+    assert autoscaler_status.last_words(calm) == autoscaler_status.last_words("") == ""

@@ -14,7 +14,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 )
 
 from elastic_dp.cluster import overrides
-from elastic_dp.spec import JobSpec
+from elastic_dp.config import JobSpec
 from tests.k8s.fields import SETTLE_S, is_field
 from tests.k8s.manifests import (
     CLUSTERS,

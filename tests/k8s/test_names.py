@@ -94,7 +94,9 @@ def test_rules_ask_for_metrics_and_actors_that_there_are():
     assert metrics
     for metric in metrics:
         assert "".join(metric).encode() in core
-    actors = (ROOT / "elastic_dp/cluster/ray_actors.py").read_text()
+    actors = "".join(
+        path.read_text() for path in (ROOT / "elastic_dp/cluster/ray").glob("*_actor.py")
+    )
     named = set(re.findall(r'Name="(\w+)"', asked))
     assert named
     for actor in named:

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from elastic_dp.cli import app
-from elastic_dp.spec import JobSpec
+from elastic_dp.config import JobSpec
 from tests.k8s import test_machines
 from tests.k8s.fields import is_field
 from tests.k8s.filled import copy_filled, params
@@ -100,13 +100,13 @@ def test_readme_commands_name_verbs_flags_and_fields_that_exist():
                 field = words[place + 1].partition("=")[0]
                 known = field == "storage_path" or is_field(JobSpec, field.split("."))
                 assert known or field == "FIELD", field
-    wanted = {"status", "scale", "stop", "submit", "drain", "restart", "logs", "events", "convert"}
+    wanted = {"status", "scale", "stop", "run", "drain", "restart", "logs", "events", "convert"}
     assert wanted | {"list", "verify", "checkpoint"} <= verbs
 
 
 def test_readme_shared_job_reads_object_storage_and_asks_for_a_gpu():
     """On a cluster that stays nothing else says so: shards on the head's disk, and training on the CPU."""
-    block = block_with(README, "elastic-dp submit")
+    block = block_with(README, "ray job submit")
     given = found(r"--set ([\w.]+)=(\S+)", block)
     assert dict(given)["data.url"].startswith("gs://")
     assert dict(given)["scaling.resources_per_worker.GPU"] == "1"

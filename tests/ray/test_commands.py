@@ -2,16 +2,12 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
-import types
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import ray
-from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
 import elastic_dp as edp
@@ -238,58 +234,3 @@ app(["list", "--address", sys.argv[1]])
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert f"cannot connect to a Ray cluster at {address}: give --address" in done.stderr
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:2", None])
-def test_a_job_goes_to_the_address_that_is_given(address, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
-    given = [] if address is None else ["--address", address]
-    refused = asked("submit", __file__, *given, code=2)
-    assert f"at address: {address or 'http://127.0.0.1:1'}." in refused.stderr
-    assert "RAY_API_SERVER_ADDRESS" not in os.environ
-
-
-class Jobs:
-    """As much of Ray's client as is used: the job runs here, as a process, when somebody asks how it is."""
-
-    def __init__(self, address):
-        if address == "http://nobody":
-            raise ConnectionError("Failed to connect to Ray at address: http://nobody.")
-        if address == "http://guarded":
-            raise ray.exceptions.AuthenticationError("Invalid authentication token")
-
-    def submit_job(self, *, entrypoint, submission_id, runtime_env):
-        self.entrypoint, self.runtime_env = entrypoint, runtime_env
-        return submission_id or "raysubmit_1"
-
-    def get_job_info(self, job):
-        self.ended = subprocess.run(
-            shlex.split(self.entrypoint),
-            cwd=self.runtime_env["working_dir"],
-            env=os.environ | self.runtime_env["env_vars"],
-            capture_output=True,
-            text=True,
-        )
-        code = self.ended.returncode
-        status = JobStatus.FAILED if code else JobStatus.SUCCEEDED
-        return types.SimpleNamespace(status=status, driver_exit_code=code)
-
-    def get_job_logs(self, job):
-        return self.ended.stdout + self.ended.stderr
-
-
-def test_a_job_by_rays_own_api(tmp_path, monkeypatch):
-    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Jobs)
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys; print(sys.argv[1:], os.environ['WHO']); sys.exit(7)")
-    given = (f"--env=PYTHONPATH={clusters.ROOT}", "--env=WHO=me", f"--python={sys.executable}")
-    arguments = ("submit", script, *given, "--", "a b")
-    assert asked(*arguments).stdout == "submitted as raysubmit_1\n"
-    followed = asked("submit", "--follow", "--submission-id", "mine", *arguments[1:], code=7)
-    assert followed.stdout == "submitted as mine\n['a b'] me\n"
-    refused = asked(*arguments[:2], "--address", "http://nobody", code=2)
-    assert "Failed to connect to Ray at address: http://nobody." in refused.stderr
-    stranger = asked(*arguments[:2], "--address", "http://guarded", code=2)
-    assert "Ray's dashboard does not take the job: Invalid authentication token" in stranger.stderr
-    outside = asked("submit", script, "--working-dir", "/usr", code=2)
-    assert "is not in the working directory /usr" in outside.stderr

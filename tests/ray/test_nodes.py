@@ -113,7 +113,7 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
 def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
     from ray._private.state import actors
 
-    from elastic_dp.cluster import ray_actors
+    from elastic_dp.cluster.ray import ray_worker_group
 
     class Dies:
         def __init__(self, identity, job, controller, term):
@@ -122,25 +122,25 @@ def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
         def run(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(ray_actors, "WorkerActor", ray.remote(Dies))
+    monkeypatch.setattr(ray_worker_group, "WorkerActor", ray.remote(Dies))
     lost, said = queue.Queue(), []
-    ledger = types.SimpleNamespace(facts=types.SimpleNamespace(term=1))
-    controller = types.SimpleNamespace(post=lost.put, say=said.append, ledger=ledger)
+    state_store = types.SimpleNamespace(state=types.SimpleNamespace(term=1))
+    controller = types.SimpleNamespace(post=lost.put, say=said.append, state_store=state_store)
     job = types.SimpleNamespace(run="avoided")
-    fleet = ray_actors.RayFleet(job, spec_of(), controller, None)
+    worker_group = ray_worker_group.RayWorkerGroup(job, spec_of(), controller, None)
 
     def dies(worker):
-        fleet.start(worker)
-        actor = fleet.actors()[worker]._actor_id.hex()
+        worker_group.start(worker)
+        actor = worker_group.actors()[worker]._actor_id.hex()
         assert lost.get().cause is Cause.UNKNOWN
         return actor, actors(actor)["Address"]["NodeID"]
 
     actor, bad = dies("w1")
-    fleet.placement.failed(actor)
+    worker_group.node_selection.failed(actor)
     assert said == []
-    fleet.placement.failed(actor)
+    worker_group.node_selection.failed(actor)
     assert said == [f"node {bad} is avoided for now: 3 workers failed on it within 30 minutes"]
-    assert fleet.placement.avoided == {bad: 3}
+    assert worker_group.node_selection.avoided == {bad: 3}
     assert {dies("w2")[1]} == there() - {bad}
 
 

@@ -122,12 +122,12 @@ class SimWorker:
     def run_unless_gone(self, function: Any, args: tuple[Any, ...]) -> None:
         if not self.alive:
             return
-        if self.frozen or (self.hung and not self.is_the_pulses(function, args)):
+        if self.frozen or (self.hung and not self.is_the_sidecars(function, args)):
             self.deferred.append((function, args))
         else:
             function(*args)
 
-    def is_the_pulses(self, function: Any, args: tuple[Any, ...]) -> bool:
+    def is_the_sidecars(self, function: Any, args: tuple[Any, ...]) -> bool:
         """What goes on while the worker's own threads do not."""
         return function == self.heartbeat or (bool(args) and isinstance(args[0], m.RenewLease))
 

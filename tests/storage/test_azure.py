@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import open_evaluation
-from elastic_dp.spec import DataConfig
 from tests.storage.conftest import azure_place
 from tests.storage.servers import azure_connection_string, azure_options
 

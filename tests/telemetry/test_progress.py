@@ -3,7 +3,7 @@
 import io
 import re
 
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 
 HOUR = 3600.0
 
@@ -45,7 +45,7 @@ def test_progress_in_a_dumb_terminal_prints_lines(monkeypatch):
 
 def shown(*lines, interval_s=HOUR):
     stream = io.StringIO()
-    progress = Progress(stream, interval_s)
+    progress = ProgressPrinter(stream, interval_s)
     for line in lines:
         progress.show(line)
     return [line.partition("] ")[2].split() for line in stream.getvalue().splitlines()]

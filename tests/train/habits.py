@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from elastic_dp.config import MapStyleData
 from elastic_dp.errors import DataError, LoopError, LossError, ModelError
-from elastic_dp.spec import MapStyleData
 from tests.runs import Points
 from tests.train.jobs import Average, Tied, adamw, classifier, cross_entropy, hold
 

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.data import open_data, read_index
 from elastic_dp.errors import BadShard, DataError, SpecError
-from elastic_dp.spec import DataConfig, JobSpec
 from tests.runs import group, lines_of, local, resize, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 

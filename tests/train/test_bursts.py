@@ -9,8 +9,8 @@ import time
 
 from torch import nn
 
-from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
+from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, cross_entropy
@@ -63,7 +63,7 @@ def test_a_burst_of_nodes_stops_the_group_once_or_twice():
         began = time.monotonic()
         for node in range(NODES):
             time.sleep(max(0.0, began + node * BURST_S / (NODES - 1) - time.monotonic()))
-            run.fleet.allow(2 + node)
+            run.worker_group.allow(2 + node)
         after = trains(NODES + 1)
         run.controller.post(SizeRequested(3))
         members = trains(3)["workers"]

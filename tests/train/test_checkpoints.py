@@ -11,8 +11,8 @@ import pytest
 
 import elastic_dp as edp
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
-from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.storage import Store
 from elastic_dp.train import session
 from elastic_dp.train.faults import Fault
@@ -52,7 +52,7 @@ def steps_of(url):
 
 def kill_all(run):
     before = times_lost(run)
-    for process in list(run.fleet.processes.values()):
+    for process in list(run.worker_group.processes.values()):
         process.kill()
     # Up to then some of what they said last may still be on its way.
     eventually(lambda: times_lost(run) > before, run.controller.status)

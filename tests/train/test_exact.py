@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.spec import DataConfig, MapStyleData
 from tests.patience import eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, resize, spec_of
 from tests.train.jobs import (
@@ -201,7 +201,7 @@ def test_random_histories(seed):
             run.controller.post(DrainNoticed(victim, deadline))
         else:
             killed.add(victim := rng.choice(victims))
-            run.fleet.kill(victim)
+            run.worker_group.kill(victim)
         done.append(what)
 
     script = [*[(1, disturb)] * 5, (1, goes_on), (1, StopRequested("enough"))]

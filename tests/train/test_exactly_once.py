@@ -27,10 +27,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from elastic_dp.config import CheckpointConfig, DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.spec import CheckpointConfig, DataConfig, JobSpec, ScalingConfig
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import group, local, never_put_off, spec_of
 from tests.storage.servers import s3_options
@@ -246,11 +246,11 @@ class Disturbances:
             run.controller.post(DrainNoticed(self._rng.choice(members), None))
         else:
             victim = self._rng.choice(members)
-            process = run.fleet.processes.get(victim)
+            process = run.worker_group.processes.get(victim)
             if process is None:
                 return  # it was drained, or released, and is gone meanwhile
             self.kills, self._after = self.kills + 1, generation(run)
-            run.fleet.kill(victim)
+            run.worker_group.kill(victim)
             process.join()
 
 
@@ -264,7 +264,7 @@ def whole(run: Any, folder: Path) -> list[str]:
     return [
         member
         for member in members
-        if member in run.fleet.processes
+        if member in run.worker_group.processes
         and (folder / member).exists()
         and "committed" in (folder / member).read_text()
     ]

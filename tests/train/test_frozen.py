@@ -10,9 +10,9 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from elastic_dp.cluster.pulse import _look_at
+from elastic_dp.cluster.heartbeat.heartbeat_sidecar import _look_at
+from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import FailureConfig
 from elastic_dp.train.faults import Fault
 from tests.patience import PATIENCE_S, Stalls, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
@@ -83,18 +83,18 @@ def diary(path):
 
 
 def nobody_reaches_who_is_frozen(run, spared):
-    """As if its host had no network: no signal arrives there, and what its pulse should be told does not either."""
-    kill = run.fleet.kill
+    """As if its host had no network: no signal arrives there, and what its sidecar should be told does not either."""
+    kill = run.worker_group.kill
 
     def kill_others(worker):
-        process = run.fleet.processes.get(worker)
+        process = run.worker_group.processes.get(worker)
         if worker in spared or (process is not None and is_stopped(process)):
             spared.append(worker)
         else:
             kill(worker)
 
-    run.fleet.kill = kill_others
-    run.controller.heartbeats.condemn = lambda worker, stuck: None
+    run.worker_group.kill = kill_others
+    run.controller.heartbeats.evict = lambda worker, stuck: None
 
 
 def is_stopped(process):
@@ -108,13 +108,13 @@ def one_is_frozen(folder):
     spared, before, codes = [], {}, []
 
     def thaw(run):
-        there = eventually(lambda: frozen.exists() and dict(run.fleet.processes))
+        there = eventually(lambda: frozen.exists() and dict(run.worker_group.processes))
         worker = eventually(lambda: spared, run.controller.status)[0]
         before[worker] = diary(folder / worker)
         time.sleep(max(0.0, os.stat(frozen).st_mtime + FROZEN_S - time.time()))
         assert is_stopped(there[worker])
         os.kill(there[worker].pid, signal.SIGCONT)
-        eventually(lambda: worker not in run.fleet.processes, run.controller.status)
+        eventually(lambda: worker not in run.worker_group.processes, run.controller.status)
         codes.append(there[worker].exitcode)
 
     made = spec(steps=ENDLESS, config={"body_s": 0.2}, min_workers=1, orphan_timeout_s=FROZEN_S)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_dp.cluster.run import error_of
+from elastic_dp.cluster.run_handle import error_of
+from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.data import open_data
-from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually

@@ -9,9 +9,9 @@ import os
 
 import pytest
 
+from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import StopRequested, TrainingPosition
 from elastic_dp.distributed import transfer
-from elastic_dp.spec import MapStyleData
 from elastic_dp.train.faults import POINTS, Fault
 from elastic_dp.train.members import handing_over
 from elastic_dp.train.run import LocalRun

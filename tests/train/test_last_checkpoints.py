@@ -12,9 +12,9 @@ import time
 import pytest
 
 import elastic_dp as edp
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator import drain_checkpointer
 from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
-from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.run import TIME_IS_UP
 from elastic_dp.train.state import TrainState
 from tests.patience import PATIENCE_S, eventually
@@ -39,8 +39,8 @@ def take_away(*workers):
     they have to leave in a second, and have minutes for it."""
 
     def act(run):
-        alive = [run.fleet.processes[worker].is_alive for worker in workers]
-        run.fleet.allow(2)
+        alive = [run.worker_group.processes[worker].is_alive for worker in workers]
+        run.worker_group.allow(2)
         object.__setattr__(run.controller.coordinator.config, "drain_margin_s", PATIENCE_S)
         for worker in workers:
             run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))

@@ -8,8 +8,10 @@ import time
 import cloudpickle
 import pytest
 
-from elastic_dp.cluster.heartbeats import Address, HeartbeatServer, Page
-from elastic_dp.cluster.worker import Job, Worker
+from elastic_dp.cluster.heartbeat.heartbeat_server import HeartbeatServer
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
+from elastic_dp.cluster.worker import Worker, WorkerJob
+from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import (
     HeartbeatReceived,
     Member,
@@ -18,7 +20,6 @@ from elastic_dp.coordinator.messages import (
     WorkerLost,
 )
 from elastic_dp.distributed.process_group import Rendezvous
-from elastic_dp.spec import FailureConfig
 from elastic_dp.train.control import ORPHANED, Control, Form, Orphaned, Released
 from elastic_dp.train.faults import Faults
 from elastic_dp.train.link import Link
@@ -51,7 +52,7 @@ def test_who_waits_for_a_generation_in_vain_is_an_orphan():
 
 def test_a_session_ends_outside_of_every_generation():
     session = Session(
-        *(spec_of(), "w1", None, None, "gloo", Nobody(), Page()),
+        *(spec_of(), "w1", None, None, "gloo", Nobody(), SharedMemoryPage()),
         control(LONG_AGO, lease_s=1.0, orphan_timeout_s=2.0),
         is_source=False,
         faults=Faults(),
@@ -61,18 +62,23 @@ def test_a_session_ends_outside_of_every_generation():
 
 
 def test_a_worker_that_never_begins_ends(monkeypatch):
-    monkeypatch.setattr(Page, "start_pulse", lambda *_: None)
+    monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda *_: None)
     spec = spec_of()
     object.__setattr__(spec, "failure", FailureConfig(lease_s=0.1, orphan_timeout_s=0.2))
-    job = Job(
-        cloudpickle.dumps((spec, None)), None, "run", None, Address("127.0.0.1", 9, b"n"), b"secret"
+    job = WorkerJob(
+        cloudpickle.dumps((spec, None)),
+        None,
+        "run",
+        None,
+        ControllerAddress("127.0.0.1", 9, b"n"),
+        b"secret",
     )
     assert Worker("w1", job, Nobody()).run() == ORPHANED
 
 
 def test_a_finished_worker_that_waits_in_its_generation_notices(monkeypatch):
     session = Session(
-        *(spec_of(), "w1", None, None, "gloo", Nobody(), Page()),
+        *(spec_of(), "w1", None, None, "gloo", Nobody(), SharedMemoryPage()),
         control(0.0, lease_s=0.01, orphan_timeout_s=0.1),
         is_source=False,
         faults=Faults(),
@@ -103,35 +109,35 @@ def test_a_generation_is_entered_with_a_lease():
     assert entered == [form]
 
 
-def test_a_pulse_follows_the_controller():
+def test_a_sidecar_follows_the_controller():
     heard = [threading.Event(), threading.Event()]
     first, second = (HeartbeatServer(SECRET, "127.0.0.1", lambda _, e=e: e.set()) for e in heard)
     first.start()
     second.start()
-    page = Page()
+    page = SharedMemoryPage()
     page.point_at(first.address)
-    pulse = page.start_pulse("w1", SECRET, 0.05)
+    sidecar = page.start_sidecar("w1", SECRET, 0.05)
     assert heard[0].wait(PATIENCE_S) and not heard[1].is_set()
     page.point_at(second.address)
     assert heard[1].wait(PATIENCE_S)
-    pulse.kill()
-    pulse.wait()
+    sidecar.kill()
+    sidecar.wait()
     first.close()
     second.close()
 
 
 DIES_WITH_ITS_GROUP = """
 import os, signal, sys
-from elastic_dp.cluster.heartbeats import Address, Page
-page = Page()
-page.point_at(Address("127.0.0.1", int(sys.argv[1]), bytes.fromhex(sys.argv[2])))
-page.start_pulse("w1", b"secret", 0.05)
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress, SharedMemoryPage
+page = SharedMemoryPage()
+page.point_at(ControllerAddress("127.0.0.1", int(sys.argv[1]), bytes.fromhex(sys.argv[2])))
+page.start_sidecar("w1", b"secret", 0.05)
 sys.stdin.readline()
 os.killpg(0, signal.SIGKILL)
 """
 
 
-def test_a_pulse_outlives_the_process_group_of_its_worker():
+def test_a_sidecar_outlives_the_process_group_of_its_worker():
     """Ray kills all that is left in it as soon as it hears of the death."""
     heard = {HeartbeatReceived: threading.Event(), WorkerLost: threading.Event()}
     server = HeartbeatServer(SECRET, "127.0.0.1", lambda event: heard[type(event)].set())

@@ -26,8 +26,8 @@ from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.state_dict_names import naming_of, optimizer_state
+from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.errors import LoopError, ModelError
-from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.state import TrainState
 from tests.runs import Points, group, local, resize, spec_of

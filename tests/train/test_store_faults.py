@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.checkpoint import uploader
+from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.spec import DataConfig, JobSpec
 from tests.patience import eventually
 from tests.runs import ENDLESS, PATIENT, group, local, spec_of
 from tests.runs import texts_of as said

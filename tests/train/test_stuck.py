@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_dp.cluster import controller, pulse
-from elastic_dp.spec import MapStyleData
+from elastic_dp.cluster.controller import controller
+from elastic_dp.cluster.heartbeat import heartbeat_sidecar
+from elastic_dp.config import MapStyleData
 from elastic_dp.train.faults import Fault
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import PATIENT, Points, group, lines_of, local, spec_of
@@ -20,7 +21,7 @@ FAILURE = dataclasses.replace(PATIENT, hang_timeout_s=HANG_TIMEOUT_S)
 
 
 @pytest.fixture(autouse=True)
-def _pulses_have_time(monkeypatch):
+def _sidecars_have_time(monkeypatch):
     """To take stacks: nobody kills the worker before."""
     monkeypatch.setattr(controller, "STACKS_S", PATIENCE_S)
 
@@ -112,10 +113,10 @@ def test_stacks_are_whole_also_where_they_are_written_with_pauses(tmp_path, monk
                 file.write(late.pop(at))
 
         system = SimpleNamespace(kill=lambda *_: None, fstat=os.fstat, pread=os.pread)
-        monkeypatch.setattr(pulse, "os", system)
+        monkeypatch.setattr(heartbeat_sidecar, "os", system)
         clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
-        monkeypatch.setattr(pulse, "time", clock)
-        assert pulse._take_stacks(1, file.fileno()) == "of one thread\nof another\n"
+        monkeypatch.setattr(heartbeat_sidecar, "time", clock)
+        assert heartbeat_sidecar._take_stacks(1, file.fileno()) == "of one thread\nof another\n"
     assert now[0] < controller.STACKS_S
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.coordinator.messages import ReplicaMismatch
 from elastic_dp.errors import GroupError
-from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.weights import Weights, digest_of, sums_of

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import default_collate
 
+from elastic_dp.config import MapStyleData
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.pipeline.collation import aligned_tensors, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
@@ -28,7 +29,6 @@ from elastic_dp.data.pipeline.user_code_process import Process
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling import Order, batch_seed
 from elastic_dp.shipping import shipped
-from elastic_dp.spec import MapStyleData
 
 Ints = npt.NDArray[np.int64]
 

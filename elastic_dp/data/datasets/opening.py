@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
 from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation, most_bytes
@@ -17,7 +18,6 @@ from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.sampling import Mixture, Order, Source
 from elastic_dp.sampling.mixture import row_groups_at_least
-from elastic_dp.spec import DataConfig, MapStyleData
 from elastic_dp.storage import Store, redact_url
 
 

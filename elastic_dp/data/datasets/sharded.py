@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.pipeline.array_memory import Blocks
 from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
@@ -30,7 +31,6 @@ from elastic_dp.errors import BadShard, UserCodeError
 from elastic_dp.sampling import Mixture, Order, batch_seed
 from elastic_dp.sampling.mixture import row_groups_at_once
 from elastic_dp.shipping import shipped
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 
 PRODUCERS = 2  # threads, where user code needs no processes

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
@@ -36,7 +37,6 @@ from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
 from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store, redact_url
 
 FOOTERS_IN_FLIGHT = 32

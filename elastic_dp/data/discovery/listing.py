@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from fsspec.utils import glob_translate
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
 from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_nothing
 from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_words
@@ -30,7 +31,6 @@ from elastic_dp.data.discovery.table_formats import (
 )
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Entry, Look, Store, redact_url
 
 _GLOB_MARKS = "*?["

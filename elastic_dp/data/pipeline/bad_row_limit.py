@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import redact_url
 
 _NAMED = 3  # row groups, in an error message

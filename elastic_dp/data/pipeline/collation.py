@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_aligned
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
-from elastic_dp.spec import DataConfig
 
 _OBJECT_BYTES = 64  # that Python takes for one, beside its content
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.schema import leaves
@@ -20,7 +21,6 @@ from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import ObjectRewritten, Store
 
 # What Arrow used to decode a row group of this size goes back at once. Its allocator would keep it for a second, in which

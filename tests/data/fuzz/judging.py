@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
 from elastic_dp.data.formats import tar as tar_format
 from elastic_dp.data.formats import text as text_format
@@ -28,7 +29,6 @@ from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import text_lines as lines
 from elastic_dp.errors import DataError, ElasticError
-from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 from tests.data.fuzz.mutations import ENDINGS, Damaged
 from tests.data.values import Columns, columns_of, plain, same

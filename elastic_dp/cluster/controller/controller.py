@@ -1,0 +1,409 @@
+"""The controller's loop: one inbox, one coordinator, commands executed.
+
+A single thread takes events from the inbox, asks the coordinator what to do, and does it; nothing here decides
+anything. Workers, heartbeats, deaths and operators only post. What the controller keeps beside the coordinator is in
+parts with one owner each: metrics, exits of workers, checkpoints, the report of the run, and the state for a successor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.controller.run_checkpoints import RunCheckpoints
+from elastic_dp.cluster.controller.run_report import RunReport
+from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
+from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
+from elastic_dp.cluster.runs.controller_state import (
+    ControllerStateStore,
+    pending_requests,
+    time_left_s,
+)
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.cluster.worker_group import WorkerGroup
+from elastic_dp.cluster.worker_logs import LastWordsWriter
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
+from elastic_dp.coordinator.messages import (
+    BeginTraining,
+    ClaimGeneration,
+    Command,
+    DeadlineReached,
+    Event,
+    EvictWorker,
+    Explain,
+    FailRun,
+    FindCheckpoint,
+    FinishRun,
+    FormGeneration,
+    GenerationClaimed,
+    GenerationClaimLost,
+    HeartbeatReceived,
+    ReleaseWorker,
+    RenewLease,
+    StandDown,
+    StartWorker,
+    StopRequested,
+    WorkerFinished,
+    WorkerId,
+    WorkerLost,
+)
+from elastic_dp.distributed.process_group import Rendezvous, open_store
+from elastic_dp.distributed.store import StoreServer
+from elastic_dp.errors import ElasticError
+from elastic_dp.storage import Store, redact_url
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.train.link import Written
+from elastic_dp.train.run import TIME_IS_UP
+
+
+class RendezvousService:
+    """The store at which the members of each generation meet, for the whole run."""
+
+    def __init__(self, run: str, host: str, secret: bytes) -> None:
+        self._run, self._host, self._secret = run, host, secret
+        self._store: StoreServer | None = None
+
+    def open(self) -> None:
+        self._store = open_store(self._host, self._secret)
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        assert self._store is not None
+        return Rendezvous(self._host, self._store.port, self._run, self._secret)
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+class Controller:
+    """Leads one run."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run: str,
+        host: str,
+        secret: bytes,
+        journal: Journal,
+        state_store: ControllerStateStore | None = None,
+        url: str | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """`secret`: of the run; who has it may join, and nobody else. `state_store` outlives the controller. `url`: the
+        run's folder. `check`: whether the folder is of this job, called under the run's lease before anything is trained."""
+        self.spec, self.journal, self.url = spec, journal, url
+        self.state_store = ControllerStateStore() if state_store is None else state_store
+        self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self.coordinator = Coordinator(self._coordinator_config())
+        self.heartbeats = HeartbeatServer(
+            secret, host, self._hear, self._write_last_words, self.say
+        )
+        self.metrics = MetricsRecord(journal)
+        self.exits = WorkerExits()
+        self.report = RunReport(spec, url, self.state_store.state.outcome)
+        self.checkpoints = RunCheckpoints(
+            spec,
+            url,
+            post=self.post,
+            say=self.say,
+            fail=self.fail,
+            stand_down=self._stand_down,
+            check=check,
+        )
+        self.ended = threading.Event()
+        self.superseded = False  # another controller has the workers, the lease and the record
+        self._rendezvous_service = RendezvousService(run, host, secret)
+        self._last_words: LastWordsWriter | None = None
+
+    @property
+    def outcome(self) -> RunOutcome:
+        return self.report.outcome
+
+    # ------------------------------------------------------------------ from other threads
+
+    def post(self, event: Event) -> None:
+        self.inbox.put(event)
+
+    def fail(self, error: Exception) -> None:
+        """A thread of this process cannot go on: the run ends with its error."""
+        self.inbox.put(error)
+
+    def broke(self, error: Exception) -> None:
+        """`lead` raised: whoever waits for the end is released."""
+        if not self.outcome.error:
+            self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
+        self.ended.set()
+
+    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+        self.checkpoints.log(step, metrics)
+        self.metrics.log(step, call, metrics)
+
+    def say(self, text: str) -> None:
+        """Write a text to the journal, for those who follow the run."""
+        self.journal.command(Explain(text))
+
+    def wrote(self, worker: WorkerId, written: Written) -> None:
+        """A member's report about a checkpoint."""
+        self.checkpoints.wrote(worker, written)
+
+    def withdrawn(self, worker: WorkerId) -> None:
+        """The worker never had a node and is replaced: its end is no loss."""
+        self.exits.release(worker)
+
+    def skip(self, row_groups: Sequence[str]) -> None:
+        self.report.skip(row_groups)
+
+    def status(self) -> dict[str, Any]:
+        coordinator = self.coordinator
+        membership = coordinator.membership
+        because = self.report.inexact_because(coordinator.kinds)
+        return {
+            "phase": "over" if self.ended.is_set() else coordinator.phase,
+            "reason": coordinator.reason or self.outcome.reason,
+            "generation": coordinator.generation,
+            "world_size": 0 if membership is None else len(membership.members),
+            "size": coordinator.size,
+            "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
+            "step": self.report.step,
+            "exact": self.spec.exact and not because,
+            "inexact_because": because,
+            "workers": dict(coordinator.workers),
+            "metrics": dict(self.metrics.newest),
+        }
+
+    def _hear(self, event: Event) -> None:
+        """From a heartbeat sidecar."""
+        if isinstance(event, WorkerLost):
+            self.exits.heard_death(event.worker)
+        self.post(event)
+
+    def _write_last_words(self, worker: WorkerId, words: str) -> None:
+        if self._last_words is not None and words and self.exits.was_unasked(worker):
+            self._last_words.keep(worker, words)
+
+    def _stand_down(self, reason: str) -> None:
+        """Another cluster holds the run."""
+        self.say(reason)
+        self.post(GenerationClaimLost(self.coordinator.generation + 1))
+
+    # --------------------------------------------------------------------------- the loop
+
+    def open(self, worker_group: WorkerGroup) -> None:
+        self._worker_group = worker_group
+        self._rendezvous_service.open()
+        self.heartbeats.start()
+        self.checkpoints.open(worker_group, self.state_store, self.metrics)
+        if self.url is not None:
+            self._last_words = LastWordsWriter(Store(self.url))
+
+    def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
+        """Until the run has ended, every worker is gone, or was told to go for long enough, and the result is stored.
+        `found`: the workers of a controller that led before this one."""
+        try:
+            if not self.report.has_ended:
+                self._lead(found)
+        except ElasticError as error:  # of a thread: something is wrong with the run's folder
+            kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
+            self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
+        except Exception as error:  # a bug of ours must end the run, not hang it
+            what = f"the controller failed: {type(error).__name__}: {error}"
+            self.report.fail_by_bug(what, traceback.format_exc())
+        if self.superseded:  # its process is to end, and nothing else
+            return self.outcome
+        self._close()
+        self.ended.set()
+        return self.outcome
+
+    def _close(self) -> None:
+        self._worker_group.close()
+        self.heartbeats.close()
+        self._rendezvous_service.close()
+        self.checkpoints.close()
+        if self._last_words is not None:
+            self._last_words.close()
+        state = self.state_store.state
+        self.report.close(state, self.coordinator.generation, self.metrics.newest)
+        self.journal.close()
+        try:
+            self.report.write_result(state)
+        except Exception as error:  # whatever a store raises; who is attached still gets the result
+            where = redact_url(self.url or "")
+            self.say(f"the result cannot be written to {where}: {error}")
+
+    def _lead(self, found: Sequence[WorkerId]) -> None:
+        clock = time.monotonic
+        left_s = time_left_s(self.state_store.state, self.spec.max_time_s)
+        ends_at = None if self.spec.max_time_s is None else clock() + left_s
+        if self.state_store.inherited:
+            self._execute_all(self._take_over(found))
+        else:
+            self._execute_all(self.coordinator.start(clock()))
+        while not self._done():
+            deadline = self.coordinator.deadline
+            waits = [t - clock() for t in (deadline, ends_at) if t is not None]
+            try:
+                event = self.inbox.get(timeout=max(0.0, min(waits)) if waits else None)
+            except queue.Empty:
+                event = DeadlineReached()
+                if ends_at is not None and clock() >= ends_at:
+                    ends_at, event = None, StopRequested(TIME_IS_UP)
+            if isinstance(event, Exception):
+                raise event
+            event = self.exits.relabel(event)
+            self._note(event)
+            self._execute_all(self._decide(event))
+
+    def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
+        """Go on where another controller led: with its workers, and with the requests that it had taken."""
+        state, now = self.state_store.state, time.monotonic()
+        for worker in [worker for worker in found if worker not in state.here]:
+            self.exits.release(worker)
+            self._release_now(
+                ReleaseWorker(worker, "was told to leave before this controller took over")
+            )
+        found = [worker for worker in found if worker in state.here]
+        for worker, was_up in [*state.here.items()]:
+            if worker not in found and was_up:
+                self.post(WorkerLost(worker, "gone when this controller took over"))
+            elif worker not in found:  # it never came to be, and is no loss
+                self.state_store.record(ReleaseWorker(worker, "was never started"))
+        for event in pending_requests(state, now):
+            self.post(event)
+        self.exits.begin(*found)
+        highest = self.state_store.highest_claimed()
+        self.coordinator, commands = Coordinator.recover(
+            self._coordinator_config(), found, highest, now, state.stepped
+        )
+        return commands
+
+    def _coordinator_config(self) -> CoordinatorConfig:
+        config = coordinator_config_of(self.spec, keeps=self.url is not None)
+        state = self.state_store.state
+        size, least = state.size or config.size, state.min_workers or config.min_workers
+        if not least <= size <= config.virtual_workers:
+            return config
+        return dataclasses.replace(config, size=size, min_workers=least)
+
+    def _decide(self, event: Event) -> list[Command]:
+        """Without the garbage collector: it would visit all workers, and events leave no cycles.
+
+        The many objects that a forming generation of thousands allocates often trigger a collection; now it comes after.
+        """
+        gc.disable()
+        try:
+            return self.coordinator.handle(event, time.monotonic())
+        finally:
+            gc.enable()
+
+    def _done(self) -> bool:
+        return self.coordinator.phase == "over" and not self.coordinator.workers
+
+    def _note(self, event: Event) -> None:
+        """Write down what has happened, before it is decided upon."""
+        match event:
+            case HeartbeatReceived(step=step):
+                self.report.heard(step)
+                if not self.state_store.state.stepped:
+                    self.state_store.record(event)
+                return  # not news
+            case DeadlineReached():
+                return
+            case WorkerFinished(inexact_because=because):
+                self.report.add_inexact(because)
+            case WorkerLost(worker=worker, cause=cause):
+                match self.exits.report(worker, cause):
+                    case ExitReport.REPEATS:
+                        return
+                    case ExitReport.EXPLAINS:
+                        self.journal.event(event)
+                        return
+                self.checkpoints.lost(worker)
+                if not self.report.has_ended and not self.exits.is_released(worker):
+                    self.state_store.count_loss()
+        self.state_store.record(event)
+        self.journal.event(event)
+
+    def _execute_all(self, commands: list[Command]) -> None:
+        for command in commands:
+            self.state_store.record(command)
+        self.state_store.save()
+        for command in commands:
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, ReleaseWorker):
+            self.exits.release(command.worker)
+        match command:
+            case RenewLease(worker=worker, beat=beat):
+                self.heartbeats.renew(worker, beat)
+                return
+            case FormGeneration(membership=membership):
+                rendezvous = self._rendezvous_service.rendezvous
+                for member in membership.members:
+                    self._worker_group.send(member.worker, command, rendezvous)
+            case StartWorker(worker=worker):
+                self._worker_group.start(worker)
+            case BeginTraining(worker=worker):
+                self.exits.begin(worker)
+                self._worker_group.send(worker, command, None)
+            case EvictWorker(worker=worker, stuck=stuck):
+                self.heartbeats.evict(worker, stuck)
+                if stuck:  # if its sidecar does not
+                    threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()
+                else:
+                    self._worker_group.kill(worker)
+            case ClaimGeneration(generation=generation):
+                won = self.state_store.claim(generation)
+                self.superseded = self.superseded or not won
+                self.post(GenerationClaimed(generation) if won else GenerationClaimLost(generation))
+            case FindCheckpoint(at_most=at_most):
+                self.checkpoints.find(at_most, self.coordinator.generation)
+            case FinishRun() | FailRun() | StandDown():
+                outcome = self.report.end(command, self.coordinator.generation)
+                self.state_store.record_outcome(outcome)
+            case Explain():
+                pass
+            case ReleaseWorker(worker=worker) if self.exits.holds_nothing(worker):
+                self._release_now(command)
+            case _:
+                self._worker_group.send(command.worker, command, None)
+        self.journal.command(command)
+
+    def _release_now(self, command: ReleaseWorker) -> None:
+        """At once. The worker group is told first, so that this does not count as a failure of the worker's node."""
+        self._worker_group.send(command.worker, command, None)
+        self._worker_group.kill(command.worker)
+
+
+def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
+    """The coordinator's rules for a job; `keeps`: it has a storage for checkpoints."""
+    scaling, failure = spec.scaling, spec.failure
+    return CoordinatorConfig(
+        min_workers=scaling.min_workers,
+        size=scaling.max_workers,
+        standby=scaling.standby,
+        virtual_workers=scaling.num_virtual_workers,
+        heartbeat_timeout_s=failure.heartbeat_timeout_s,
+        heartbeat_interval_s=failure.heartbeat_interval_s,
+        lease_s=failure.lease,
+        forming_timeout_s=failure.forming_timeout,
+        hang_timeout_s=failure.hang_timeout_s,
+        release_timeout_s=failure.release_timeout_s,
+        max_losses_without_progress=failure.max_losses_without_progress,
+        max_losses_of_micro_batch=failure.max_losses_of_micro_batch,
+        max_out_of_memory=failure.max_out_of_memory,
+        max_user_errors=failure.max_user_errors,
+        stabilization_s=scaling.stabilization_s,
+        min_on_demand=scaling.min_on_demand,
+        exact=spec.exact,
+        keeps=keeps,
+    )

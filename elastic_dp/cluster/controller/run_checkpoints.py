@@ -1,0 +1,108 @@
+"""The checkpoints of a run as its controller commits and finds them, on the committer's thread.
+
+A run without a folder has none: nothing is committed, and none is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.runs.controller_state import ControllerStateStore
+from elastic_dp.cluster.worker import WriteParts
+from elastic_dp.cluster.worker_group import WorkerGroup
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import (
+    CheckpointCommitted,
+    CheckpointFound,
+    CheckpointRequested,
+    Event,
+    WorkerId,
+)
+from elastic_dp.storage import Store
+from elastic_dp.train.committing import CheckpointCommitter
+from elastic_dp.train.link import Written
+
+
+class RunCheckpoints:
+    """`post`: to the controller's inbox; `say`: to the journal; `fail`: ends the run; `stand_down`: another cluster has
+    it. `check`: whether the folder is of this job, called under the run's lease before anything is trained."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        url: str | None,
+        *,
+        post: Callable[[Event], None],
+        say: Callable[[str], None],
+        fail: Callable[[Exception], None],
+        stand_down: Callable[[str], None],
+        check: Callable[[], None] | None,
+    ) -> None:
+        self._spec, self._url = spec, url
+        self._post, self._say = post, say
+        self._fail, self._stand_down, self._check = fail, stand_down, check
+        self._committer: CheckpointCommitter | None = None
+
+    def open(
+        self, worker_group: WorkerGroup, state_store: ControllerStateStore, metrics: MetricsRecord
+    ) -> None:
+        if self._url is None:
+            return
+        self._committer = committer = self._open_committer(self._url, worker_group, state_store)
+        if state_store.inherited:  # a claim to commit under, before a member tells of parts
+            if state_store.state.at_most is not None:
+                committer.reject(state_store.state.at_most, state_store.highest_claimed())
+            committer.take_over()
+            for step, logged in metrics.recorded():
+                committer.log(step, logged)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """What a checkpoint of this step is to know; a step that is made once more has a new checkpoint."""
+        if self._committer is not None:
+            self._committer.log(step, metrics)
+
+    def wrote(self, worker: WorkerId, written: Written) -> None:
+        if self._committer is not None:
+            self._committer.wrote(worker, written)
+
+    def lost(self, worker: WorkerId) -> None:
+        if self._committer is not None:
+            self._committer.lost(worker)
+
+    def find(self, at_most: int | None, generation: int) -> None:
+        """Post the newest one, of step `at_most` or earlier: later ones are wrong, and rejected from now on."""
+        if self._committer is None:
+            self._post(CheckpointFound(None))
+            return
+        if at_most is not None:
+            self._committer.reject(at_most, generation)
+        self._committer.find(lambda step: self._post(CheckpointFound(step)))
+
+    def close(self) -> None:
+        if self._committer is not None:
+            self._committer.close()
+
+    def _open_committer(
+        self, url: str, worker_group: WorkerGroup, state_store: ControllerStateStore
+    ) -> CheckpointCommitter:
+        failure = self._spec.failure
+        store = Store(url, timeout_s=failure.storage_timeout_s, on_wait=self._say)
+        return CheckpointCommitter(
+            Catalog(store),
+            self._spec.checkpoint,
+            lease_s=failure.run_lease_s,
+            ask=lambda worker, step, parts: worker_group.send(
+                worker, WriteParts(worker, step, tuple(parts)), None
+            ),
+            want=partial(self._post, CheckpointRequested()),
+            tell=self._say,
+            on_commit=lambda step: self._post(CheckpointCommitted(step)),
+            stand_down=self._stand_down,
+            fail=self._fail,
+            check=self._check or (lambda: None),
+            token=state_store.state.lease_token,
+        )

@@ -1,0 +1,99 @@
+"""How far a run has come, whether its weights are exact, and how it ended; with its stored result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from elastic_dp.cluster.runs.controller_state import ControllerState
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, RunOutcome, write_result
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import FailRun, FinishRun, StandDown
+from elastic_dp.train.kind import why_inexact
+from elastic_dp.train.run import TIME_IS_UP
+
+
+class RunReport:
+    """`outcome`: of a controller before this one, where that had ended the run already."""
+
+    def __init__(self, spec: JobSpec, url: str | None, outcome: RunOutcome | None) -> None:
+        self._spec, self._url = spec, url
+        self.outcome = outcome or RunOutcome()
+        self._inexact: dict[str, None] = {}  # in the order in which the reasons came
+        self._heard_step = 0  # the largest that a heartbeat told
+
+    @property
+    def step(self) -> int:
+        return max(self._heard_step, self.outcome.step)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.outcome.reason)
+
+    def inexact_because(self, kinds: Sequence[str]) -> tuple[str, ...]:
+        """`kinds`: of the machines that made steps."""
+        return why_inexact(tuple(self._inexact), kinds)
+
+    def heard(self, step: int) -> None:
+        self._heard_step = max(self._heard_step, step)
+
+    def add_inexact(self, reasons: Iterable[str]) -> None:
+        self._inexact |= dict.fromkeys(reasons)
+
+    def skip(self, row_groups: Sequence[str]) -> None:
+        """Each worker that finishes sends all of them."""
+        self.outcome.skipped = tuple(row_groups)
+
+    def end(self, command: FinishRun | FailRun | StandDown, generations: int) -> RunOutcome:
+        outcome = self.outcome
+        match command:
+            case FinishRun(position=position, digest=digest, reason=reason, digests_differ=differ):
+                if differ:
+                    self.add_inexact(["workers finished with different weights"])
+                outcome.step, outcome.digest, outcome.reason = position.step, digest, reason
+                outcome.inexact_because = tuple(self._inexact)
+            case FailRun(error=error, traceback=text, worker=worker, facts=facts):
+                outcome.error, outcome.traceback = error, text
+                outcome.error_worker, outcome.error_facts = worker, facts
+                outcome.reason = "failed"
+            case StandDown(reason=reason):
+                outcome.error = outcome.reason = reason
+        outcome.generations = generations
+        return outcome
+
+    def fail_by_bug(self, error: str, traceback: str) -> None:
+        """Of this package: the run ends instead of hanging."""
+        self.outcome.error, self.outcome.traceback = error, traceback
+
+    def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
+        """Everything has ended. Where the run did not fail, its outcome has a result from now on."""
+        outcome = self.outcome
+        outcome.wall_s = time.time() - state.started_at
+        outcome.workers_lost = state.lost
+        outcome.generations = max(outcome.generations, generations)
+        if outcome.error is None:
+            outcome.result = self._result(metrics)
+
+    def write_result(self, state: ControllerState) -> None:
+        """By the controller and not by a driver: none may be attached. Raises what the store raises."""
+        if self.outcome.result is not None and self._url is not None:
+            stopped = state.stop is not None and state.stop.reason != TIME_IS_UP
+            write_result(self._url, self.outcome.result, RunLimits.of(self._spec, stopped))
+
+    def _result(self, metrics: Mapping[str, Any]) -> Result:
+        outcome = self.outcome
+        return Result(
+            name=self._spec.name,
+            path=self._url or "",
+            step=outcome.step,
+            reason=outcome.reason,
+            weights_sha256=outcome.digest,
+            exact=self._spec.exact and not outcome.inexact_because,
+            inexact_because=outcome.inexact_because,
+            skipped=outcome.skipped,
+            metrics=dict(metrics),
+            generations=outcome.generations,
+            workers_lost=outcome.workers_lost,
+            wall_s=outcome.wall_s,
+        )

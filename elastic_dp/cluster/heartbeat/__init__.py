@@ -1,0 +1,1 @@
+"""What shows that a worker lives: a sidecar process beside it, the memory that both share, and the controller's socket."""

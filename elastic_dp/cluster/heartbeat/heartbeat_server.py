@@ -1,0 +1,178 @@
+"""The controller's end of heartbeats: one socket, which hears the sidecars of all workers and answers them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from elastic_dp.cluster.heartbeat import heartbeat_sidecar
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
+from elastic_dp.coordinator.messages import (
+    Cause,
+    HeartbeatReceived,
+    StackTracesCaptured,
+    WorkerId,
+    WorkerLost,
+)
+from elastic_dp.threads import background
+
+STACKS_S = 2.0  # a sidecar that was asked for stacks has killed its worker by then
+# The system gives what it allows: a burst of foreign datagrams must not displace heartbeats.
+_RECEIVE_BUFFER_BYTES = 8 << 20
+_SAID_EVERY_S = 60.0  # between two reports of datagrams that are not genuine
+
+
+class HeartbeatServer:
+    """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout.
+
+    Only datagrams that are signed with the run's secret are parsed, each of them once. Others are counted, and reported by
+    `say` at most once a minute; nothing that arrives ends the thread.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        host: str,
+        heard: Callable[[HeartbeatReceived | WorkerLost | StackTracesCaptured], None],
+        last_words: Callable[[WorkerId, str], None] = lambda worker, words: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`host`: the address of this machine at which workers reach it."""
+        self._secret, self._heard, self._last_words, self._say = secret, heard, last_words, say
+        self._socket = socket.socket(heartbeat_sidecar.family_of(host), socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        self._socket.bind((host, 0))
+        self.address = ControllerAddress(
+            host, self._socket.getsockname()[1], secrets.token_bytes(16)
+        )
+        self._in = heartbeat_sidecar.Channel(secret, self.address.nonce, "")
+        self._peers: dict[WorkerId, _Peer] = {}
+        self.refused = 0  # datagrams that were not genuine, or not new
+        self._said_at = -math.inf
+        self._closed = False
+        self._thread = background("heartbeats", self._serve)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def renew(self, worker: WorkerId, beat: int) -> None:
+        """Answer one heartbeat: the lease runs from when that was sent (`beat`, in microseconds)."""
+        self._answer(worker, {"at": beat / 1e6})
+
+    def evict(self, worker: WorkerId, stuck: bool) -> None:
+        """Have the worker's sidecar kill it; of a stuck worker the sidecar sends the stacks first."""
+        self._answer(worker, {"die": True, "stuck": stuck})
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def take(self, datagram: bytes, source: Any) -> None:
+        """Pass on the message of a genuine, new datagram. Raises nothing, whatever the datagram holds."""
+        try:
+            message = self._opened(datagram, source)
+        except Exception:  # of a worker of another version
+            message = None
+        if message is None:
+            self._refuse(source)
+            return
+        try:
+            message()
+        except Exception:  # a bug of ours costs this message, and not all heartbeats from now on
+            traceback.print_exc()
+
+    def _opened(self, datagram: bytes, source: Any) -> Callable[[], None] | None:
+        opened = self._in.open(datagram)
+        if opened is None:
+            return None
+        counter, message = opened
+        worker = str(message["worker"])
+        peer = self._peers.get(worker)
+        if peer is None:
+            peer = self._peers[worker] = _Peer(
+                heartbeat_sidecar.Channel(self._secret, self.address.nonce, worker)
+            )
+        if not peer.replays.is_new(counter):
+            return None
+        peer.source = source
+        if "words" in message:
+            return functools.partial(self._last_words, worker, str(message["words"]))
+        return functools.partial(self._heard, _event_of(worker, message))
+
+    def _refuse(self, source: Any) -> None:
+        self.refused += 1
+        now = time.monotonic()
+        if now >= self._said_at + _SAID_EVERY_S:
+            self._said_at = now
+            self._say(
+                f"Datagrams that no worker of this run has sent, or that repeat an earlier one, reach the heartbeat port "
+                f"{self.address.host}:{self.address.port}: {self.refused} so far, the last one from {source[0]}. "
+                "They are ignored"
+            )
+
+    def _answer(self, worker: WorkerId, message: dict[str, object]) -> None:
+        peer = self._peers.get(worker)
+        if peer is not None:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(peer.out.sign(0, message), peer.source)
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                datagram, source = self._socket.recvfrom(heartbeat_sidecar.MAX_DATAGRAM_BYTES)
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return  # closed
+                continue
+            if not self._closed:
+                self.take(datagram, source)
+
+
+class _Peer:
+    """The sidecar of one worker: its newest address, and which of its datagrams were taken."""
+
+    __slots__ = ("out", "replays", "source")
+
+    def __init__(self, out: heartbeat_sidecar.Channel) -> None:
+        self.out, self.replays = out, heartbeat_sidecar.Replays()
+        self.source: Any = None  # set by each genuine datagram
+
+
+def _event_of(
+    worker: WorkerId, message: dict[str, Any]
+) -> HeartbeatReceived | WorkerLost | StackTracesCaptured:
+    if message.get("exits"):
+        return _lost(worker, message)
+    if "stacks" in message:
+        return StackTracesCaptured(worker, str(message["stacks"]))
+    return HeartbeatReceived(
+        worker,
+        int(message["generation"]),
+        int(message["step"]),
+        str(message["phase"]),
+        int(float(message["at"]) * 1e6),
+        float(message["cpu_s"]),
+        float(message["virtual_s"]),
+    )
+
+
+def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
+    """The death of a worker, as its sidecar reports it."""
+    phase, _, number = str(message["phase"]).partition(" ")
+    at = None
+    if phase in ("data", "compute") and number:
+        at = int(message["step"]) + 1, int(number)
+    where = "" if at is None else f" in virtual worker {at[1]} of step {at[0]}"
+    if message["out_of_memory"]:
+        reason = f"the kernel killed a process because memory ran out, and it exits{where}"
+        return WorkerLost(worker, reason, Cause.OUT_OF_MEMORY, at)
+    return WorkerLost(worker, f"its process exits{where}", micro_batch=at)

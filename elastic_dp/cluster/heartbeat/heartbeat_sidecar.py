@@ -1,0 +1,306 @@
+"""The heartbeat sidecar of a worker: a small process beside it that needs nothing of the worker's Python.
+
+Run as a script with only the standard library, so it starts in milliseconds. It reads where the worker stands
+from shared memory, sends that as a datagram, and writes down when the controller answered, which is the worker's
+lease. It stays silent while the worker is stopped (SIGSTOP) and ends with it. A worker whose identity is no longer
+known is killed from here, also when it is frozen or holds the GIL; of one that is stuck it first sends what its threads
+are doing, which `faulthandler` writes down on SIGUSR2 without the GIL.
+
+It also reports the worker's death. A killed process first gives back its memory, which takes tens of
+milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux sends PR_SET_PDEATHSIG at the
+beginning of that, and once all threads are exiting none of them will run any code of its own again.
+
+Its report has what no other process knows: which micro-batch the worker ran, whether the kernel has killed
+because memory ran out since, and the last words that it printed (if its output is a file, which this process shares).
+
+Layout of the shared memory page: generation and step as int64, the phase as 16 bytes ("data 7", "compute 7" while virtual
+worker 7 is run), the seconds per virtual worker as float64, the sending time of the last answered heartbeat as float64
+(CLOCK_MONOTONIC, which all processes of a host share), and the controller's address as "host port nonce" in 128 bytes: it
+is read for each heartbeat, since a controller that took over has another one.
+
+Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`, the MAC by keyed BLAKE2b. The
+key of each direction is derived from the run's secret, which never travels, and the nonce of the controller's socket, which
+workers are told together with its address. So a datagram that was recorded under an earlier controller is refused, and one
+that was recorded under this one is refused by its counter.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import json
+import math
+import mmap
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+
+PAGE = struct.Struct("<qq16sdd128s")
+WHERE = struct.Struct("<qq16s")
+SPEED = struct.Struct("<d")  # behind it
+_RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
+_ADDRESS, _ADDRESS_OFFSET = struct.Struct("<128s"), _RENEWED_AT_OFFSET + _RENEWED_AT.size
+
+
+def read_renewed_at(page: mmap.mmap) -> float:
+    return float(_RENEWED_AT.unpack_from(page, _RENEWED_AT_OFFSET)[0])
+
+
+def write_renewed_at(page: mmap.mmap, at: float) -> None:
+    _RENEWED_AT.pack_into(page, _RENEWED_AT_OFFSET, at)
+
+
+def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
+    """Host, port, and the nonce of the socket there. Raises ValueError while it is being written."""
+    host, port, nonce = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").split(b" ")
+    return host.decode(), int(port), bytes.fromhex(nonce.decode())
+
+
+def write_address(page: mmap.mmap, host: str, port: int, nonce: bytes) -> None:
+    _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host} {port} {nonce.hex()}".encode())
+
+
+_MAC_BYTES = 16
+_COUNTER = struct.Struct(">Q")
+_WINDOW = 64  # datagrams may overtake each other by so many
+MAX_DATAGRAM_BYTES = 65507  # UDP has no longer ones
+
+
+class Channel:
+    """One direction between the controller and one worker, or all of them: signs what is sent, and tells what is genuine."""
+
+    def __init__(self, secret: bytes, nonce: bytes, receiver: str) -> None:
+        """`receiver`: a worker, or "" for the controller; each has a key of its own."""
+        purpose = b"elastic_dp heartbeats to " + receiver.encode() + b"\0" + nonce
+        self._key = hashlib.blake2b(purpose, key=secret, digest_size=32).digest()
+
+    def sign(self, counter: int, message: dict[str, object]) -> bytes:
+        payload = _COUNTER.pack(counter) + json.dumps(message, ensure_ascii=False).encode(
+            errors="replace"
+        )
+        return self._mac(payload) + payload
+
+    def open(self, datagram: bytes) -> tuple[int, dict[str, object]] | None:
+        """The counter and the message; None if it was not signed with this key. Nothing is parsed before that is known."""
+        payload = datagram[_MAC_BYTES:]
+        if len(payload) < _COUNTER.size or not hmac.compare_digest(
+            self._mac(payload), datagram[:_MAC_BYTES]
+        ):
+            return None
+        message = json.loads(payload[_COUNTER.size :])
+        return _COUNTER.unpack_from(payload)[0], message
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hashlib.blake2b(payload, key=self._key, digest_size=_MAC_BYTES).digest()
+
+
+class Replays:
+    """Takes each counter of one sender once; those that are overtaken by a few are taken, too (RFC 4303, 3.4.3)."""
+
+    def __init__(self) -> None:
+        self._newest, self._seen = 0, 0  # bit i of `_seen`: newest - i was taken
+
+    def is_new(self, counter: int) -> bool:
+        ahead = counter - self._newest
+        if ahead > 0:
+            self._newest = counter
+            self._seen = (self._seen << min(ahead, _WINDOW) | 1) & (1 << _WINDOW) - 1
+            return True
+        if -ahead >= _WINDOW or self._seen >> -ahead & 1:
+            return False
+        self._seen |= 1 << -ahead
+        return True
+
+
+class _ControllerConnection:
+    """The socket to the controller, at its present address; it receives from nowhere else."""
+
+    def __init__(self, page: mmap.mmap, worker: str, secret: bytes) -> None:
+        self._page, self._worker, self._secret = page, worker, secret
+        self._address: tuple[str, int, bytes] | None = None
+        self._sent = 0
+        self.socket: socket.socket | None = None
+
+    def send(self, message: dict[str, object]) -> None:
+        """Errors are ignored: a datagram may be lost anyhow."""
+        with contextlib.suppress(OSError, ValueError):  # an address that is being changed
+            address = read_address(self._page)
+            if address != self._address:
+                self._connect(address)
+            assert self.socket is not None
+            self._sent += 1
+            self.socket.send(self._out.sign(self._sent, {"worker": self._worker} | message))
+
+    def receive(self) -> dict[str, object] | None:
+        """What the controller says; None for what is not from it."""
+        assert self.socket is not None
+        try:
+            opened = self._in.open(self.socket.recv(MAX_DATAGRAM_BYTES))
+        except (OSError, ValueError):
+            return None
+        return opened[1] if opened is not None and isinstance(opened[1], dict) else None
+
+    def _connect(self, address: tuple[str, int, bytes]) -> None:
+        host, port, nonce = address
+        if self.socket is not None:
+            self.socket.close()
+            self.socket, self._address = None, None
+        made = socket.socket(family_of(host), socket.SOCK_DGRAM)
+        made.setblocking(False)
+        made.connect((host, port))
+        self._out = Channel(self._secret, nonce, "")
+        self._in = Channel(self._secret, nonce, self._worker)
+        self.socket, self._address = made, address
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+_PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
+_STATE, _FLAGS, _UTIME, _STIME = 0, 6, 11, 12  # fields of /proc/…/stat after the command's name
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# In one datagram; the oldest threads, the training thread among them, come last.
+_MAX_STACKS_BYTES = 16384
+_STACKS_S = 1.5  # for all of them
+_STILL_S = 0.2  # after this time without a further byte nothing is missing
+
+
+def _look_at(pid: int) -> tuple[bool, float]:
+    """(stopped or dead, processor time used) as Linux says it; elsewhere a worker always counts as running."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            words = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False, 0.0
+    return words[_STATE] in "TtZX", (int(words[_UTIME]) + int(words[_STIME])) / _TICKS_PER_S
+
+
+def _take_stacks(pid: int, file: int) -> str:
+    """What all threads are doing, as far as it is written in time."""
+    os.kill(pid, signal.SIGUSR2)
+    size, grew_at = 0, math.inf
+    until = time.monotonic() + _STACKS_S
+    while time.monotonic() < min(until, grew_at + _STILL_S):
+        time.sleep(0.02)
+        before, size = size, os.fstat(file).st_size
+        if size > before:
+            grew_at = time.monotonic()
+    start = max(0, size - _MAX_STACKS_BYTES)
+    return os.pread(file, _MAX_STACKS_BYTES, start).decode(errors="replace")
+
+
+def _tell_when_parent_exits() -> int:
+    """A file descriptor that becomes readable when our parent's thread that started us exits; Linux only."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(write)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1))
+    return read
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether no thread of the process will run its own code again."""
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/stat", encoding="utf-8", errors="replace") as file:
+                words = file.read().rpartition(")")[2].split()
+            if not int(words[_FLAGS]) & _PF_EXITING and words[_STATE] not in "ZX":
+                return False
+    except OSError:  # a task, or all of it, vanished while we looked
+        return not os.path.exists(f"/proc/{pid}")
+    return True
+
+
+def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -> int:
+    """How many processes of our control group (version 2 or 1) the kernel has killed for lack of memory; Linux only."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(groups, encoding="utf-8") as file:
+            lines = [line.strip().split(":", 2) for line in file]
+        for _, controllers, group in sorted(lines, key=lambda line: line[1] != "memory"):
+            events = {"": f"{root}{group}/memory.events", "memory": f"{root}/memory{group}/memory.oom_control"}  # fmt: skip
+            with contextlib.suppress(OSError), open(events.get(controllers, ""), encoding="utf-8") as file:  # fmt: skip
+                counts = dict(line.split() for line in file)
+                return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def last_words(limit: int = 3000) -> str:
+    """The end of what was printed to the files that standard output and standard error are; empty if they are none."""
+    seen, words = set(), []
+    for fd in (1, 2):
+        with contextlib.suppress(OSError), open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_ino not in seen:
+                seen.add(status.st_ino)
+                file.seek(max(0, status.st_size - limit))
+                words.append(file.read(limit).decode(errors="replace"))
+    return "\n".join(words)
+
+
+def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_pid: str) -> None:
+    """The files are the worker's own, by their descriptors; the run's secret comes on standard input."""
+    parent = int(parent_pid)  # not getppid(): the worker may be gone already
+    interval = float(interval_s)
+    page = mmap.mmap(int(page_file), PAGE.size)
+    stacks = int(stacks_file)
+    controller = _ControllerConnection(page, worker, sys.stdin.buffer.read())
+
+    def report_death() -> None:
+        _, step, phase = WHERE.unpack_from(page, 0)
+        gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
+        controller.send(gone | {"out_of_memory": oom_kills() > killed_before})
+        controller.send({"words": last_words()})
+
+    killed_before = oom_kills()
+    due = time.monotonic()
+    exits = _tell_when_parent_exits()
+    while os.getppid() == parent:
+        now = time.monotonic()
+        if now >= due:
+            due = now + interval
+            is_stopped, cpu_s = _look_at(parent)
+            if not is_stopped:
+                generation, step, phase = WHERE.unpack_from(page, 0)
+                beat = {
+                    "generation": generation,
+                    "step": step,
+                    "phase": phase.rstrip(b"\0").decode().partition(" ")[0],
+                    "at": now,
+                    "cpu_s": cpu_s,
+                    "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
+                }
+                controller.send(beat)
+        inputs: list[socket.socket | int] = [exits]
+        if controller.socket is not None:
+            inputs.append(controller.socket)
+        ready = select.select(inputs, [], [], max(0.0, due - time.monotonic()))[0]
+        if exits in ready:
+            os.read(exits, 64)
+            for _ in range(20):  # all threads follow the first within a few milliseconds
+                if _is_exiting(parent):
+                    return report_death()
+                time.sleep(0.001)
+        answer = controller.receive() if controller.socket in ready else None
+        if answer is None:
+            continue
+        if answer.get("die"):
+            if answer.get("stuck"):
+                controller.send({"stacks": _take_stacks(parent, stacks)})
+            os.kill(parent, signal.SIGKILL)
+        elif isinstance(at := answer.get("at"), float):
+            write_renewed_at(page, max(at, read_renewed_at(page)))
+    report_death()  # on a busy machine it took longer than we looked
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""The memory that a worker shares with its heartbeat sidecar, and the start of that process.
+
+The worker writes its step and phase there, and where its controller is; the sidecar sends them, and writes back when the
+controller last answered. `heartbeat_sidecar` has the layout, since it runs without this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+from elastic_dp.cluster.heartbeat import heartbeat_sidecar
+from elastic_dp.coordinator.messages import WorkerId
+
+
+class ControllerAddress(NamedTuple):
+    """Of a controller's socket. `nonce`: never used before; without it a datagram to that socket is not genuine."""
+
+    host: str
+    port: int
+    nonce: bytes
+
+
+class SharedMemoryPage:
+    """Where a worker writes its step and phase for its sidecar. Implements `train.session.Status`."""
+
+    def __init__(self) -> None:
+        self._file, self._stacks = _nameless(), _nameless()
+        os.ftruncate(self._file, heartbeat_sidecar.PAGE.size)
+        self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE.size)
+        self.write(0, 0, "start")
+        heartbeat_sidecar.write_renewed_at(self._page, time.monotonic())
+
+    def write(self, generation: int, step: int, phase: str) -> None:
+        heartbeat_sidecar.WHERE.pack_into(self._page, 0, generation, step, phase.encode())
+
+    def write_speed(self, virtual_s: float) -> None:
+        heartbeat_sidecar.SPEED.pack_into(self._page, heartbeat_sidecar.WHERE.size, virtual_s)
+
+    def renewed_at(self) -> float:
+        return heartbeat_sidecar.read_renewed_at(self._page)
+
+    def point_at(self, address: ControllerAddress) -> None:
+        """Send heartbeats to this address from now on."""
+        heartbeat_sidecar.write_address(self._page, *address)
+
+    def start_sidecar(
+        self, worker: WorkerId, secret: bytes, interval_s: float
+    ) -> subprocess.Popen[bytes]:
+        """Start the sidecar. Call `point_at` before. The sidecar ends by itself when this process does."""
+        faulthandler.register(signal.SIGUSR2, file=self._stacks)
+        files = (self._file, self._stacks)
+        started = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", heartbeat_sidecar.__file__, *map(str, files)),
+                *(worker, str(interval_s), str(os.getpid())),
+            ],
+            stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
+            pass_fds=files,
+            process_group=0,  # Ray kills the group of a worker that died, and its last words are still to be said
+        )
+        assert started.stdin is not None
+        with contextlib.suppress(BrokenPipeError), started.stdin:
+            started.stdin.write(secret)
+        return started
+
+
+def _nameless() -> int:
+    """The descriptor of a file without a name, which the sidecar inherits.
+
+    A worker that is killed before its sidecar has started leaves nothing behind. The file is in memory where the system
+    can do that: a write to a mapped page ends the process when the disk is full.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("elastic_dp")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

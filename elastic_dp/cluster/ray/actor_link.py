@@ -1,0 +1,65 @@
+"""The link from a worker to its controller, by actor calls that are not waited for.
+
+While the controller restarts, posted messages are lost; the coordinator asks again for what it needs. It does not ask for
+metrics, so they are buffered here. Each controller has a term, logged metrics carry the term that this worker knows, and a
+controller ignores those of another term. A new controller says how far its record goes, and is sent the rest first, in order.
+So no metric is recorded twice, and none is lost as long as one worker that logged it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from elastic_dp.coordinator.messages import Event, WorkerId
+from elastic_dp.train.link import Written
+
+_REMEMBERED = 10_000  # calls of ctx.log
+
+
+class ActorLink:
+    """Implements `train.link.Link`."""
+
+    def __init__(self, controller: Any, term: int) -> None:
+        self._controller, self._term = controller, term
+        self._lock = threading.Lock()
+        self._logged: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
+        self._written: tuple[WorkerId, Written] | None = None
+
+    def post(self, event: Event) -> None:
+        self._call("post", event)
+
+    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._logged.append((step, call, dict(metrics)))
+            self._call("log", self._term, *self._logged[-1])
+
+    def say(self, text: str) -> None:
+        self._call("say", text)
+
+    def wrote(self, worker: WorkerId, written: Written) -> None:
+        with self._lock:
+            self._written = worker, written
+            self._call("wrote", worker, written)
+
+    def skipped(self, row_groups: Sequence[str]) -> None:
+        self._call("skip", tuple(row_groups))
+
+    def serve(self, term: int, logged_to: tuple[int, int]) -> None:
+        """A controller has taken over. Its record ends with that step and call; the link sends it what it lacks."""
+        with self._lock:
+            self._term = term
+            for step, call, metrics in self._logged:
+                if (step, call) > logged_to:
+                    self._call("log", term, step, call, metrics)
+            if self._written is not None:  # of the newest checkpoint, which may not be committed
+                self._call("wrote", *self._written)
+
+    def _call(self, method: str, *content: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            getattr(self._controller, method).remote(*content)

@@ -1,0 +1,93 @@
+"""The connection to a Ray cluster: the one that is named, or the newest on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import ray
+from ray._private import services
+from ray._raylet import Config  # type: ignore[attr-defined]
+
+from elastic_dp.cluster.console import warn_at_call
+from elastic_dp.cluster.run_handle import ray_ends_with_us
+from elastic_dp.cluster.runs.gcs_state import mark_owner
+from elastic_dp.errors import ClusterError
+
+
+def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> None:
+    """To `address`, or else to RAY_ADDRESS or the cluster on this machine; to none where a connection is there.
+
+    `tell`: is told which cluster was taken, where several run on this machine.
+    """
+    if ray.is_initialized():
+        return
+    address = address or newest_on_this_machine(tell)
+    send_token()
+    try:
+        ray.init(address=address or "auto", log_to_driver=False)
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
+        raise ClusterError(
+            f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address as HOST:6379, or set "
+            "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its token in RAY_AUTH_TOKEN or "
+            "~/.ray/auth_token. A run that has ended is found without a cluster: elastic-dp status RUN --storage-path "
+            f"URL. Ray says: {error}"
+        ) from error
+
+
+def connect_or_start() -> None:
+    """To the cluster of RAY_ADDRESS; without one, to a Ray that this process starts and that ends with it."""
+    if not ray.is_initialized():
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(log_to_driver=False)
+        else:
+            ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    if ray_ends_with_us():
+        mark_owner()
+
+
+def send_token() -> None:
+    """Have Ray send this user's saved token, unless RAY_AUTH_MODE says otherwise.
+
+    A Ray that a script starts requires the token by default, and a client sends it only if it is configured to. Clusters
+    without authentication ignore it.
+    """
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+    if "RAY_AUTH_MODE" not in os.environ and (
+        "RAY_AUTH_TOKEN" in os.environ or os.path.exists(path)
+    ):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # reads it again
+
+
+def newest_on_this_machine(tell: Callable[[str], None]) -> str | None:
+    """The address of the newest cluster that has a node here; None: as Ray finds it, by RAY_ADDRESS first.
+
+    Of several, Ray itself takes the one of the last `ray start`, also where that is gone, or else any.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    found = _newest_first()
+    if len(found) > 1:
+        tell(
+            f"{len(found)} Ray clusters run on this machine: this is the newest, at {found[0]}; choose another by "
+            f"--address or RAY_ADDRESS: {', '.join(found[1:])}"
+        )
+    return found[0] if found else None
+
+
+def _newest_first() -> list[str]:
+    """Addresses of the clusters of which a node runs here: those of this user, or, without one, all."""
+    started: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for process in services.psutil.process_iter(["cmdline", "create_time", "uids"]):
+        words = process.info["cmdline"] or [""]
+        if os.path.basename(words[0]) != "raylet":
+            continue
+        mine = process.info["uids"] is not None and process.info["uids"].real == os.getuid()
+        for word in words:
+            if word.startswith("--gcs-address="):
+                times = started[mine]
+                address, at = word.partition("=")[2], process.info["create_time"]
+                times[address] = min(at, times.get(address, at))
+    found = started[True] or started[False]
+    return sorted(found, key=lambda address: -found[address])

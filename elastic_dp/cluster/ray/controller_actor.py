@@ -1,0 +1,226 @@
+"""The actor that leads one run. Ray restarts it; it then finds its workers by their names and leads on from the state in the GCS."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import ray
+import ray._private.state
+
+from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
+from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
+from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
+from elastic_dp.cluster.runs.gcs_state import GcsStateStore, forget, load_job
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.cluster.worker import WorkerJob
+from elastic_dp.config import DataConfig, JobSpec
+from elastic_dp.coordinator.messages import (
+    CheckpointRequested,
+    DrainNoticed,
+    Event,
+    Explain,
+    SizeRequested,
+    StopRequested,
+    WorkerId,
+)
+from elastic_dp.telemetry.journal import Journal, JournalPosition
+from elastic_dp.threads import background
+from elastic_dp.train.link import Written
+
+_KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
+_PRINTED_S = 5.0  # how long workers may take to say what they printed
+
+
+# One thread for events: messages of a worker are taken in the order in which it sent them.
+@ray.remote(  # type: ignore[call-overload]
+    num_cpus=0, max_restarts=-1, concurrency_groups={"events": 1, "follow": 16}
+)
+class ControllerActor:
+    """Leads one run until it has ended. It ends some minutes later, or when a driver has taken the result.
+
+    The actor is named after the run, so two drivers cannot lead one run. Its only argument is the run, since Ray passes the
+    same arguments to its replacement; everything else is in the GCS.
+    """
+
+    def __init__(self, run: str) -> None:
+        job = load_job(run)
+        self._run, self._url = run, job.url
+        self._spec: JobSpec = cloudpickle.loads(job.pickled)[0]
+        self._state_store = state_store = GcsStateStore(run)
+        host = ray.util.get_node_ip_address()
+        since = state_store.state.started_at if state_store.inherited else None
+        self._journal = Journal(job.url, since=since)
+        compare = partial(job.record.check_or_write, job.url, None)
+        check = None if state_store.inherited else compare  # once, when the run begins
+        self._controller = Controller(
+            self._spec, run, host, job.secret, self._journal, state_store, job.url, check
+        )
+        worker_job = WorkerJob(
+            pickled=job.pickled,
+            index=job.index,
+            run=run,
+            url=job.url,
+            controller=self._controller.heartbeats.address,
+            secret=job.secret,
+            lease_token=state_store.state.lease_token,
+            faults=job.faults,
+        )
+        self._handle = ray.get_runtime_context().current_actor
+        self._worker_group = RayWorkerGroup(worker_job, self._spec, self._controller, self._handle)
+        self._drain_watcher = DrainWatcher(
+            ray._private.state.state.get_draining_nodes,
+            self._worker_group.nodes,
+            self._controller.post,
+        )
+        self._capacity_monitor = CapacityMonitor(
+            self._spec.scaling,
+            self._worker_group,
+            lambda: self._controller.status()["workers"],
+            lambda text: self._journal.command(Explain(text)),
+        )
+        self._controller.open(self._worker_group)
+        # What torch, ray and the job's imports made is here to stay. Where each full collection walks through it, it
+        # takes 0.1 s longer; so it walks through what came later, which grows with the workers alone.
+        gc.collect()
+        gc.freeze()
+        background("controller", self._lead, self._controller.broke).start()
+        self._capacity_monitor.start(self._controller.ended)
+        self._drain_watcher.start()
+
+    @ray.method(concurrency_group="events")
+    def metadata(self) -> tuple[JobSpec, str, bool]:
+        """The spec without the user's own objects, whose code a driver may not have; the folder; whether the run has ended."""
+        data = self._spec.data
+        bare = DataConfig("-", micro_batch_size=data.micro_batch_size, seed=data.seed)
+        if data.epochs is not None:
+            bare = dataclasses.replace(bare, epochs=data.epochs)
+        spec = dataclasses.replace(self._spec, config={}, data=bare)
+        return spec, self._url, self._controller.ended.is_set()
+
+    @ray.method(concurrency_group="events")
+    def post(self, event: Event) -> None:
+        self._controller.post(event)
+
+    @ray.method(concurrency_group="events")
+    def log(self, term: int, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+        if term == self._state_store.state.term:  # else it is sent again, in order
+            self._controller.log(step, call, metrics)
+
+    @ray.method(concurrency_group="events")
+    def say(self, text: str) -> None:
+        self._controller.say(text)
+
+    @ray.method(concurrency_group="events")
+    def wrote(self, worker: WorkerId, written: Written) -> None:
+        self._controller.wrote(worker, written)
+
+    @ray.method(concurrency_group="events")
+    def checkpoint(self) -> None:
+        self._request(CheckpointRequested())
+
+    @ray.method(concurrency_group="events")
+    def skip(self, row_groups: Sequence[str]) -> None:
+        self._controller.skip(row_groups)
+
+    @ray.method(concurrency_group="events")
+    def status(self) -> dict[str, Any]:
+        own = {
+            "waits_for": self._capacity_monitor.waits_for,
+            "avoided_nodes": self._worker_group.node_selection.avoided,
+        }
+        return self._controller.status() | own | {"labels": dict(self._spec.labels)}
+
+    @ray.method(concurrency_group="events")
+    def scale(self, size: int, min_workers: int | None = None) -> None:
+        self._request(SizeRequested(size, min_workers))
+
+    @ray.method(concurrency_group="events")
+    def stop(self, reason: str) -> None:
+        self._request(StopRequested(reason))
+
+    @ray.method(concurrency_group="events")
+    def drain(self, worker: WorkerId, within_s: float | None) -> list[WorkerId]:
+        """Returns the workers that can be drained."""
+        deadline = None if within_s is None else time.monotonic() + within_s
+        present = self._controller.status()["workers"]
+        workers = [
+            *(present | self._state_store.state.here)
+        ]  # a controller that takes over has not heard of them yet
+        if worker in workers:
+            self._request(DrainNoticed(worker, deadline))
+        return workers
+
+    @ray.method(concurrency_group="follow")
+    def follow(
+        self, position: JournalPosition | None, timeout_s: float
+    ) -> tuple[JournalPosition, list[dict[str, Any]]]:
+        return self._journal.since(position, timeout_s)
+
+    @ray.method(concurrency_group="follow")
+    def wait(self, timeout_s: float | None) -> RunOutcome | None:
+        """How the run ended, or None while it goes on."""
+        return self._controller.outcome if self._controller.ended.wait(timeout_s) else None
+
+    @ray.method(concurrency_group="follow")
+    def forget(self) -> None:
+        """A driver has taken the result, and ends this actor next."""
+        forget(self._run)
+
+    @ray.method(concurrency_group="follow")
+    def pids(self) -> dict[WorkerId, int]:
+        """The process of each worker that is up."""
+        found = {}
+        for worker, actor in self._worker_group.actors().items():
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[worker] = ray.get(actor.pid.remote(), timeout=1.0)
+        return found
+
+    @ray.method(concurrency_group="follow")
+    def printed(
+        self, after: Mapping[WorkerId, Mapping[str, int]]
+    ) -> dict[WorkerId, dict[str, tuple[int, str]]]:
+        """What each worker that is up has printed since these offsets."""
+        actors = self._worker_group.actors()
+        asked = {worker: a.printed.remote(after.get(worker, {})) for worker, a in actors.items()}
+        ray.wait([*asked.values()], num_returns=len(asked), timeout=_PRINTED_S)
+        found = {}
+        for worker, answer in asked.items():
+            with contextlib.suppress(ray.exceptions.RayError):
+                found[worker] = ray.get(answer, timeout=0)
+        return found
+
+    def _request(self, event: Event) -> None:
+        """Take an operator's request; it is stored before it is acknowledged."""
+        self._state_store.record(event)
+        self._state_store.save()
+        self._controller.post(event)
+
+    def _lead(self) -> None:
+        self._controller.lead(self._found())
+        if self._controller.superseded:
+            os._exit(1)  # the run's workers, lease, record and name are another's
+        self._drain_watcher.close()
+        time.sleep(_KEPT_S)
+        forget(self._run)
+        ray.kill(self._handle)
+
+    def _found(self) -> Sequence[WorkerId]:
+        if not self._state_store.inherited:
+            return ()
+        try:
+            return self._worker_group.adopt(self._controller.metrics.logged_to)
+        except (
+            Exception
+        ):  # the GCS may be away; a controller that answers and leads no worker is worse than none
+            traceback.print_exc()
+            os._exit(1)  # Ray starts it again

@@ -1,0 +1,61 @@
+"""Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice for each worker there.
+
+Ray knows in advance: a SIGTERM to `ray start --block` (a pod that is deleted, a machine that is
+taken back), the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
+
+- A notice is posted once for each worker and deadline, also for a worker that starts on a node that drains already.
+- A poll that fails (the head is away) is followed by another one soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from elastic_dp.coordinator.messages import DrainNoticed, WorkerId
+from elastic_dp.threads import background
+
+_EVERY_S = 0.5
+
+
+class DrainWatcher:
+    """`draining()`: node -> deadline in milliseconds of the wall clock, 0: none is known. `nodes()`: where workers are.
+
+    `nodes` is asked only while a node drains.
+    """
+
+    def __init__(
+        self,
+        draining: Callable[[], Mapping[str, int]],
+        nodes: Callable[[], Mapping[WorkerId, str]],
+        post: Callable[[DrainNoticed], None],
+    ) -> None:
+        self._draining, self._nodes, self._post = draining, nodes, post
+        self._told: dict[WorkerId, int] = {}
+        self._closed = threading.Event()
+        self._thread = background("notices", self._watch)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def poll(self, now: float, wall: float) -> None:
+        """`now`: of the clock of the controller's deadlines (monotonic); `wall`: of the wall clock."""
+        draining = self._draining()
+        nodes = self._nodes() if draining else {}
+        self._told = {worker: told for worker, told in self._told.items() if worker in nodes}
+        for worker, node in nodes.items():
+            deadline_ms = draining.get(node)
+            if deadline_ms is not None and self._told.get(worker) != deadline_ms:
+                self._told[worker] = deadline_ms
+                left_s = deadline_ms / 1000 - wall
+                self._post(DrainNoticed(worker, now + left_s if deadline_ms else None))
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_EVERY_S):
+            with contextlib.suppress(Exception):  # whatever Ray raises for a head that is away
+                self.poll(time.monotonic(), time.time())

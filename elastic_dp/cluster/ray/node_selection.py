@@ -1,0 +1,87 @@
+"""Selects nodes for the next worker: all but those where workers failed repeatedly (node_avoidance.py decides which).
+
+A label selector excludes a node, since Ray has no other way to say "anywhere but there". The worker then waits, as demand
+that the autoscaler sees, until another node has room. A selector is fixed when the actor is created, so a worker that waits
+because of a node that is no longer avoided is replaced. Ray still knows the node of an actor that has died.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import ray
+from ray._private.state import actors
+
+from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
+from elastic_dp.cluster.ray.node_labels import Labels
+from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.wording import counted
+
+
+class NodeSelection:
+    """Any thread may call it. `needs`: resources of one worker."""
+
+    def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
+        self._needs, self._say = needs, say
+        self._avoidance, self._lock = NodeAvoidance(), threading.Lock()
+        self._excluded: dict[
+            WorkerId, tuple[list[Labels], list[str]]
+        ] = {}  # its preferences, the excluded nodes
+        self.avoided: dict[str, int] = {}  # the node's failures, as of the last look
+
+    def without_avoided(self, worker: WorkerId, asked: list[Labels]) -> list[Labels]:
+        """The new worker's preferences, each without the nodes that are avoided."""
+        avoided = self._avoided_nodes(asked)
+        if not avoided:
+            return asked
+        self._excluded[worker] = asked, avoided
+        elsewhere = {"ray.io/node-id": f"!in({','.join(avoided)})"}
+        return [labels | elsewhere for labels in asked or [{}]]
+
+    def waiting_needlessly(
+        self, placed: Collection[WorkerId], there: Collection[WorkerId]
+    ) -> list[WorkerId]:
+        """Those of `there` that wait although a node that they exclude is no longer avoided."""
+        found = []
+        for worker, (asked, avoided) in list(self._excluded.items()):
+            free = worker in there and not {*avoided} <= {*self._avoided_nodes(asked)}
+            if free and worker not in placed:
+                found.append(worker)
+            if free or worker in placed or worker not in there:
+                del self._excluded[worker]
+        return found
+
+    def failed(self, actor_id: str) -> None:
+        """A worker was lost: it was not told to leave, and its node was not preempted."""
+        node = str((actors(actor_id) or {}).get("Address", {}).get("NodeID") or "")
+        if not node:
+            return  # it was never placed
+        with self._lock:
+            is_new = self._avoidance.failed(node, time.monotonic())
+        if is_new and node in self._avoided_nodes([]):
+            self._say(
+                f"node {node} is avoided for now: {counted(self.avoided[node], 'worker')} failed on it within 30 minutes"
+            )
+
+    def _avoided_nodes(self, asked: list[Labels]) -> list[str]:
+        candidates = {
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"]
+            and can_hold(self._needs, node)
+            and not node_labels.why_none_matches(asked, [node["Labels"]])
+        }
+        with self._lock:
+            now = time.monotonic()
+            avoided = self._avoidance.avoided(candidates, now)
+            self.avoided = {node: self._avoidance.failures(node, now) for node in avoided}
+        return avoided
+
+
+def can_hold(needs: Mapping[str, float], node: Mapping[str, Any]) -> bool:
+    """Whether the node could hold a worker if it were idle."""
+    return all(node["Resources"].get(name, 0) >= need for name, need in needs.items())

@@ -1,0 +1,183 @@
+"""The worker group of a run on Ray: each worker is a detached actor.
+
+Workers are never one placement group, which cannot be resized. Each is an actor of its own that waits, as demand that the
+autoscaler sees, until it can be placed. It is named run/identity in the namespace "elastic_dp", so that a controller that
+takes over finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import ray
+import ray._private.state
+
+from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray.node_selection import NodeSelection
+from elastic_dp.cluster.ray.worker_actor import WorkerActor
+from elastic_dp.cluster.runs.discovery import NAMESPACE
+from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.threads import background
+
+_LOW_ON_MEMORY = "low on memory"  # in what Ray says of those whom its memory monitor killed
+
+
+class RayWorkerGroup:
+    """Implements `WorkerGroup` with detached actors."""
+
+    def __init__(self, job: WorkerJob, spec: JobSpec, controller: Controller, handle: Any) -> None:
+        self._job, self._stored = job, ray.put(job)
+        self._spec, self._controller, self._handle = spec, controller, handle
+        self._term = controller.state_store.state.term
+        self._actors: dict[WorkerId, Any] = {}
+        self._told_to_go: set[WorkerId] = set()
+        self._withdrawn: set[WorkerId] = set()
+        self.node_selection = NodeSelection(spec.scaling.resources_per_worker, controller.say)
+        self._asked: dict[WorkerId, node_labels.Labels] = {}  # the market and zone of each
+        self._nodes: dict[WorkerId, str] = {}  # as far as they are known
+        self._lock = threading.Lock()
+
+    def start(self, worker: WorkerId) -> None:
+        resources = dict(self._spec.scaling.resources_per_worker)
+        asked = node_labels.preferences(self._spec.scaling, self._asked.values())
+        environment: dict[str, str] = {}
+        prepare_environment(environment, self._spec.scaling.num_threads)
+        actor = WorkerActor.options(  # type: ignore[attr-defined]
+            name=f"{self._job.run}/{worker}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            memory=resources.pop("memory", None),
+            resources=resources or None,
+            runtime_env={"env_vars": environment},
+            **node_labels.actor_options(self.node_selection.without_avoided(worker, asked)),
+        ).remote(worker, self._stored, self._handle, self._term)
+        self._asked[worker] = asked[0] if asked else {}
+        self._watch(worker, actor)
+
+    def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
+        """The workers of earlier controllers that are up. Those that still wait for a node are killed: they are not needed."""
+        for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
+            self._controller.state_store.record(ReleaseWorker(worker, "was still pending"))
+            ray.kill(actor, no_restart=True)
+        found = self._named("ALIVE")
+        labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+        for worker, actor, node in found:
+            self._asked[worker] = node_labels.selectable(labels.get(node, {}))
+            actor.serve.remote(self._term, self._job.controller, logged_to)
+            self._watch(worker, actor)
+        return [worker for worker, _, _ in found]
+
+    def _named(self, *states: str) -> list[tuple[WorkerId, Any, str]]:
+        """The workers of this run that the GCS has in one of these states, and the node of each."""
+        prefix, named = f"{self._job.run}/", []
+        for entry in chain(
+            *(ray._private.state.actors(actor_state_name=s).values() for s in states)
+        ):
+            if entry["Name"].startswith(prefix):
+                with contextlib.suppress(ValueError):  # it died since
+                    actor = ray.get_actor(entry["Name"], namespace=NAMESPACE)
+                    node = entry["Address"]["NodeID"]
+                    named.append((entry["Name"].removeprefix(prefix), actor, node))
+        return named
+
+    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
+        if isinstance(command, ReleaseWorker):
+            self._told_to_go.add(worker)
+        actor = self._actors.get(worker)
+        if actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                actor.deliver.remote(command, rendezvous)
+
+    def kill(self, worker: WorkerId) -> None:
+        actor = self._actors.get(worker)
+        if actor is not None:
+            _kill(actor)
+
+    def withdraw_waiting_needlessly(self) -> None:
+        """End workers that wait although a node that they exclude could be used now; the coordinator replaces them."""
+        for worker in self.node_selection.waiting_needlessly(self.nodes(), self.actors()):
+            self._controller.withdrawn(worker)
+            self._withdrawn.add(worker)
+            self.kill(worker)
+
+    def close(self) -> None:
+        for worker in list(self._actors):
+            self._told_to_go.add(worker)
+            self.kill(worker)
+
+    def actors(self) -> dict[WorkerId, Any]:
+        return dict(self._actors)
+
+    def _watch(self, worker: WorkerId, actor: Any) -> None:
+        with self._lock:
+            self._actors[worker] = actor
+        actor.run.remote().future().add_done_callback(lambda f: self._ended(worker, actor, f))
+
+    def nodes(self) -> dict[WorkerId, str]:
+        """The node of each worker that has one. It is asked for once, since the actor is never restarted elsewhere."""
+        actors = self.actors()
+        known = {worker: node for worker, node in self._nodes.items() if worker in actors}
+        for worker in actors.keys() - known.keys():
+            actor = ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
+            if actor and actor["State"] == "ALIVE":
+                known[worker] = actor["Address"]["NodeID"]
+        self._nodes = known
+        return known
+
+    def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
+        """Those for which Ray has no process yet: they wait for a node, or for their process to start there."""
+        actors = self.actors()
+        tables = {
+            worker: ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
+            for worker in workers
+            if worker in actors
+        }
+        return [worker for worker, table in tables.items() if not (table and table["Pid"])]
+
+    def _ended(self, worker: WorkerId, actor: Any, future: Any) -> None:
+        error = future.exception()
+        with self._lock:
+            self._actors.pop(worker, None)
+            self._asked.pop(worker, None)
+        if isinstance(error, ray.exceptions.RayTaskError):
+            # It raised, and holds its node's GPU until it is killed: not here, in Ray's own thread, where that never returns.
+            background("kill", partial(_kill, actor)).start()
+        reason, cause = _death(error)
+        if worker in self._withdrawn:
+            reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED
+        try:
+            if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
+                self.node_selection.failed(actor._actor_id.hex())  # before another is asked for
+        finally:  # the GCS may be away
+            self._controller.post(WorkerLost(worker, reason, cause))
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(actor, no_restart=True)
+
+
+def _death(error: BaseException | None) -> tuple[str, Cause]:
+    """Why an actor is no more, as Ray tells it."""
+    if error is None:
+        return "left", Cause.UNKNOWN
+    if isinstance(error, ray.exceptions.RayTaskError):  # its text begins with Ray's own frames
+        return f"{type(error.cause).__name__}: {error.cause}"[:600], Cause.UNKNOWN
+    text = str(error).strip()
+    reason = text.splitlines()[0][:300]
+    if getattr(error, "preempted", False):
+        return f"its node was preempted: {reason}", Cause.PREEMPTED
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or _LOW_ON_MEMORY in text:
+        return f"Ray killed it, since its node ran low on memory: {reason}", Cause.OUT_OF_MEMORY
+    return reason, Cause.UNKNOWN

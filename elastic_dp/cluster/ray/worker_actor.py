@@ -1,0 +1,74 @@
+"""The actor of one worker. It is detached, so it outlives its controller; Ray never restarts it, since an identity is used once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
+from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray.actor_link import ActorLink
+from elastic_dp.cluster.worker import Request, Worker, WorkerJob
+from elastic_dp.cluster.worker_logs import print_whatever_fits
+from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
+from elastic_dp.distributed.process_group import Rendezvous
+
+_PRINTED_BYTES = 1 << 20  # at most so much at a time, the newest
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
+class WorkerActor:
+    """One worker. `run` occupies the default concurrency group for the worker's life; `deliver` runs beside it."""
+
+    def __init__(self, identity: WorkerId, job: WorkerJob, controller: Any, term: int) -> None:
+        print_whatever_fits()
+        self._link = ActorLink(controller, term)
+        self._worker = Worker(identity, job, self._link, ray.util.get_node_ip_address())
+        self._placed = WorkerPlaced(identity, _home())
+        self._link.post(self._placed)
+
+    def run(self) -> None:
+        """Each controller calls this to learn of the worker's end; only the first call trains."""
+        self._worker.run()
+        ray.actor.exit_actor()
+
+    @ray.method(concurrency_group="control")
+    def serve(self, term: int, controller: ControllerAddress, logged_to: tuple[int, int]) -> None:
+        """A controller has taken over; heartbeats go to it from now on."""
+        self._worker.hear_from(controller)
+        self._link.serve(term, logged_to)
+
+    @ray.method(concurrency_group="control")
+    def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
+        if isinstance(command, ReportState):
+            self._link.post(self._placed)
+        self._worker.deliver(command, rendezvous)
+
+    @ray.method(concurrency_group="control")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+        """Whole lines that were printed after these offsets of standard output and error, and the offsets of their end."""
+        own = ray._private.worker.global_worker
+        paths = {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
+        return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}
+
+
+def _home() -> WorkerLocation:
+    context = ray.get_runtime_context()
+    return WorkerLocation(
+        context.get_node_id(), context.get_node_labels().get(node_labels.MARKET) == "spot"
+    )
+
+
+def _lines(path: str, after: int) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(after, end - _PRINTED_BYTES))
+        whole, _, _ = file.read(end - start).rpartition(b"\n")
+    return start + len(whole) + bool(whole), whole.decode(errors="replace")

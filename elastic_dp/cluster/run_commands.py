@@ -1,0 +1,392 @@
+"""`elastic-dp run`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
+
+What needs ray or torch is imported where it is used, since `elastic-dp` starts without them, and a run that has ended is
+read without them. With --json, standard
+output is JSON and nothing else; what the script of `run` prints goes to standard error then. `run` ends with the
+exit code of its script: 0 where it returned, 1 where it or the run failed, 2 where the job cannot be as it was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from elastic_dp.errors import ClusterError, ElasticError, SpecError
+from elastic_dp.storage import redact_url
+from elastic_dp.wording import counted
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.run_handle import Run
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="Of the Ray cluster, HOST:6379. Default: the one on this machine, of several the newest.",
+    ),
+]
+_RunAddress = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="Of the Ray cluster, HOST:6379. Default: a Ray of the run's own, which ends with it.",
+    ),
+]
+_Storage = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="The run's storage_path: finds it where it has ended, without a cluster.",
+    ),
+]
+_Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+_Job = Annotated[
+    Path,
+    typer.Argument(metavar="JOB.py", exists=True, dir_okay=False, help="A script that trains."),
+]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change the job: scaling.max_workers=8, max_steps=100, config.width=512.",
+    ),
+]
+_Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="For the script itself.")
+]
+
+
+def run(
+    job: _Job,
+    arguments: _Arguments = None,
+    set_: _Set = None,
+    address: _RunAddress = None,
+    as_json: _Json = False,
+) -> None:
+    """Run a job's script, with fields of the job set from here. Running it again attaches to the live run, goes on
+    from its newest checkpoint, or returns the result of one that is finished."""
+    raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
+
+
+def list_(
+    storage_path: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="List the runs there instead, without a cluster."),
+    ] = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """The runs of the cluster."""
+    if storage_path is not None:
+        from elastic_dp.cluster.runs.ended_run import runs_at
+
+        rows, where = runs_at(storage_path), f"at {redact_url(storage_path)}"
+    else:
+        from elastic_dp.cluster.runs.discovery import runs
+
+        _connect(address)
+        rows, where = runs(), "on this cluster"
+    if as_json:
+        print(json.dumps(rows, default=str))
+        return
+    table = Table("run", "phase", "step", "workers", "generation", "why", box=None)
+    for row in rows:
+        world = f"{row.get('world_size', '?')} of {row.get('size', '?')}"
+        numbers = str(row.get("step", "?")), world, str(row.get("generation", "?"))
+        table.add_row(row["name"], row["phase"], *numbers, row["reason"])
+    _out().print(table if rows else f"no runs {where}")
+
+
+def status(
+    name: _Name,
+    storage_path: _Storage = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """How a run stands, and why; or how it ended."""
+    said = _find(name, address, storage_path).status()
+    if as_json:
+        print(json.dumps({"name": name} | said, default=str))
+        return
+    out = _out()
+    out.print(f"{name}: {said['phase']}: {said['reason']}")
+    out.print(
+        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of {counted(said['size'], 'worker')}"
+    )
+    for because in said["inexact_because"]:
+        out.print(f"not exact: {because}")
+    if said["waits_for"]:
+        out.print(f"waits for a node: {said['waits_for']}")
+    for worker, stage in said["workers"].items():
+        out.print(f"  {worker}  {stage}")
+    for metric, value in said["metrics"].items():
+        out.print(f"  {metric} = {value}")
+
+
+def events(
+    name: _Name,
+    follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    storage_path: _Storage = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Every event, decision and metric, one a line; with --json one JSON object a line."""
+    for line in _find(name, address, storage_path).events(follow=follow):
+        print(json.dumps(line, default=str) if as_json else _told(line), flush=True)
+
+
+def logs(
+    name: _Name,
+    worker: Annotated[str | None, typer.Option(help="Only of this one. Default: all.")] = None,
+    tail: Annotated[int, typer.Option(min=1, help="So many last lines of each worker.")] = 100,
+    follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    storage_path: _Storage = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """What workers printed: of a live run those that are up, of one that has ended all of them. The run's folder keeps
+    it for both, also of workers that died: logs/WORKER.log and, with the last words, logs/WORKER.last.log."""
+    for each, line in _find(name, address, storage_path).logs(worker, tail=tail, follow=follow):
+        words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
+        print(words, flush=True)
+
+
+def scale(
+    name: _Name,
+    size: Annotated[
+        int | None, typer.Argument(help="Workers at most, within min_workers..virtual_workers.")
+    ] = None,
+    min_workers: Annotated[
+        int | None, typer.Option(help="Train with no fewer. Default: as it is.")
+    ] = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Change how many workers a run has at most, or needs at least."""
+    found = _attach(name, address)
+    status = found.status()
+    found.scale(size, min_workers=min_workers)
+    present = status["world_size"]
+    wanted = status["size"] if size is None else size
+    leave = counted(present - wanted, "worker leaves", "workers leave")
+    train = counted(present, "worker trains", "workers train")
+    kind = f"a scale-down: {leave}" if wanted < present else f"{train} now"
+    least = "" if min_workers is None else f", at least {min_workers} needed"
+    facts = {"name": name, "size": wanted, "present": present}
+    facts |= {} if min_workers is None else {"min_workers": min_workers}
+    _say(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
+
+
+def drain(
+    name: _Name,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
+    within_s: Annotated[float | None, typer.Option(help="It must be gone by then.")] = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Let one worker leave once it is replaced."""
+    _attach(name, address).drain(worker, within_s)
+    _say({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
+
+
+def stop(
+    name: _Name,
+    reason: Annotated[str, typer.Option(help="Kept with the result.")] = "asked by an operator",
+    wait: Annotated[
+        bool, typer.Option(help="Stay until it has ended, and print its result.")
+    ] = False,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """End a run after one of its next steps, with a checkpoint; running it again goes on from there."""
+    found = _attach(name, address)
+    found.stop(reason)
+    if not wait:
+        _say({"name": name, "reason": reason}, f"{name} ends after one of its next steps", as_json)
+        return
+    result = found.result()
+    _say(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
+
+
+def checkpoint(name: _Name, address: _Address = None, as_json: _Json = False) -> None:
+    """Make a checkpoint of one of the next steps."""
+    _attach(name, address).checkpoint()
+    _say({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
+
+
+def restart(
+    name: _Name,
+    job: _Job,
+    arguments: _Arguments = None,
+    set_: _Set = None,
+    address: _Address = None,
+    as_json: _Json = False,
+) -> None:
+    """Seal and stop a run, and go on with it by a script that is here: new code, or another image. It keeps its name
+    and its storage path; what else --set gave it is to be given again."""
+    from elastic_dp.cluster.overrides import Overrides
+
+    Overrides(set_ or [])  # told before anything is stopped
+    found = _attach(name, address)
+    has_owner = _ray_has_owner()
+    found.stop("to be started again")
+    ended = found.result()
+    print(f"{name} is stopped after step {ended.step}, and goes on from there", file=sys.stderr)
+    if has_owner:
+        print(
+            "the Ray that it ran on ends with the process that started it; it goes on with a Ray of this process",
+            file=sys.stderr,
+        )
+        _leave_ray()
+        address = None
+    same = [f"name={name}", f"storage_path={ended.path.removesuffix('/' + name)}"]
+    raise typer.Exit(_run(job, arguments or [], [*(set_ or []), *same], address, as_json))
+
+
+def add_to(app: typer.Typer) -> None:
+    for verb in (run, status, events, logs, scale, drain, stop, checkpoint, restart):
+        app.command()(verb)
+    app.command("list")(list_)
+
+
+# ---------------------------------------------------------------------------------- private
+
+
+def _run(
+    job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
+) -> int:
+    from elastic_dp.cluster.overrides import Overrides, using
+    from elastic_dp.cluster.runs.run_record import read_result
+
+    overrides = Overrides(texts)
+    if address is not None:
+        _connect(address)
+    with contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(using(overrides))
+        stack.enter_context(_as_script(job, arguments))
+        code, error = _execute(job)
+    if texts and not overrides.urls and code == 0:
+        raise SpecError(f"--set changed nothing: {job} makes no ElasticTrainer")
+    if as_json:
+        # Where it failed, what is stored is of a start before.
+        results = [(url, None if code else read_result(url)) for url in overrides.urls]
+        ended = [{"url": url} | (asdict(result) if result else {}) for url, result in results]
+        said = {"exit_code": code} | ({"error": error} if error else {}) | {"runs": ended}
+        print(json.dumps(said, default=str))
+    return code
+
+
+def _execute(job: Path) -> tuple[int, str]:
+    """(exit code, error) as Python itself would, but for our own errors: those say what happened without a traceback
+    of this process."""
+    try:
+        runpy.run_path(str(job), run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1, end.code
+        return (end.code if isinstance(end.code, int) else int(end.code is not None)), ""
+    except ElasticError as error:
+        said = f"{type(error).__name__}: {error}"
+        print(said, file=sys.stderr)
+        return (2 if isinstance(error, SpecError) else 1), said
+    except Exception as error:  # the script's own
+        traceback.print_exc()
+        return 1, f"{type(error).__name__}: {error}"
+    return 0, ""
+
+
+@contextlib.contextmanager
+def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
+    """Imports and arguments as under `python JOB.py`."""
+    argv, path = sys.argv, [*sys.path]
+    sys.argv = [str(job), *arguments]
+    sys.path.insert(0, str(job.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _ray_has_owner() -> bool:
+    from elastic_dp.cluster.runs.gcs_state import has_owner
+
+    return has_owner()
+
+
+def _leave_ray() -> None:
+    import ray
+
+    ray.shutdown()
+    os.environ.pop("RAY_ADDRESS", None)
+
+
+def _connect(address: str | None) -> None:
+    from elastic_dp.cluster.ray.cluster_connection import connect
+
+    connect(address, _tell)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _attach(name: str, address: str | None) -> Run:
+    from elastic_dp.cluster.runs.attach import attach
+
+    _connect(address)
+    return attach(name)
+
+
+def _find(name: str, address: str | None, storage_path: str | None) -> Run | EndedRun:
+    """Of a run whose folder says that no cluster has it, what that folder holds, without Ray."""
+    if storage_path is None:
+        return _attach(name, address)
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+
+    ended = EndedRun(name, storage_path)
+    if ended.may_be_live:
+        from elastic_dp.cluster.runs.attach import attach_live
+
+        with contextlib.suppress(ClusterError):  # no cluster: only what is stored
+            _connect(address)
+            return attach_live(name, ended.url) or ended
+    return ended
+
+
+def _say(facts: dict[str, Any], words: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts, default=str))
+    else:
+        _out().print(words)
+
+
+def _told(line: dict[str, Any]) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(line["time"]))
+    kind = line.get("event") or line.get("command") or "metrics"
+    if kind == "Explain":
+        return f"{at}  {line['text']}"
+    rest = {key: value for key, value in line.items() if key not in ("time", "event", "command")}
+    return f"{at}  {kind}  " + "  ".join(f"{key}={value}" for key, value in rest.items())
+
+
+def _out() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)

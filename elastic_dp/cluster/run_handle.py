@@ -1,0 +1,310 @@
+"""A run on Ray as its driver sees it: its status, its control, its events and its result.
+
+The run goes on without the driver, and its controller writes the result. A controller that restarts is waited for. After the
+end the driver takes the last status and the error from the controller once, and keeps them here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import elastic_dp.errors as errors
+from elastic_dp.cluster import console
+from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
+from elastic_dp.cluster.worker_logs import read_logs
+from elastic_dp.config import JobSpec
+from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
+from elastic_dp.storage import Store, redact_url
+from elastic_dp.telemetry.journal import read_events
+from elastic_dp.telemetry.loggers import log_to
+from elastic_dp.telemetry.progress import ProgressPrinter
+
+_FOLLOW_S = 1.0
+_AGAIN_S = 0.1
+
+
+class Run:
+    """A run that goes on by itself. All methods may be called from any driver thread."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        url: str,
+        controller: Any = None,
+        loggers: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        stored: Result | None = None,
+        ended: bool = False,
+        is_new: bool = False,
+    ) -> None:
+        """`ended`: the controller is still there, and the folder's result may be its own. `is_new`: we started it."""
+        assert (controller is None) == (stored is not None)
+        self.controller = controller
+        self._spec, self._url, self._loggers = spec, url, loggers
+        self._before = None if controller is None or ended else read_result(url)
+        self._end: Result | Exception | None = stored
+        self._last = {} if stored is None else status_of(stored, spec.labels)
+        self._ending = threading.Lock()
+        self.is_new = is_new
+
+    def status(self) -> dict[str, Any]:
+        """Phase and why, generation, world size, step, whether its weights are exact and why not, workers by stage and
+        what they wait for, newest metrics, nodes that are avoided, labels."""
+        if self._end is None:
+            try:
+                return self._ask("status")
+            except ClusterError:
+                if self._end is None:
+                    raise
+        return dict(self._last)
+
+    def scale(self, size: int | None = None, *, min_workers: int | None = None) -> None:
+        """Have at most `size` workers from now on, within min_workers..virtual_workers, and train with at least
+        `min_workers`; None: as it is. Fewer than there are is a scale-down: the others leave at a step's end."""
+        self._must_be_live("scale")
+        present, most = self._ask("status"), self._spec.scaling.num_virtual_workers
+        least = present["min_workers"] if min_workers is None else min_workers
+        size = present["size"] if size is None and min_workers is not None else size
+        _must_be_within("min_workers", least, 1, most, "1..virtual_workers")
+        _must_be_within("size", size, least, most, "min_workers..virtual_workers")
+        self._ask("scale", size, min_workers)
+
+    def stop(self, reason: str = "asked by an operator") -> None:
+        """End the run after one of the next steps, with a checkpoint of its end; `result()` returns it. Run again, it
+        goes on from there."""
+        self._ask("stop", reason)
+
+    def interrupted(self, progress: ProgressPrinter) -> None:
+        """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint; else it goes on."""
+        if self._end is not None:
+            return
+        name = self._spec.name
+        if not ray_ends_with_us():
+            progress.say(
+                f"the run {name} goes on without this process; {console.AGAIN} following it, elastic-dp stop {name} "
+                "ends it"
+            )
+            return
+        from elastic_dp.train.run import INTERRUPTED
+
+        progress.say(INTERRUPTED)
+        reason, ended = "interrupted", RunOutcome()
+        try:
+            with contextlib.suppress(ClusterError):  # it is over
+                self.stop(reason)
+                ended = self._ask("wait", None)
+        finally:  # also where a second Ctrl-C ends the wait
+            if ended.result is not None and ended.reason != reason:  # before the stop reached it
+                progress.say(f"the run had ended already, after step {ended.step} ({ended.reason})")
+            else:
+                progress.say(console.what_was_kept(self._url, ended.step or None))
+
+    def checkpoint(self) -> None:
+        """Make a checkpoint of one of the next steps; returns at once."""
+        self._ask("checkpoint")
+
+    def drain(self, worker: str, within_s: float | None = None) -> None:
+        """Let one worker leave once it is replaced, or in time before `within_s` have passed."""
+        if within_s is not None and not (isinstance(within_s, int | float) and within_s >= 0):
+            raise SpecError(f"within_s is {within_s!r}, must be a number of seconds, or None")
+        workers = self._ask("drain", worker, within_s)
+        if worker not in workers:
+            raise SpecError(
+                f"worker is {worker!r}, must be one of {', '.join(workers) or 'those that are up: none is'}"
+            )
+
+    def pids(self) -> dict[str, int]:
+        """The process id of each worker that is up."""
+        return self._ask("pids")
+
+    def events(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
+        """Every event, decision and metric as it comes, to the end of the run; or, not `follow`, what there is: of a
+        run that is over, what its folder holds."""
+        if not follow and self._end is not None:
+            yield from read_events(self._url)
+            return
+        if not follow:
+            yield from self._ask("follow", None, 0.0)[1]
+            return
+        position, ended = None, False
+        while self._end is None:
+            try:
+                position, lines = self._ask("follow", position, _FOLLOW_S)
+                was_ended, ended = ended, self._ask("wait", 0.0) is not None
+            except ClusterError:
+                if self._end is None and self._stored() is None:
+                    raise
+                return  # another thread, or another driver, has taken the result
+            yield from lines
+            if was_ended and not lines:
+                return
+
+    def logs(
+        self, worker: str | None = None, *, tail: int = 100, follow: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """(worker, line) of what the workers that are up, or one of them, printed: the last `tail` lines of each
+        stream; with `follow` also what comes, until the run ends. Of a run that is over, what its folder holds of all."""
+        if self._end is not None:
+            yield from read_logs(Store(self._url), worker, tail)
+            return
+        after: dict[str, dict[str, int]] = {}
+        while not after or (follow and self._goes_on(_FOLLOW_S)):
+            printed = self._printed(after)
+            if worker is not None and worker not in printed and not after:
+                raise SpecError(
+                    f"worker is {worker!r}, must be one that is up: {', '.join(printed) or 'none'}; what "
+                    f"others printed is in {redact_url(self._url)}/logs"
+                )
+            for each, streams in printed.items():
+                if worker in (None, each):
+                    for _, text in streams.values():
+                        lines = text.splitlines()
+                        yield from ((each, line) for line in (lines if after else lines[-tail:]))
+            after |= {
+                each: {s: end for s, (end, _) in got.items()} for each, got in printed.items()
+            }
+            if not after:
+                return
+
+    def result(self, *, progress: ProgressPrinter | None = None) -> Result:
+        """Wait for the end. Raises UserCodeError, another TrainError, or ClusterError where it failed."""
+        with self._ending:
+            if self._end is None:
+                self._end = self._wait(progress)
+        if isinstance(self._end, Exception):
+            raise self._end
+        return self._end
+
+    # ------------------------------------------------------------------------------ private
+
+    def _wait(self, progress: ProgressPrinter | None) -> Result | Exception:
+        import ray
+
+        try:
+            for line in self.events():
+                if progress is not None:
+                    progress.show(line)
+                if "event" not in line and "command" not in line:
+                    log_to(self._loggers, line)
+            outcome: RunOutcome = self._ask("wait", None)
+            self._last = self._ask("status")
+        except ClusterError:
+            stored = self._stored()
+            if stored is None:
+                raise
+            self._last = status_of(stored, self._spec.labels)
+            return stored
+        end = outcome.result or error_of(outcome)
+        self._end = end  # from here on nobody asks the controller
+        with contextlib.suppress(ray.exceptions.RayActorError):  # another driver was quicker
+            ask(self.controller, "forget", patience_s=0.0)
+        ray.kill(self.controller)
+        return end
+
+    def _goes_on(self, timeout_s: float) -> bool:
+        """Whether the run has not ended within that time."""
+        try:
+            return self._ask("wait", timeout_s) is None
+        except ClusterError:
+            if self._end is None and self._stored() is None:
+                raise
+            return False  # another thread, or another driver, has taken the result
+
+    def _printed(self, after: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, str]]]:
+        try:
+            return dict(self._ask("printed", after))
+        except ClusterError:
+            if not after or self._goes_on(0.0):
+                raise
+            return {}
+
+    def _stored(self) -> Result | None:
+        """The result that the run's folder has since this driver began."""
+        stored = read_result(self._url)
+        return None if stored == self._before else stored
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        import ray
+
+        self._must_be_live(method)
+        patience_s = self._spec.failure.orphan_timeout  # by then its workers have gone, too
+        try:
+            return ask(self.controller, method, *args, patience_s=patience_s)
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(
+                f"the controller of the run {self._spec.name!r} is gone; {self._url}/events.jsonl says what "
+                f"happened up to then ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _must_be_live(self, method: str) -> None:
+        if self._end is not None:
+            raise ClusterError(f"the run {self._spec.name!r} is over; {method} needs a live one")
+
+
+def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -> None:
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    if not whole or not least <= number <= most:
+        raise SpecError(
+            f"{name} is {number!r}, must be a whole number within {least}..{most} ({words})"
+        )
+
+
+def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
+    """The controller's answer. A controller that restarts is asked again, which is safe: requests are idempotent.
+
+    Raises RayActorError where it is gone for good, or has been away for `patience_s`.
+    """
+    import ray
+
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            return ray.get(getattr(controller, method).remote(*args))
+        except ray.exceptions.ActorUnavailableError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def ray_ends_with_us() -> bool:
+    """Whether this process started the Ray cluster that it is connected to, so that both end together."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.head)
+
+
+def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
+    """What the controller would say at the end of a run of which only the result is left."""
+    return {
+        "phase": "over",
+        "reason": f"finished after step {result.step}: {result.reason}",
+        "generation": result.generations,
+        "world_size": 0,
+        "size": 0,
+        "min_workers": 0,
+        "step": result.step,
+        "exact": result.exact,
+        "inexact_because": result.inexact_because,
+        "workers": {},
+        "metrics": dict(result.metrics),
+        "waits_for": "",
+        "avoided_nodes": {},
+        "labels": dict(labels),
+    }
+
+
+def error_of(outcome: RunOutcome) -> Exception:
+    """The exception a failed run raises in the driver: ours as it was, UserCodeError for any other of a worker's."""
+    text = outcome.error or ""
+    kind, _, message = text.partition(": ")
+    if outcome.error_facts is not None:
+        return getattr(errors, kind)(*outcome.error_facts)
+    if outcome.error_worker:
+        return UserCodeError(outcome.error_worker, text, outcome.traceback)
+    if kind == ModelError.__name__:  # found by the coordinator, which compares the workers' models
+        return ModelError(message)
+    return ClusterError(f"{text}\n\n{outcome.traceback}".strip())

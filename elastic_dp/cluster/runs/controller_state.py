@@ -1,0 +1,154 @@
+"""The state that a controller leaves to its successor when its process dies, and the generations that it claimed.
+
+A successor learns everything else from the workers. The state is small and is written as one value whenever it has changed:
+when workers come and go, when an operator asks for something, at the first step, and at the end.
+
+An operator's request is stored before it is acknowledged, and the outcome before any worker is released.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_dp.coordinator.messages import (
+    CheckpointCommitted,
+    CheckpointRequested,
+    Command,
+    DrainNoticed,
+    Event,
+    FindCheckpoint,
+    FormGeneration,
+    HeartbeatReceived,
+    ReleaseWorker,
+    SizeRequested,
+    StartWorker,
+    StopRequested,
+    WorkerId,
+    WorkerLost,
+    WorkerStarted,
+)
+
+
+@dataclass
+class ControllerState:
+    """What a successor must know. Times are of `time.time`: who takes over may be another machine."""
+
+    started_at: float = field(default_factory=time.time)
+    lease_token: str = field(default_factory=lambda: secrets.token_hex(8))
+    term: int = 1  # the number of the controller: of how many it is the newest
+    size: int | None = None  # what an operator asked for
+    min_workers: int | None = None  # likewise
+    stop: StopRequested | None = None  # to end before the run's limits
+    checkpoint: bool = False  # one was asked for, and none was committed since
+    # The deadline, and how long it was until then when the notice came; None: none is known.
+    draining: dict[WorkerId, tuple[float, float] | None] = field(default_factory=dict)
+    here: dict[WorkerId, bool] = field(default_factory=dict)  # asked for, not to leave: was it up?
+    lost: int = 0
+    stepped: bool = False  # a step was made
+    at_most: int | None = None  # later steps are wrong, and nobody has gone back yet
+    outcome: Any = None  # how the run ended
+
+
+class ControllerStateStore:
+    """The newest state of a run's controller, in memory: for a controller that dies with its run."""
+
+    def __init__(self) -> None:
+        self.state = ControllerState()
+        self._lock = threading.Lock()
+        self._changed = True
+
+    @property
+    def inherited(self) -> bool:
+        """Whether another controller led before."""
+        return self.state.term > 1
+
+    def claim(self, generation: int) -> bool:
+        """Create the generation's key; whether it was not there."""
+        return True
+
+    def highest_claimed(self) -> int:
+        return 0
+
+    def record(self, message: Event | Command) -> None:
+        """Take in what has happened or is about to be done; `save` writes it if the state has changed."""
+        with self._lock:
+            self._changed |= _update(self.state, message)
+
+    def count_loss(self) -> None:
+        """One more worker, before the end, that was not asked to leave."""
+        with self._lock:
+            self.state.lost += 1
+            self._changed = True
+
+    def record_outcome(self, outcome: Any) -> None:
+        with self._lock:
+            self.state.outcome, self._changed = outcome, True
+        self.save()
+
+    def save(self) -> None:
+        """Write the state if it has changed. When this returns, the state is stored."""
+        with self._lock:
+            if self._changed:
+                self._write(pickle.dumps(self.state))
+                self._changed = False
+
+    def _write(self, state: bytes) -> None:
+        pass
+
+
+def _update(state: ControllerState, message: Event | Command) -> bool:
+    match message:
+        case StartWorker(worker=worker):
+            state.here[worker] = False
+        case WorkerStarted(worker=worker) if state.here.get(worker) is False:
+            state.here[worker] = True
+        case ReleaseWorker(worker=worker) | WorkerLost(worker=worker):
+            known = worker in state.here or worker in state.draining
+            state.here.pop(worker, None)
+            state.draining.pop(worker, None)
+            return known
+        case DrainNoticed(worker=worker, deadline=deadline):
+            later_s = 0.0 if deadline is None else deadline - time.monotonic()
+            state.draining[worker] = None if deadline is None else (time.time() + later_s, later_s)
+        case SizeRequested(size=size, min_workers=least):
+            state.size = size
+            state.min_workers = state.min_workers if least is None else least
+        case StopRequested():
+            state.stop = state.stop or message  # the first counts
+        case CheckpointRequested():
+            state.checkpoint = True
+        case CheckpointCommitted() if state.checkpoint:
+            state.checkpoint = False
+        case FindCheckpoint(at_most=int() as at_most):
+            state.at_most = at_most
+        case FormGeneration() if state.at_most is not None:
+            state.at_most = None
+        case HeartbeatReceived(step=step) if step > 0 and not state.stepped:
+            state.stepped = True
+        case _:
+            return False
+    return True
+
+
+def pending_requests(state: ControllerState, now: float) -> list[Event]:
+    """What is still to be done of what was asked of the controller before; `now` is of `time.monotonic`."""
+    asked: list[Event] = []
+    for worker, known in state.draining.items():
+        # Never longer than it was, also where the clock was set back meanwhile.
+        left_s = None if known is None else min(known[0] - time.time(), known[1])
+        asked.append(DrainNoticed(worker, None if left_s is None else now + left_s))
+    if state.stop is not None:
+        asked.append(state.stop)
+    if state.checkpoint:
+        asked.append(CheckpointRequested())
+    return asked
+
+
+def time_left_s(state: ControllerState, max_time_s: float | None) -> float:
+    return math.inf if max_time_s is None else state.started_at + max_time_s - time.time()

@@ -1,0 +1,85 @@
+"""A run that is not live, read from its folder: how it ended, its events, what its workers printed.
+
+Nothing here imports ray or torch, so the command line answers in a fraction of a second, and on a machine that reaches
+the run's storage and no cluster. The lease says whether a cluster may still train: a run that ends releases it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.lease import Holder, Lease
+from elastic_dp.cluster.run_handle import status_of
+from elastic_dp.cluster.runs.run_record import read_result, run_url
+from elastic_dp.cluster.worker_logs import read_logs
+from elastic_dp.errors import ClusterError
+from elastic_dp.storage import Store
+from elastic_dp.telemetry.journal import read_events
+
+
+class EndedRun:
+    """The part of `Run` that needs no controller."""
+
+    def __init__(self, name: str, storage_path: str | os.PathLike[str]) -> None:
+        """Raises ClusterError where no run has begun."""
+        self.name, self.url = name, run_url(name, storage_path)
+        self._store = Store(self.url)
+        if not any(self._store.find(_inside(self._store, f"{n}.json")) for n in ("run", "result")):
+            raise ClusterError(f"no run named {name!r} is at {self._store.url}: it has no run.json")
+        newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
+        self.holder = newest.holder if newest is not None and newest.state == "held" else ""
+
+    @property
+    def may_be_live(self) -> bool:
+        """Whether a cluster has the run's lease. One that was killed has not given it up either."""
+        return bool(self.holder)
+
+    def status(self) -> dict[str, Any]:
+        """As that of a live run."""
+        result = read_result(self.url)
+        if result is not None and not self.may_be_live:
+            return status_of(result, {})
+        committed = Catalog(self._store).names()
+        said = [line["text"] for line in self.events() if line.get("command") == "Explain"]
+        held = (
+            f"{self.holder} holds its lease, and may train on a cluster that does not answer here; "
+        )
+        return {
+            "phase": "unfinished",
+            "reason": (held if self.may_be_live else "it has no result; ")
+            + f"the last event is: {said[-1] if said else 'none'}",
+            "generation": 0,
+            "world_size": 0,
+            "size": 0,
+            "step": committed[-1].step if committed else 0,  # what it would go on from
+            "inexact_because": (),
+            "workers": {},
+            "metrics": {},
+            "waits_for": "",
+        }
+
+    def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """Every event, decision and metric, in the order of their time; there are no more to `follow`."""
+        return read_events(self.url)
+
+    def logs(
+        self, worker: str | None = None, *, tail: int = 100, follow: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """(worker, line) of what all workers printed."""
+        return read_logs(self._store, worker, tail)
+
+
+def runs_at(storage_path: str) -> list[dict[str, Any]]:
+    """The status of each run of a storage path, by name."""
+    store = Store(storage_path)
+    found = store.find(_inside(store, "*/run.json"))
+    names = sorted(entry.path.split("/")[-2] for entry in found)
+    return [{"name": name} | EndedRun(name, storage_path).status() for name in names]
+
+
+def _inside(store: Store, name: str) -> str:
+    return f"{store.path.rstrip('/')}/{name}" if store.path else name

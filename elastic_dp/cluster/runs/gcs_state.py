@@ -1,0 +1,109 @@
+"""What Ray's GCS keeps for a run, so that its controller may die: the job, the claims of generations, and the state.
+
+The job is here and not among the actor's arguments, since those that are large live in an object store that dies with
+the driver; then Ray could not restart the controller. With GCS fault tolerance all of it survives the head node, too.
+A claim is an entry that is only ever created. Its value says who made it, so that asking twice does no harm.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ray.experimental import internal_kv
+
+from elastic_dp.cluster.runs.controller_state import ControllerState, ControllerStateStore
+from elastic_dp.cluster.runs.run_record import RunRecord
+
+if TYPE_CHECKING:  # they import torch, and the command line asks here who owns a cluster
+    from elastic_dp.data import Index
+    from elastic_dp.train.faults import Fault
+
+_OWNED = b"elastic_dp/owned"
+_PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """What a controller needs to begin, also one that Ray starts in place of another."""
+
+    pickled: bytes  # cloudpickle of (JobSpec, train function)
+    index: Index | None  # of the data
+    secret: bytes = field(repr=False)
+    url: str  # the run's folder
+    faults: tuple[Fault, ...]
+    record: RunRecord
+
+
+def store_job(run: str, job: StoredJob) -> None:
+    whole = pickle.dumps(job)
+    pieces = range(0, len(whole), _PIECE)
+    for number, first in enumerate(pieces):
+        internal_kv._internal_kv_put(_key(run, f"job/{number}"), whole[first : first + _PIECE])
+    internal_kv._internal_kv_put(_key(run, "job"), str(len(pieces)).encode())
+
+
+def load_job(run: str) -> StoredJob:
+    count = int(_get(run, "job"))
+    job = pickle.loads(b"".join(_get(run, f"job/{number}") for number in range(count)))
+    assert isinstance(job, StoredJob)
+    return job
+
+
+def forget(run: str) -> None:
+    """When the run is over. The claims stay: a controller that was frozen all the time must find them."""
+    internal_kv._internal_kv_del(_key(run, "job"), del_by_prefix=True)
+    internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
+
+
+def mark_owner() -> None:
+    """The cluster ends with this process, which started it: whoever connects from elsewhere can know."""
+    internal_kv._internal_kv_put(_OWNED, b"")
+
+
+def has_owner() -> bool:
+    return bool(internal_kv._internal_kv_exists(_OWNED))
+
+
+class GcsStateStore(ControllerStateStore):
+    """Of the controller that leads the run now; its term begins when this is made."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self._run, self._me = run, secrets.token_hex(8).encode()
+        terms = _numbers(run, "facts/")
+        if terms:
+            self.state: ControllerState = pickle.loads(_get(run, f"facts/{terms[-1]}"))
+            self.state.term = terms[-1] + 1
+        self.save()
+        for term in terms:
+            internal_kv._internal_kv_del(_key(run, f"facts/{term}"))
+
+    def claim(self, generation: int) -> bool:
+        key = _key(self._run, f"generation/{generation}")
+        taken = internal_kv._internal_kv_put(key, self._me, overwrite=False)
+        return not taken or internal_kv._internal_kv_get(key) == self._me
+
+    def highest_claimed(self) -> int:
+        return max(_numbers(self._run, "generation/"), default=0)
+
+    def _write(self, state: bytes) -> None:
+        """Each term has its own entry: one who led before, and was frozen, writes where nobody looks any more."""
+        internal_kv._internal_kv_put(_key(self._run, f"facts/{self.state.term}"), state)
+
+
+def _numbers(run: str, prefix: str) -> list[int]:
+    keys = internal_kv._internal_kv_list(_key(run, prefix))
+    return sorted(int(key.rpartition(b"/")[2]) for key in keys)
+
+
+def _get(run: str, name: str) -> bytes:
+    found = internal_kv._internal_kv_get(_key(run, name))
+    assert found is not None, f"{name} of {run}"
+    return bytes(found)
+
+
+def _key(run: str, name: str) -> bytes:
+    return f"elastic_dp/{run}/{name}".encode()

@@ -1,0 +1,67 @@
+"""What the last start of a run was like, so that the next one can report permitted changes.
+
+`start.json` in the run's folder, written by each start that goes on. What must not change is in `run.json`
+(run_record.py); what the code gives the optimizer is found when a checkpoint is read (train/restoring.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_dp.cluster.runs.run_record import RunLimits
+from elastic_dp.config import JobSpec
+from elastic_dp.errors import FileDamaged, RunMismatch
+from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import make, read_json, write_json
+from elastic_dp.train.code import code_of
+
+_FORMAT = 1
+_NAME = "start.json"
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    code: str  # train.code.code_of
+    python: str  # another one compiles the same code differently
+    limits: RunLimits
+
+    @classmethod
+    def of(cls, spec: JobSpec, train: Any) -> StartRecord:
+        python = ".".join(platform.python_version_tuple()[:2])
+        return cls(code_of(train), python, RunLimits.of(spec))
+
+    def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
+        """In words: those that were raised, which is how a run is continued, or all others."""
+        names = [field.name for field in dataclasses.fields(RunLimits)]
+        pairs = [(n, getattr(self.limits, n), getattr(before.limits, n)) for n in names]
+        return [
+            f"{name} is {now} now, was {then}"
+            for name, now, then in pairs
+            if now != then and (then is not None and (now is None or now > then)) == raised
+        ]
+
+    def code_changed(self, before: StartRecord) -> list[str]:
+        """In words."""
+        if before.python != self.python:
+            return [f"Python is {self.python} now, was {before.python}"]
+        if before.code != self.code:
+            return ["the code of the train function, or of what it uses, is not what it was"]
+        return []
+
+    def write(self, store: Store) -> None:
+        write_json(store, _NAME, dataclasses.asdict(self), _FORMAT)
+
+
+def last_start(store: Store) -> StartRecord | None:
+    """None before the first, or where it cannot be read: it is for saying what has changed, no more."""
+    try:
+        stored = read_json(store, _NAME, _FORMAT, "")
+        if stored is None:
+            return None
+        limits = make(RunLimits, stored["limits"], _NAME, "")
+        return StartRecord(str(stored["code"]), str(stored["python"]), limits)
+    except (FileDamaged, RunMismatch, KeyError, TypeError):
+        return None

@@ -1,0 +1,262 @@
+"""The record of a run in its folder: the job that it belongs to and, once finished, its result. Small JSON files.
+
+`run.json` is only ever created, so of two drivers that start at once with different jobs one is refused. It is compared by
+the driver and, once more, by whoever holds the run's lease, before anything is trained. What needs pyarrow is imported
+where it is used, since the command line reads results without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastic_dp.config import JobSpec
+from elastic_dp.errors import CheckpointError, DataError, FileDamaged, RunMismatch
+from elastic_dp.storage import ObjectMissing, Store, redact_url
+from elastic_dp.storage.json_files import make, path_in, read_json, write_json
+
+if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read without them
+    from elastic_dp.checkpoint.catalog import Catalog
+    from elastic_dp.checkpoint.commit_record import CommitRecord
+    from elastic_dp.checkpoint.exporting import LoadedState
+    from elastic_dp.data import Index
+
+FORMAT = 1  # of the JSON files here
+_INDEX = "index.arrows"
+_RUN, _RESULT = "run.json", "result.json"
+_RUN_AGAIN = (
+    "Delete it and start the run again with the job that it was started with: it is written anew, and the checkpoints, "
+    "which say what job they are of, are compared with it"
+)
+_RESULT_AGAIN = "Delete it and start the run again: it goes on from its newest checkpoint"
+_LIMITS = "limits"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    `step`: committed steps. `reason`: why it ended. `weights_sha256`: digest of names, shapes, dtypes and bytes of the
+    final parameters and buffers. `exact`: the weights do not depend on the fleet; otherwise `inexact_because`
+    says what broke it. `skipped`: row groups that could not be decoded and were left out. `metrics`: the newest value of everything logged. `generations`: how many groups there
+    were. `workers_lost`: processes lost before the end, without those that were asked to leave. `wall_s`: from start to end.
+    """
+
+    name: str
+    path: str
+    step: int
+    reason: str
+    weights_sha256: str
+    exact: bool
+    inexact_because: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    metrics: dict[str, Any] = field(default_factory=dict)
+    generations: int = 1
+    workers_lost: int = 0
+    wall_s: float = 0.0
+
+    def load_state(self) -> LoadedState:
+        """The final state, from the checkpoint of the last step; tensors on the host.
+
+        `model` is the model's state dict, name to tensor, for `load_state_dict`; `optimizer` and `scheduler` are
+        theirs; `user` has the state dict of each object that was given as `state=`; `step`, `metrics`. Raises
+        CheckpointError where that checkpoint is not there any more, CheckpointDamaged, StorageError.
+        """
+        from elastic_dp.checkpoint.exporting import load_state
+
+        self._final()
+        return load_state(self.path, self.step)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the final weights to a file that opens without this package, at a path or any fsspec URL.
+
+        `FILE.safetensors`: one tensor for each key of the model's `state_dict()`, under that key, so that
+        `model.load_state_dict(safetensors.torch.load_file(path))` takes it. `FILE.pt`: a dict by `torch.save` with the
+        optimizer's state, too, and the weights under "model". Raises what `load_state` raises.
+        """
+        from elastic_dp.checkpoint.exporting import export
+
+        destination = os.fspath(path)
+        if not destination.endswith((".safetensors", ".pt")):
+            raise CheckpointError(
+                f"path is {destination!r}, must end in .safetensors (the weights) or .pt (the optimizer's state, too)"
+            )
+        export(*self._final(), destination)
+
+    def _final(self) -> tuple[Catalog, CommitRecord]:
+        """The checkpoint of the last step."""
+        from elastic_dp.checkpoint.catalog import Catalog
+
+        catalog = Catalog(Store(self.path))
+        names = {name.step: name for name in catalog.names()}
+        if self.step in names:
+            return catalog, catalog.read(names[self.step])
+        there = ", ".join(map(str, names))
+        way_out = (
+            f"elastic_dp.load_state({redact_url(self.path)!r}, step=N) loads one of steps {there}"
+            if there
+            else "use a new name= to train it again"
+        )
+        raise CheckpointError(
+            f"the run {self.name!r} has no checkpoint of its last step, {self.step}: it was deleted, could not be "
+            f"written, or the run has gone on since. {way_out}"
+        )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What decides a run's result and must not change while it keeps its name."""
+
+    virtual_workers: int
+    micro_batch_size: int
+    seed: int
+    data: str
+    exact: bool
+
+    def check_or_write(self, url: str, index: Index | None) -> None:
+        """The first start writes it, with the data set's index; a later one must say the same.
+
+        Raises RunMismatch, which names what of the data set has changed.
+        """
+        from elastic_dp.data import difference
+
+        store = Store(url)
+        stored = _read_run(store)
+        if stored is None:
+            try:
+                write_json(store, _RUN, dataclasses.asdict(self), FORMAT, create_only=True)
+            except FileExistsError:  # another driver was quicker, maybe with another job
+                stored = _read_run(store)
+                if stored is None:
+                    raise FileDamaged(
+                        f"{store.url}/{_RUN}", "something that is no file has its name", _RUN_AGAIN
+                    ) from None
+            else:
+                if index is not None:
+                    store.write(path_in(store, _INDEX), index.to_bytes())
+                return
+        for name, mine in dataclasses.asdict(self).items():
+            then = getattr(stored, name)
+            if then != mine:
+                what = "data (its fingerprint)" if name == "data" else name
+                if name == "data" and index is not None and (old := _read_index(store)) is not None:
+                    changed = difference(old, index)
+                    if changed is not None:
+                        raise RunMismatch(
+                            f"the data set is not the one that the run at {redact_url(url)} was started with: {changed}. "
+                            "Use a new name= for a new run, or bring the old data set back"
+                        )
+                raise RunMismatch(
+                    f"{what} is {mine!r}, but the run at {redact_url(url)} was started with {then!r}. "
+                    "Use a new name= for a new run, or the old value to go on with this one"
+                )
+
+
+def virtual_workers_of(url: str) -> int | None:
+    """What the run's first start fixed; None before it."""
+    stored = _read_run(Store(url))
+    return None if stored is None else stored.virtual_workers
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What ended a run: kept beside its result, which counts until one of them is raised. None: no limit."""
+
+    max_steps: int | None = None
+    epochs: int | None = None
+    max_time_s: float | None = None
+    stopped: bool = False  # by an operator; then it may go on as it is
+
+    @classmethod
+    def of(cls, spec: JobSpec, stopped: bool = False) -> RunLimits:
+        return cls(spec.max_steps, spec.data.epochs, spec.max_time_s, stopped)
+
+    def steps(self, steps_per_epoch: int) -> float:
+        epochs = math.inf if self.epochs is None else self.epochs * steps_per_epoch
+        return min(epochs, math.inf if self.max_steps is None else self.max_steps)
+
+    @property
+    def time_s(self) -> float:
+        return math.inf if self.max_time_s is None else self.max_time_s
+
+
+def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
+    """The stored result, unless `limits` let the run go on: raised, or an operator stopped it, with steps to make."""
+    result, then = _read_result(url)
+    if result is None:
+        return None
+    steps = limits.steps(steps_per_epoch)
+    raised = steps > then.steps(steps_per_epoch) or limits.time_s > then.time_s or then.stopped
+    if raised and result.step < steps:
+        return None
+    if dataclasses.replace(then, stopped=False) != limits:
+        warnings.warn(
+            f"the run at {redact_url(url)} ended after step {result.step} ({result.reason}) under other limits; its result is "
+            "returned, since none was raised that would let it go on",
+            stacklevel=2,
+        )
+    return result
+
+
+@dataclass
+class RunOutcome:
+    """How a run ended: `result` where it finished, `error` where it failed."""
+
+    result: Result | None = None
+    step: int = 0
+    reason: str = ""
+    digest: str = ""
+    inexact_because: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    error: str | None = None
+    error_worker: str = ""
+    error_facts: tuple[str | int, ...] | None = None  # what an error of ours is made of
+    traceback: str = ""
+    generations: int = 0
+    workers_lost: int = 0
+    wall_s: float = 0.0
+
+
+def run_url(name: str, storage_path: str | os.PathLike[str]) -> str:
+    """The run's folder."""
+    return f"{os.fspath(storage_path).rstrip('/')}/{name}"
+
+
+def read_result(url: str) -> Result | None:
+    return _read_result(url)[0]
+
+
+def write_result(url: str, result: Result, limits: RunLimits) -> None:
+    content = dataclasses.asdict(result) | {_LIMITS: dataclasses.asdict(limits)}
+    write_json(Store(url), _RESULT, content, FORMAT)
+
+
+def _read_run(store: Store) -> RunRecord | None:
+    stored = read_json(store, _RUN, FORMAT, _RUN_AGAIN)
+    return None if stored is None else make(RunRecord, stored, f"{store.url}/{_RUN}", _RUN_AGAIN)
+
+
+def _read_result(url: str) -> tuple[Result | None, RunLimits]:
+    store = Store(url)
+    stored = read_json(store, _RESULT, FORMAT, _RESULT_AGAIN)
+    if stored is None:
+        return None, RunLimits()
+    where, limits = f"{store.url}/{_RESULT}", stored.get(_LIMITS, {})
+    if not isinstance(limits, dict):
+        raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
+    result = make(Result, stored, where, _RESULT_AGAIN)
+    return result, make(RunLimits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
+
+
+def _read_index(store: Store) -> Index | None:
+    """To say what has changed, no more: None if it is not there, or cannot be read."""
+    from elastic_dp.data import Index
+
+    try:
+        return Index.from_bytes(bytes(store.read_all(path_in(store, _INDEX))))
+    except (ObjectMissing, DataError):
+        return None

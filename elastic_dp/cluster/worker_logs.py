@@ -1,0 +1,188 @@
+"""What workers print, copied to the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log` of workers that died.
+
+- A worker's output is a file on its node (Ray makes it one; `elastic_dp.testing` does, too). A thread looks at it and
+  writes a copy, at most every `EVERY_S`, so what was printed can be read some seconds later, also when the node is gone.
+- A copy is one object that is written anew: stores cannot append, and numbered pieces would have to be cleared away. It
+  is bounded: of a long output the first `HEAD_BYTES`, which say what the worker was, and the last `TAIL_BYTES`.
+- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its own thread. Its sidecar
+  outlives it, and sends the last few kilobytes to the controller, which writes them.
+
+Ray's own log files go with the node, and `ray logs` needs its dashboard: neither has the output of a worker that is lost.
+
+A node's disk that is full loses what is printed meanwhile, and nothing else.
+
+Not through a pipe: whoever reads it would need the interpreter, and a library that prints while it holds the interpreter
+would wait for that reader for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import queue
+import re
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from elastic_dp.errors import SpecError, StorageError
+from elastic_dp.storage import ObjectMissing, Store
+from elastic_dp.storage.json_files import path_in
+from elastic_dp.threads import background
+
+EVERY_S = 5.0
+HEAD_BYTES = 64 << 10
+TAIL_BYTES = 192 << 10
+_FILE = re.compile(r"(.+?)(\.last)?\.log")
+
+
+def read_logs(
+    store: Store, worker: str | None = None, tail: int = 100
+) -> Iterator[tuple[str, str]]:
+    """(worker, line) from a run's folder: the last `tail` lines of each file, those of `w2.last.log` as `w2.last`.
+
+    Raises SpecError for a worker that has no file.
+    """
+    names = [entry.path.rpartition("/")[2] for entry in store.find(path_in(store, "logs/"))]
+    found = [match for name in names if (match := _FILE.fullmatch(name))]
+    files = sorted(found, key=lambda match: (_by_number(match[1]), match[2] or ""))
+    workers = list(dict.fromkeys(match[1] for match in files))
+    if worker is not None and worker not in workers:
+        raise SpecError(
+            f"worker is {worker!r}, must be one of those in {store.url}/logs: {', '.join(workers) or 'none'}"
+        )
+    for match in files:
+        if worker in (None, match[1]):
+            with contextlib.suppress(ObjectMissing):  # deleted since it was listed
+                text = bytes(store.read_all(_path(store, match[0]))).decode(errors="replace")
+                for line in text.splitlines()[-tail:]:
+                    yield match[0].removesuffix(".log"), line
+
+
+class WorkerLogUploader:
+    """Of one worker; `fds`: what it prints to. While the store is away copies are skipped; training goes on."""
+
+    def __init__(self, store: Store, worker: str, fds: Sequence[int] = (1, 2)) -> None:
+        self._store, self._path = store, _path(store, f"{worker}.log")
+        self._files = _files_behind(fds)
+        self._sizes: list[int] = []
+        self._closing = threading.Event()
+        self._thread = background("logs", self._work)
+
+    def start(self) -> WorkerLogUploader:
+        self._thread.start()
+        return self
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """What was printed up to now is written, if the store takes it in time."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            self._copy()
+        self._copy()
+
+    def _copy(self) -> None:
+        with contextlib.suppress(StorageError, OSError):  # the next look tries again
+            sizes = [os.stat(path).st_size for path in self._files]
+            if sizes != self._sizes and any(sizes):
+                self._store.write(self._path, b"".join(map(_bounded, self._files)))
+                self._sizes = sizes
+
+
+class LastWordsWriter:
+    """Writes the last output of workers that died, as their sidecars send it. While the store is away it is lost."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._queue: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread = background("last words", self._work)
+        self._thread.start()
+
+    def keep(self, worker: str, words: str) -> None:
+        self._queue.put((worker, words))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(10.0)
+
+    def _work(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            worker, words = entry
+            with contextlib.suppress(StorageError, OSError):
+                self._store.write(_path(self._store, f"{worker}.last.log"), words.encode())
+
+
+def print_whatever_fits() -> None:
+    """From now on this process prints line by line, and output for which its disk has no room is dropped."""
+    sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+
+
+class _LossyFile(io.FileIO):
+    """Drops output on a full disk, which must not end a run."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return memoryview(content).nbytes
+
+
+def _lossy(stream: TextIO) -> TextIO:
+    try:
+        stream.flush()
+        file = _LossyFile(stream.fileno(), "wb", closefd=False)
+    except (AttributeError, OSError):  # a notebook's
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
+    )
+
+
+def print_to_file() -> None:
+    """From now on this process, and all that it starts, print to a file without a name, which goes with them."""
+    with tempfile.TemporaryFile() as file:
+        for fd in (1, 2):
+            os.dup2(file.fileno(), fd)
+
+
+def _files_behind(fds: Sequence[int]) -> list[str]:
+    """Where they can be read, each once; without those that are a terminal or a pipe. Linux only."""
+    found: dict[tuple[int, int], str] = {}
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{fd}")
+            if stat.S_ISREG(status.st_mode):
+                found.setdefault((status.st_dev, status.st_ino), f"/proc/self/fd/{fd}")
+    return list(found.values())
+
+
+def _bounded(path: str) -> bytes:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= HEAD_BYTES + TAIL_BYTES:
+            return file.read(size)
+        head = file.read(HEAD_BYTES)
+        file.seek(size - TAIL_BYTES)
+        left_out = size - HEAD_BYTES - TAIL_BYTES
+        return head + f"\n… {left_out} bytes are left out here …\n".encode() + file.read(TAIL_BYTES)
+
+
+def _by_number(name: str) -> list[str]:
+    """w2 before w10."""
+    return [part.rjust(12, "0") if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _path(store: Store, name: str) -> str:
+    """Raises StorageError for a name that leads out of the folder: it may have come over the network."""
+    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
+        raise StorageError(f"{name!r} cannot be the name of a log")
+    return path_in(store, f"logs/{name}")

@@ -1,0 +1,23 @@
+"""The configuration of a job: frozen values, checked once, before anything starts.
+
+Every check is here and names the field and the way out; nothing below reads the environment or corrects a
+value in silence. `ScalingConfig.virtual_workers` and `DataConfig` decide the result of a run; everything else
+decides only where and how fast it runs.
+"""
+
+from elastic_dp.config.checkpoint_config import CheckpointConfig
+from elastic_dp.config.data_config import DataConfig, Format, MapStyleData
+from elastic_dp.config.failure_config import FailureConfig
+from elastic_dp.config.job_spec import JobSpec
+from elastic_dp.config.scaling_config import ScalingConfig, label_values
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "FailureConfig",
+    "Format",
+    "JobSpec",
+    "MapStyleData",
+    "ScalingConfig",
+    "label_values",
+]

@@ -1,0 +1,154 @@
+"""Which data a job trains on, and how its rows become steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from elastic_dp.config.field_checks import (
+    all_given,
+    at_least,
+    callable_or_none,
+    one_of,
+    whole_number,
+    yes_or_no,
+)
+from elastic_dp.errors import SpecError
+from elastic_dp.urls import redact_url
+
+Format = Literal["parquet", "arrow", "jsonl", "csv", "tar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """What both kinds of data set share: how rows become steps."""
+
+    micro_batch_size: int
+    epochs: int | None = None
+    seed: int = 0
+    tail: Literal["drop", "short"] = "drop"
+
+    def _check(self, owner: str) -> None:
+        all_given(owner, self)
+        if self.micro_batch_size is None:
+            raise SpecError(f"{owner}.micro_batch_size is None, must be a whole number")
+        whole_number(f"{owner}.micro_batch_size", self.micro_batch_size, 1)
+        whole_number(f"{owner}.epochs", self.epochs, 1)
+        whole_number(f"{owner}.seed", self.seed, 0)
+        one_of(f"{owner}.tail", self.tail, ("drop", "short"))
+
+
+@dataclass(frozen=True, repr=False)
+class DataConfig(_Order):
+    """Shards of rows at a URL.
+
+    `url`: a folder, a file or a glob, by any fsspec URL; a list of them is one data set; a dict of them gives
+    each source its weight in every global batch. `format`: of the shards; None: by their names' endings.
+    `micro_batch_size`: rows of one virtual worker in one step. `columns`: read only these.
+    `transform(batch)`: on each micro-batch, a dict of arrays, before it becomes tensors, with Python's, NumPy's
+    and torch's global generators set for (seed, step, virtual worker); `transform(batch, rng)` is given a
+    `numpy.random.Generator` instead, and runs ahead of the step in a thread. `collate_fn(batch)`: makes the
+    micro-batch itself from a dict of arrays. `workers`: processes that run both ahead of the step; 0: none.
+    `fill_nulls`: what stands for a column's nulls, {"x": 0.0}; those of other columns are refused, but of text are None.
+    `epochs`: passes over the data, None for no limit. `shuffle`: "none"; "rows": rows within blocks of row
+    groups, the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what becomes
+    of the rows that do not fill the last global batch of an epoch: "drop" them, or a "short" batch with the
+    right weights. `memory_bytes`: of row groups that one worker holds or has on the way. `on_bad_shard`: a row
+    group that cannot be decoded fails the run, or "skip": its rows are left out, and said, up to `max_bad_fraction` of
+    all rows (with weights: of each source's); more fail the run.
+    """
+
+    url: str | Sequence[str] | Mapping[str, float]
+    format: Format | None = field(default=None, kw_only=True)
+    columns: Sequence[str] | None = field(default=None, kw_only=True)
+    transform: Callable[..., Any] | None = field(default=None, kw_only=True)
+    collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
+    workers: int = field(default=0, kw_only=True)
+    shuffle: Literal["none", "rows", "full"] = field(default="rows", kw_only=True)
+    memory_bytes: int = field(default=2 << 30, kw_only=True)
+    on_bad_shard: Literal["fail", "skip"] = field(default="fail", kw_only=True)
+    max_bad_fraction: float = field(default=0.01, kw_only=True)
+    fill_nulls: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check("DataConfig")
+        if hasattr(self.url, "__fspath__"):  # a pathlib.Path
+            object.__setattr__(self, "url", self.url.__fspath__())
+        several = isinstance(self.url, Sequence | Mapping)
+        if not several or not self.urls or not all(isinstance(u, str) and u for u in self.urls):
+            raise SpecError(
+                f"DataConfig.url is {redact_url(repr(self.url))}, must be a path or URL, a list of them, or a dict of "
+                "them with weights"
+            )
+        if isinstance(self.url, Mapping):
+            for url, weight in self.url.items():
+                name = f"DataConfig.url[{redact_url(url)!r}]"
+                at_least(name, weight, 0)
+                if not weight:
+                    raise SpecError(f"{name} has weight 0; leave it out")
+            if self.epochs is not None:
+                message = "each of several weighted sources counts its own; set max_steps instead"
+                raise SpecError(f"DataConfig.epochs is set, but {message}")
+        callable_or_none("DataConfig.transform", self.transform)
+        callable_or_none("DataConfig.collate_fn", self.collate_fn)
+        one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
+        if self.format is not None:
+            one_of("DataConfig.format", self.format, get_args(Format))
+        one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
+        if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
+            raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
+        whole_number("DataConfig.workers", self.workers, 0)
+        whole_number("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
+        if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
+            raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
+        fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
+        if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
+            raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be numbers or texts by name")
+
+    def __repr__(self) -> str:
+        """Without credentials."""
+        said = (f"{x.name}={getattr(self, x.name)!r}" for x in fields(self) if x.repr)
+        return redact_url(f"DataConfig({', '.join(said)})")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url)
+
+
+@dataclass(frozen=True)
+class MapStyleData(_Order):
+    """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order arithmetic.
+
+    The dataset is sent to every worker by pickle. `collate_fn` defaults to torch's `default_collate`.
+    `workers`: processes that fetch and collate ahead of the step; 0: in the training thread. A run that is
+    started again knows its data by the dataset's class, its number of rows, and `fingerprint`, a text of yours that
+    changes with the rows (a version, a checksum). Items are not looked at, so without one other rows, as many and of
+    the same class, pass as the same.
+    """
+
+    dataset: Any
+    workers: int = field(default=0, kw_only=True)
+    collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
+    shuffle: bool = field(default=True, kw_only=True)
+    fingerprint: str = field(default="", kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check("MapStyleData")
+        callable_or_none("MapStyleData.collate_fn", self.collate_fn)
+        yes_or_no("MapStyleData.shuffle", self.shuffle)
+        if not isinstance(self.fingerprint, str):
+            raise SpecError(f"MapStyleData.fingerprint is {self.fingerprint!r}, must be a text")
+        whole_number("MapStyleData.workers", self.workers, 0)
+        data = self.dataset
+        if isinstance(data, str) or (isinstance(data, Mapping) and {*data} != {*range(len(data))}):
+            raise SpecError(
+                f"MapStyleData.dataset is a {type(data).__name__}, whose items are not numbered from 0; give one "
+                'dataset, e.g. that of "train", or DataConfig a URL'
+            )
+        if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
+            raise SpecError(
+                "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows write Parquet "
+                "shards and use DataConfig"
+            )

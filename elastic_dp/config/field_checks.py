@@ -1,0 +1,64 @@
+"""What one field of a configuration must be. Each check names the field and raises SpecError."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from elastic_dp.errors import SpecError
+
+
+def at_least(name: str, value: float | None, minimum: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpecError(f"{name} is {value!r}, must be a number")
+    if not _is_finite(value):
+        raise SpecError(f"{name} is {value}, must be finite; for no limit leave it out")
+    if value < minimum:
+        raise SpecError(f"{name} is {value}, must be at least {minimum}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False
+
+
+def whole_number(name: str, value: int | None, minimum: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise SpecError(f"{name} is {value!r}, must be a whole number")
+    at_least(name, value, minimum)
+
+
+def one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        raise SpecError(f"{name} is {value!r}, must be one of {', '.join(map(repr, allowed))}")
+
+
+def are_labels(names: Any) -> bool:
+    """A list of texts that Ray takes as a label's name or value, which are Kubernetes' rules."""
+    pattern = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    return is_list and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in names)
+
+
+def yes_or_no(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise SpecError(f"{name} is {value!r}, must be True or False")
+
+
+def callable_or_none(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise SpecError(f"{name} is {value!r}, must be a function, or None")
+
+
+def all_given(owner: str, config: Any) -> None:
+    """None only where it is the default, or the field's own check speaks of it."""
+    for x in fields(config):
+        if getattr(config, x.name) is None and x.default is not None and x.default is not MISSING:
+            raise SpecError(f"{owner}.{x.name} is None; leave it out for {x.default!r}")

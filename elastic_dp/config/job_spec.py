@@ -1,0 +1,67 @@
+"""A job as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_dp.config.checkpoint_config import CheckpointConfig
+from elastic_dp.config.data_config import DataConfig, MapStyleData
+from elastic_dp.config.failure_config import FailureConfig
+from elastic_dp.config.field_checks import at_least, whole_number, yes_or_no
+from elastic_dp.config.scaling_config import ScalingConfig
+from elastic_dp.errors import SpecError
+
+_NAME_BYTES = 255  # what file systems take as a folder's
+_PARTS: dict[str, tuple[type, ...]] = {
+    "data": (DataConfig, MapStyleData),
+    "config": (Mapping,),
+    "scaling": (ScalingConfig,),
+    "checkpoint": (CheckpointConfig,),
+    "failure": (FailureConfig,),
+    "labels": (Mapping,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """All that decides a run, as a value. `config` is the user's own, handed to the train function."""
+
+    name: str
+    data: DataConfig | MapStyleData
+    config: Mapping[str, Any] = field(default_factory=dict)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    exact: bool = True
+    max_steps: int | None = None
+    max_time_s: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        word = isinstance(self.name, str) and self.name.isprintable() and "/" not in self.name
+        if not word or self.name.strip() in ("", ".", ".."):
+            raise SpecError(
+                f"name is {self.name!r}, must be a word without '/': it names the run's folder"
+            )
+        if len(self.name.encode()) > _NAME_BYTES:
+            raise SpecError(
+                f"name is {self.name[:40]!r}…, of {len(self.name.encode())} bytes, must be at most {_NAME_BYTES}: it "
+                "names the run's folder"
+            )
+        for name, kinds in _PARTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                must = " or a ".join(kind.__name__ for kind in kinds)
+                raise SpecError(f"{name} is a {type(value).__name__}, must be a {must}")
+        yes_or_no("exact", self.exact)
+        if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
+            raise SpecError(f"labels is {self.labels!r}, must be texts by name")
+        whole_number("max_steps", self.max_steps, 1)
+        at_least("max_time_s", self.max_time_s, 0.001)
+        if self.data.epochs is None and self.max_steps is None and self.max_time_s is None:
+            raise SpecError(
+                "max_steps is None, and so are max_time_s and the data's epochs: the run would never "
+                "end; set one of the three"
+            )

@@ -1,0 +1,9 @@
+"""For tests of your own: a run on plain processes instead of Ray, and faults at named points of training.
+
+Nothing in training imports this package.
+"""
+
+from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.train.faults import Fault
+
+__all__ = ["Fault", "ProcessRun"]

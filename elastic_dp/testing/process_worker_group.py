@@ -1,0 +1,228 @@
+"""A worker group of plain processes on this machine, without Ray: the same workers, the same controller.
+
+For tests that kill workers at named points many times, for benchmarks, and for machines without Ray. Workers are
+forked from a server that has imported torch once (`multiprocessing`'s forkserver), so one starts in well under a
+second. Commands and events travel over a pipe per worker; a closed pipe is how a death is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
+from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.threads import background
+from elastic_dp.train.faults import Fault
+from elastic_dp.train.link import Written
+
+_HOST = "127.0.0.1"
+_context = multiprocessing.get_context("forkserver")
+# The first optimizer of a process imports torch._dynamo, which takes a second.
+_context.set_forkserver_preload(
+    ["elastic_dp.cluster.worker", "elastic_dp.testing.process_worker_group", "torch._dynamo"]
+)
+
+
+class ProcessWorkerGroup:
+    """Implements `WorkerGroup`. `limit`: how many processes there may be; more stay pending until one is gone."""
+
+    def __init__(
+        self,
+        job: WorkerJob,
+        controller: Controller,
+        limit: int | None = None,
+    ) -> None:
+        self._job, self._controller = job, controller
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._pipes: dict[WorkerId, Connection] = {}
+        self._outboxes: dict[WorkerId, queue.SimpleQueue[Any]] = {}
+        self._pending: list[WorkerId] = []
+        self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}  # until they end
+
+    def start(self, worker: WorkerId) -> None:
+        with self._lock:
+            self._pending.append(worker)
+        self._place()
+
+    def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
+        with self._lock:
+            outbox = self._outboxes.get(worker)
+            pending = worker in self._pending
+        if pending and isinstance(command, ReleaseWorker):
+            self.kill(worker)
+        if outbox is not None:
+            outbox.put((command, rendezvous))
+
+    def kill(self, worker: WorkerId) -> None:
+        with self._lock:
+            if worker in self._pending:  # it never came to be
+                self._pending.remove(worker)
+                self._controller.post(WorkerLost(worker, "was still pending"))
+        process = self.processes.get(worker)
+        if process is not None:
+            process.kill()
+
+    def allow(self, limit: int | None) -> None:
+        """Change how many processes there may be (capacity came or went; nobody is killed)."""
+        self.limit = limit
+        self._place()
+
+    def close(self) -> None:
+        processes = list(self.processes.values())
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+    def _place(self) -> None:
+        while True:
+            with self._lock:
+                if not self._pending:
+                    return
+                if self.limit is not None and len(self._pipes) >= self.limit:
+                    return
+                worker = self._pending.pop(0)
+                ours, theirs = _context.Pipe()
+                self._pipes[worker] = ours
+                outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+                self._outboxes[worker] = outbox
+            process = _context.Process(target=_main, args=(worker, self._job, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes[worker] = process
+            fail = self._controller.fail
+            background(f"from {worker}", partial(self._read, worker, ours), fail).start()
+            background(f"to {worker}", partial(_write, ours, outbox), fail).start()
+
+    def _read(self, worker: WorkerId, pipe: Connection) -> None:
+        try:
+            while True:
+                method, *content = pipe.recv()
+                getattr(self._controller, method)(*content)
+        except (EOFError, OSError):
+            pass
+        process = self.processes[worker]
+        process.join()
+        with self._lock:
+            del self._pipes[worker]
+            self._outboxes.pop(worker).put(None)
+        pipe.close()
+        del self.processes[worker]  # which holds a descriptor, too
+        self._controller.post(WorkerLost(worker, f"its process ended with {process.exitcode}"))
+        self._place()
+
+
+def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
+    while (message := outbox.get()) is not None:
+        with contextlib.suppress(OSError):
+            pipe.send(message)
+
+
+class _PipeLink:
+    """Implements `train.link.Link`."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def post(self, event: Event) -> None:
+        self._send("post", event)
+
+    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+        self._send("log", step, call, dict(metrics))
+
+    def say(self, text: str) -> None:
+        self._send("say", text)
+
+    def wrote(self, worker: WorkerId, written: Written) -> None:
+        self._send("wrote", worker, written)
+
+    def skipped(self, row_groups: Sequence[str]) -> None:
+        self._send("skip", tuple(row_groups))
+
+    def _send(self, *message: Any) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._pipe.send(message)
+
+
+def _main(identity: WorkerId, job: WorkerJob, pipe: Connection) -> None:
+    if job.url is not None:  # then what is printed is kept there
+        print_to_file()
+        print_whatever_fits()
+    worker = Worker(identity, job, _PipeLink(pipe), _HOST)
+
+    def listen() -> None:
+        while True:
+            try:
+                command, rendezvous = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the controller is gone
+            worker.deliver(command, rendezvous)
+
+    background("control", listen, lambda _: os._exit(1)).start()
+    worker.run()
+    os._exit(0)  # abandoned groups may block an orderly exit
+
+
+class ProcessRun:
+    """A whole run on plain processes: `with ProcessRun(spec, train) as run: run.wait()`."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        train: Callable[..., None],
+        *,
+        faults: tuple[Fault, ...] = (),
+        index: Any = None,
+        limit: int | None = None,
+        journal: Journal | None = None,
+        url: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
+        secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
+        self.journal = Journal(None) if journal is None else journal
+        self.controller = Controller(spec, run, _HOST, secret, self.journal, url=url, check=check)
+        job = WorkerJob(
+            cloudpickle.dumps((spec, train)),
+            index,
+            run,
+            url,
+            self.controller.heartbeats.address,
+            secret,
+            self.controller.state_store.state.lease_token,
+            faults,
+        )
+        self.worker_group = ProcessWorkerGroup(job, self.controller, limit)
+
+    def __enter__(self) -> ProcessRun:
+        self.controller.open(self.worker_group)
+        self._thread = background("controller", self.controller.lead, self.controller.broke)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker_group.close()
+
+    def wait(self, timeout_s: float = 120.0) -> RunOutcome:
+        """How the run ended. Raises TimeoutError with the status where it does not."""
+        if not self.controller.ended.wait(timeout_s):
+            raise TimeoutError(f"the run has not ended: {self.controller.status()}")
+        return self.controller.outcome

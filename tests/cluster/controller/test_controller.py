@@ -1,0 +1,133 @@
+"""The controller's loop around the coordinator."""
+
+import gc
+import types
+
+import pytest
+
+import elastic_dp as edp
+from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.worker import Request
+from elastic_dp.config import JobSpec
+from elastic_dp.coordinator import messages as m
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.telemetry.journal import Journal
+from tests.coordinator.scenes import Scene
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_waits_while_an_event_is_handled(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = JobSpec(name="quiet", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "quiet", "127.0.0.1", b"secret", Journal(None))
+    collecting = []
+
+    def handle(event: m.Event, now: float) -> list[m.Command]:
+        collecting.append(gc.isenabled())
+        assert not fails
+        return []
+
+    monkeypatch.setattr(controller.coordinator, "handle", handle)
+    if fails:
+        with pytest.raises(AssertionError):
+            controller._decide(m.DeadlineReached())
+    else:
+        assert controller._decide(m.DeadlineReached()) == []
+    assert collecting == [False] and gc.isenabled()
+    controller.heartbeats.close()
+
+
+def test_who_has_no_node_yet_is_not_waited_for_when_it_is_not_needed_any_more() -> None:
+    """Else its demand for a node would live on until it is evicted."""
+    spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "waits", "127.0.0.1", b"secret", Journal(None))
+    controller._worker_group = fleet = Told()
+    for worker in ("w1", "w2"):
+        controller._execute(m.StartWorker(worker))
+    controller._execute(m.BeginTraining("w2", is_source=True))
+    for worker in ("w1", "w2"):
+        controller._execute(m.ReleaseWorker(worker, "the size is 0 now"))
+    assert fleet.told == [
+        *("start w1", "start w2", "BeginTraining"),
+        *("ReleaseWorker", "kill w1"),  # it is told, so that its end is no failure of its node
+        "ReleaseWorker",
+    ]
+    controller.heartbeats.close()
+
+
+def test_across_kinds_of_machines_the_status_says_inexact_and_why() -> None:
+    spec = JobSpec(
+        name="mixed", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1, exact=False
+    )
+    controller = Controller(spec, "mixed", "127.0.0.1", b"secret", Journal(None))
+    scene = Scene(exact=False)
+    controller.coordinator = scene.coordinator
+    assert (controller.status()["exact"], controller.status()["inexact_because"]) == (False, ())
+    scene.ready("w1")
+    scene.ready("w2", kind="an abacus")
+    scene.wait(0.1)
+    because = "steps were made on several kinds of machine: an abacus | kind"
+    assert controller.status()["inexact_because"] == (because,)
+    controller.heartbeats.close()
+
+
+def test_the_second_word_of_a_death_is_recorded_where_it_says_why() -> None:
+    spec = JobSpec(name="dies", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "dies", "127.0.0.1", b"secret", Journal(None))
+    controller.state_store.record(m.StartWorker("w1"))
+    short = m.WorkerLost("w1", "Ray killed it", m.Cause.OUT_OF_MEMORY)
+    for event in (m.WorkerLost("w1", "its sidecar says so"), short, short, m.WorkerLost("w1", "?")):
+        controller._note(event)
+    _, lines = controller.journal.since(None, 0.0)
+    assert [line["reason"] for line in lines] == ["its sidecar says so", "Ray killed it"]
+    assert controller.state_store.state.lost == 1
+    controller.heartbeats.close()
+
+
+def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
+    """They are a message of their own, and come when the death may be waiting in the inbox."""
+    spec = JobSpec(name="talks", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "talks", "127.0.0.1", b"secret", Journal(None))
+    controller._worker_group = Told()
+    kept: list[tuple[str, str]] = []
+    controller._last_words = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
+    dies, leaves = (m.WorkerLost(worker, "its process exits") for worker in ("w1", "w2"))
+    controller.heartbeats._heard(dies)
+    for worker in ("w1", "w2"):
+        controller._execute(m.ReleaseWorker(worker, "the size is 0 now"))
+    controller.heartbeats._heard(leaves)
+    for worker in ("w1", "w2", "w3"):
+        controller._write_last_words(worker, "words")
+    assert kept == [("w1", "words"), ("w3", "words")]
+    controller.heartbeats.close()
+
+
+def test_who_is_superseded_touches_no_worker_and_writes_nothing() -> None:
+    spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
+    controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
+    controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]
+    controller._worker_group = fleet = Told()
+    controller.lead()
+    assert controller.superseded and not controller.ended.is_set()
+    assert not [told for told in fleet.told if not told.startswith("start")]
+    controller.heartbeats.close()
+
+
+class Told:
+    """A fleet that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def start(self, worker: m.WorkerId) -> None:
+        self.told.append(f"start {worker}")
+
+    def send(self, worker: m.WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
+        self.told.append(type(command).__name__)
+
+    def kill(self, worker: m.WorkerId) -> None:
+        self.told.append(f"kill {worker}")
+
+    def close(self) -> None:
+        raise AssertionError("not asked for")

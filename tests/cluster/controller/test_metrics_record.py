@@ -1,0 +1,76 @@
+"""What is logged is written once, in order, as plain numbers."""
+
+import json
+import threading
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.telemetry.journal import Journal
+from tests.patience import PATIENCE_S
+from tests.runs import local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+
+class Slow(Journal):
+    """While it writes the first record, another worker sends that and the next one."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.writes, self.sent, self.steps = threading.Event(), threading.Event(), []
+
+    def metrics(self, step, metrics):
+        if step == 1:
+            self.writes.set()
+            self.sent.wait(0.3)  # cannot come where one waits for the other
+        self.steps.append(step)
+
+
+def test_records_of_two_workers_keep_their_order():
+    journal = Slow()
+    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
+    first = threading.Thread(target=controller.log, args=(1, 1, {}))
+    first.start()
+    assert journal.writes.wait(PATIENCE_S)
+    controller.log(1, 1, {})
+    controller.log(2, 1, {})
+    journal.sent.set()
+    first.join()
+    controller.heartbeats.close()
+    assert journal.steps == [1, 2]
+
+
+def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
+    """A run that went on from an older checkpoint records no line twice; but what it commits then is ranked, too."""
+    journal = MagicMock(recorded=lambda: [{"step": 3, "loss": 0.5}, {"step": 9, "loss": 0.25}])
+    controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
+    controller.checkpoints._committer = MagicMock()
+    controller.log(5, 1, {"loss": 0.4})
+    controller.heartbeats.close()
+    journal.metrics.assert_not_called()
+    controller.checkpoints._committer.log.assert_called_once_with(5, {"loss": 0.4})
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.ones(1), 1.0),
+        (np.arange(2), [0, 1]),
+        (torch.tensor(0.5), 0.5),
+        (torch.ones(2), [1.0, 1.0]),
+    ],
+)
+def test_numbers_are_written_as_such(value, plain):
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            ctx.log({"value": value})
+
+    record = local(spec_of(steps=1), train).logged[0]
+    assert json.loads(json.dumps(record)) == {"step": 1, "value": plain}

@@ -1,0 +1,32 @@
+"""Who waits for a node because another one is avoided, without a cluster."""
+
+import pytest
+
+from elastic_dp.cluster.ray import node_selection
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    there = []
+    monkeypatch.setattr(node_selection.ray, "nodes", lambda: there)
+    monkeypatch.setattr(node_selection, "actors", lambda actor: {"Address": {"NodeID": "bad"}})
+    return there
+
+
+def node(name):
+    return {"NodeID": name, "Alive": True, "Resources": {"CPU": 2}, "Labels": {}}
+
+
+def test_who_waits_because_of_an_avoided_node_is_asked_for_anew_when_there_is_no_other(nodes):
+    made = node_selection.NodeSelection({"CPU": 1}, print)
+    nodes += [node("bad"), node("good")]
+    for _ in range(3):
+        made.failed("01")
+    for worker in ("waits", "placed", "gone"):
+        assert made.without_avoided(worker, []) == [{"ray.io/node-id": "!in(bad)"}]
+    there = {"waits", "placed"}
+    assert made.waiting_needlessly({"placed"}, there) == []
+    del nodes[1]  # now it must do
+    assert made.without_avoided("another", []) == []
+    assert made.waiting_needlessly({"placed"}, there) == ["waits"]
+    assert made.waiting_needlessly({"placed"}, there) == []

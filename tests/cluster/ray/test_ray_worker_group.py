@@ -1,0 +1,110 @@
+"""The worker group of Ray's actors, without a cluster."""
+
+import types
+
+import pytest
+import ray
+
+from elastic_dp.cluster.ray import ray_worker_group
+from elastic_dp.coordinator.messages import Cause, WorkerLost
+from tests.runs import spec_of
+
+
+def raises(*_):
+    raise ConnectionError("the GCS is away")
+
+
+@pytest.fixture
+def worker_group(monkeypatch):
+    monkeypatch.setattr(ray_worker_group.ray, "put", lambda job: job)
+    monkeypatch.setattr(ray_worker_group.ray, "kill", lambda actor, no_restart: None)
+    state = types.SimpleNamespace(term=1)
+    posted = []
+    controller = types.SimpleNamespace(
+        state_store=types.SimpleNamespace(state=state), say=print, post=posted.append, posted=posted
+    )
+    return ray_worker_group.RayWorkerGroup(
+        types.SimpleNamespace(run="run"), spec_of(), controller, None
+    )
+
+
+def died(worker_group, worker):
+    actor = types.SimpleNamespace(_actor_id=b"\x01")
+    worker_group._actors[worker] = actor
+    return lambda: worker_group._ended(
+        worker, actor, types.SimpleNamespace(exception=lambda: ValueError("died"))
+    )
+
+
+def test_a_loss_is_told_where_its_node_cannot_be_asked_for(worker_group, monkeypatch):
+    monkeypatch.setattr(worker_group.node_selection, "failed", raises)
+    with pytest.raises(ConnectionError):
+        died(worker_group, "w1")()
+    assert worker_group._controller.posted == [WorkerLost("w1", "died", Cause.UNKNOWN)]
+
+
+def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
+    worker_group, monkeypatch
+):
+    failed = []
+    monkeypatch.setattr(worker_group.node_selection, "failed", failed.append)
+    dies = died(worker_group, "w1")
+    worker_group.kill("w1")
+    dies()
+    assert failed == ["01"]
+    dies = died(worker_group, "w2")
+    worker_group.close()
+    dies()
+    assert failed == ["01"]
+
+
+def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):
+    monkeypatch.setattr(worker_group.node_selection, "failed", raises)
+    monkeypatch.setattr(
+        worker_group.node_selection, "waiting_needlessly", lambda placed, there: [*there]
+    )
+    monkeypatch.setattr(worker_group, "nodes", dict)
+    withdrawn = []
+    worker_group._controller.withdrawn = withdrawn.append
+    dies = died(worker_group, "w1")
+    worker_group.withdraw_waiting_needlessly()
+    dies()
+    assert withdrawn == ["w1"]
+    assert [event.cause for event in worker_group._controller.posted] == [Cause.PREEMPTED]
+
+
+def test_adopted_workers_count_for_min_on_demand_and_zones(worker_group, monkeypatch):
+    labels = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a", "ray.io/x": "y"}
+    monkeypatch.setattr(ray_worker_group.ray, "nodes", lambda: [{"NodeID": "n1", "Labels": labels}])
+    serve = types.SimpleNamespace(remote=lambda *_: None)
+    actor = types.SimpleNamespace(serve=serve)
+    alive = [("w1", actor, "n1"), ("w2", actor, "gone")]
+    monkeypatch.setattr(worker_group, "_named", lambda *states: alive if "ALIVE" in states else [])
+    monkeypatch.setattr(worker_group, "_watch", lambda *_: None)
+    worker_group._job = types.SimpleNamespace(controller=None)
+    assert worker_group.adopt((0, 0)) == ["w1", "w2"]
+    first = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a"}
+    assert worker_group._asked == {"w1": first, "w2": {}}
+
+
+def test_without_process_leaves_out_workers_that_ray_has_started(worker_group, monkeypatch):
+    def actor(name):
+        return types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: name))
+
+    worker_group._actors = {"w1": actor("a"), "w2": actor("b"), "w3": actor("c")}
+    tables = {"a": {"Pid": 7}, "b": {"Pid": 0}, "c": None}
+    state = types.SimpleNamespace(actor_table=tables.get)
+    monkeypatch.setattr(ray_worker_group.ray._private.state, "state", state)
+    assert worker_group.without_process(["w1", "w2", "w3", "gone"]) == ["w2", "w3"]
+
+
+def test_death_names_why_an_actor_ended():
+    _death = ray_worker_group._death
+    assert _death(None) == ("left", Cause.UNKNOWN)
+    killed = ray.exceptions.OutOfMemoryError("the node was running low on memory")
+    assert _death(killed)[1] is Cause.OUT_OF_MEMORY
+    died = ray.exceptions.ActorDiedError()
+    assert _death(died)[1] is Cause.UNKNOWN
+    died._preempted = True
+    reason, cause = _death(died)
+    assert cause is Cause.PREEMPTED and "preempted" in reason

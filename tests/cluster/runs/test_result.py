@@ -1,0 +1,99 @@
+"""What a Result has: the final weights, as a state and as a file, for as long as they are there."""
+
+import dataclasses
+import shutil
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load, load_file
+
+import elastic_dp as edp
+from elastic_dp.cluster.runs.run_record import read_result
+from elastic_dp.errors import CheckpointError
+from elastic_dp.train.state import TrainState
+from tests.runs import Points
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+
+def train(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log({"loss": step.loss})
+
+
+def trainer(tmp_path, max_steps=3):
+    return edp.ElasticTrainer(
+        train,
+        name="ends",
+        storage_path=tmp_path,
+        data=edp.MapStyleData(Points(), micro_batch_size=4),
+        max_steps=max_steps,
+    )
+
+
+@pytest.fixture
+def result(tmp_path):
+    return trainer(tmp_path).fit(local=True)
+
+
+def digest_of(weights):
+    model = classifier()
+    model.load_state_dict(weights)
+    return TrainState(model, adamw(model), None, None, {}).digest()
+
+
+def test_load_state_has_the_final_weights_of_a_run_without_a_checkpoint_config(result):
+    loaded = result.load_state()
+    assert (loaded.step, digest_of(loaded.model)) == (3, result.weights_sha256)
+    assert loaded.optimizer["state"]
+    again = read_result(result.path)
+    assert again == result and digest_of(again.load_state().model) == result.weights_sha256
+
+
+def test_the_result_of_a_finished_run_that_is_run_again_has_its_weights(result, tmp_path):
+    again = trainer(tmp_path).fit(local=True)
+    assert again == result and digest_of(again.load_state().model) == result.weights_sha256
+
+
+def test_export_writes_what_safetensors_and_torch_load_alone(result, tmp_path):
+    result.export(tmp_path / "weights.safetensors")
+    weights = load_file(tmp_path / "weights.safetensors")
+    assert list(weights.keys()) and weights.keys() == classifier().state_dict().keys()
+    assert digest_of(weights) == result.weights_sha256
+    result.export(str(tmp_path / "state.pt"))
+    assert digest_of(torch.load(tmp_path / "state.pt")["model"]) == result.weights_sha256
+
+
+@pytest.mark.parametrize("url", ["memory://w.safetensors", "memory://folder/w.safetensors"])
+def test_export_writes_to_any_url(result, url):
+    result.export(url)
+    with fsspec.open(url) as file:
+        assert digest_of(load(file.read())) == result.weights_sha256
+
+
+def test_export_to_a_relative_path_writes_to_the_working_directory(result, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result.export("w.safetensors")
+    assert digest_of(load_file(tmp_path / "here" / "w.safetensors")) == result.weights_sha256
+
+
+def test_another_ending_is_refused_with_those_there_are(result, tmp_path):
+    with pytest.raises(CheckpointError, match=r"must end in .safetensors .* or .pt"):
+        result.export(tmp_path / "weights")
+
+
+def test_a_deleted_checkpoint_is_an_error_with_a_way_out(result, tmp_path):
+    shutil.rmtree(tmp_path / "ends" / "checkpoints")
+    for take in (result.load_state, lambda: result.export(tmp_path / "w.safetensors")):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint of its last step, 3: .* new name="
+        ):
+            take()
+
+
+def test_a_result_whose_run_went_on_names_the_steps_there_are(result):
+    earlier = dataclasses.replace(result, step=2)
+    with pytest.raises(CheckpointError, match=r"load_state\(.*, step=N\) loads one of steps 3"):
+        earlier.load_state()

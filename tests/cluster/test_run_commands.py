@@ -1,0 +1,133 @@
+"""What all verbs of the command line for runs have in common."""
+
+import json
+import os
+import types
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from elastic_dp.cli import app
+from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
+from elastic_dp.errors import ClusterError
+
+VERBS = {
+    *("run", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),
+    *("stop", "restart", "data convert", "data inspect", "checkpoints list", "checkpoints verify"),
+    "checkpoints export",
+}
+
+
+def test_every_verb_prints_json_where_it_is_asked_to():
+    verbs = {}
+    for name, command in typer.main.get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        verbs |= {name: command} if inner is None else {f"{name} {v}": c for v, c in inner.items()}
+    assert set(verbs) == VERBS
+    for name in VERBS:
+        assert any("--json" in parameter.opts for parameter in verbs[name].params), name
+
+
+@pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])
+def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, monkeypatch):
+    from elastic_dp.cluster.ray import cluster_connection
+
+    def gone(*_, **__):
+        raise ClusterError("nobody answers")
+
+    monkeypatch.setattr(cluster_connection, "connect", gone)
+    url = str(tmp_path / "job")
+    write_result(url, Result("job", url, 7, "enough", "0", True), RunLimits())
+    words = ["status", "job", "--json", "--storage-path", str(tmp_path), *address]
+    said = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    assert (said["phase"], said["step"]) == ("over", 7)
+    assert CliRunner().invoke(app, ["status", "job", *address]).exit_code == 2
+
+
+def raylet(address, started, uid=None):
+    words = ["/ray/core/src/ray/raylet/raylet", "--node-name=x", f"--gcs-address={address}"]
+    uids = types.SimpleNamespace(real=os.getuid() if uid is None else uid)
+    return {"cmdline": words, "create_time": started, "uids": uids}
+
+
+OTHERS = -1  # a user
+GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids": None}
+
+
+@pytest.mark.parametrize(
+    ("processes", "taken", "others"),
+    [
+        ([], "auto", ""),  # Ray says that there is none
+        ([GCS, raylet("a:1", 1.0)], "a:1", ""),
+        ([raylet("b:2", 2.0), raylet("a:1", 1.0), raylet("c:3", 3.0)], "c:3", "b:2, a:1"),
+        ([raylet("a:1", 1.0), raylet("b:2", 2.0), raylet("a:1", 3.0)], "b:2", "a:1"),  # two nodes
+        ([raylet("a:1", 1.0), raylet("b:2", 2.0, OTHERS)], "a:1", ""),
+        ([raylet("b:2", 2.0, OTHERS)], "b:2", ""),
+    ],
+)
+def test_of_several_local_clusters_the_newest_is_taken_and_said(
+    processes, taken, others, monkeypatch
+):
+    from elastic_dp.cluster.ray import cluster_connection
+
+    running = [types.SimpleNamespace(info=info) for info in processes]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connected, told = [], []
+    monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        cluster_connection.ray, "init", lambda address, **_: connected.append(address)
+    )
+    monkeypatch.setattr(cluster_connection.services.psutil, "process_iter", lambda _: running)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster_connection.connect(None, told.append)
+    assert connected == [taken]
+    assert bool(told) is bool(others)
+    for text in told:
+        assert f"this is the newest, at {taken}" in text
+        assert text.endswith(f"choose another by --address or RAY_ADDRESS: {others}")
+    told.clear()
+    cluster_connection.connect("d:4", told.append)
+    monkeypatch.setenv("RAY_ADDRESS", "e:5")
+    cluster_connection.connect(None, told.append)  # Ray goes by it
+    assert connected == [taken, "d:4", "auto"] and not told
+
+
+@pytest.mark.parametrize(
+    ("saved", "mode", "wanted"),
+    [(True, None, "token"), (False, None, None), (True, "disabled", "disabled")],
+)
+def test_token_that_ray_saved_is_sent_unless_the_user_says_otherwise(
+    saved, mode, wanted, tmp_path, monkeypatch
+):
+    from elastic_dp.cluster.ray import cluster_connection
+
+    monkeypatch.setattr(cluster_connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster_connection.ray, "init", lambda **_: None)
+    read_again = []
+    config = types.SimpleNamespace(initialize=read_again.append)
+    monkeypatch.setattr(cluster_connection, "Config", config)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode or "")
+    if mode is None:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+    if saved:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("secret")
+    cluster_connection.connect("a:1")
+    assert os.environ.get("RAY_AUTH_MODE") == wanted
+    assert bool(read_again) is (wanted == "token")
+
+
+def test_help_of_a_verb_says_where_it_goes_without_an_address():
+    """Which differs: `run` starts a Ray, the others look for a cluster."""
+    verbs = typer.main.get_command(app).commands
+
+    def told(name):
+        return next(p.help for p in verbs[name].params if "--address" in p.opts)
+
+    assert "a Ray of the run's own" in told("run")
+    for name in ("list", "status", "events", "logs", "scale", "drain", "stop", "restart"):
+        assert "HOST:6379. Default: the one on this machine, of several the newest" in told(name)

@@ -1,0 +1,130 @@
+"""What workers print is in the run's folder, bounded, soon, and also of those that died."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_dp.cluster import worker_logs
+from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, WorkerLogUploader
+from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.storage import Store
+from tests.patience import Stalls, eventually
+from tests.runs import ENDLESS, group, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+
+@pytest.fixture
+def printed(tmp_path):
+    """A file as a worker's output, and its keeper."""
+    with open(tmp_path / "out", "a+b", buffering=0) as file:
+        yield file, WorkerLogUploader(Store(str(tmp_path / "run")), "w1", [file.fileno()])
+
+
+def kept(tmp_path, name="w1.log"):
+    path = tmp_path / "run" / "logs" / name
+    return path.read_bytes() if path.exists() else b""
+
+
+def test_a_long_output_keeps_its_beginning_and_its_end(printed, tmp_path):
+    file, keeper = printed
+    file.write(b"first" + b"x" * (HEAD_BYTES + TAIL_BYTES) + b"last")
+    keeper.start().close(60.0)
+    copy = kept(tmp_path)
+    assert copy.startswith(b"firstx") and copy.endswith(b"xlast")
+    assert "… 9 bytes are left out".encode() in copy
+    assert len(copy) < HEAD_BYTES + TAIL_BYTES + 100
+
+
+def test_it_is_copied_while_the_worker_lives_and_only_if_there_is_more(
+    printed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(worker_logs, "EVERY_S", 0.01)
+    file, keeper = printed
+    writes = []
+    write = Store.write
+    monkeypatch.setattr(Store, "write", lambda *args: writes.append(args[1]) or write(*args))
+    keeper.start()
+    for words in (b"one ", b"two "):
+        file.write(words)
+        eventually(lambda n=words: kept(tmp_path).endswith(n))
+    keeper.close(60.0)
+    assert kept(tmp_path) == b"one two " and len(writes) == 2
+
+
+def test_a_store_that_fails_costs_the_copy_alone(tmp_path):
+    (tmp_path / "run").write_text("a file, and no folder")
+    with open(tmp_path / "out", "w+b", buffering=0) as file:
+        file.write(b"words")
+        keeper = WorkerLogUploader(Store(str(tmp_path / "run")), "w1", [file.fileno()]).start()
+        keeper.close(60.0)
+    assert not keeper._thread.is_alive()
+
+
+def talks(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        hold(ctx, step)
+        print(f"step {step.number} of rank {ctx.rank}")
+        if step.number == 5 and ctx.rank == 1 and ctx.generation == 1:
+            os.write(2, b"the last words of a process\n")  # as a C library does
+            os.abort()
+        if step.number == 6:  # they are told by its sidecar, which may be slow
+            eventually(lambda: [*Path(ctx.config["logs"]).glob("*.last.log")])
+        print("no secret", file=sys.stderr)
+
+
+def test_each_worker_s_output_is_in_the_run_s_folder(tmp_path):
+    config = {"hold": {1: 2}, "logs": str(tmp_path / "run" / "logs")}
+    spec = spec_of(workers=2, min_workers=2, virtual=2, steps=8, config=config)
+    outcome, _ = group(spec, talks, url=str(tmp_path / "run"))
+    assert outcome.error is None, outcome.traceback
+    names = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    last = [name for name in names if name.endswith(".last.log")]
+    assert len(last) == 1
+    words = kept(tmp_path, last[0]).decode()
+    assert "step 5 of rank 1" in words and words.endswith("the last words of a process\n")
+    survivor = "w1.log" if last == ["w2.last.log"] else "w2.log"
+    assert {survivor, "w3.log"} <= names
+    assert "step 8 of rank" in kept(tmp_path, survivor).decode()
+    assert kept(tmp_path, survivor).count(b"no secret\n") == 8
+
+
+SOON_S, LOOKED_AT_S = 10.0, 7.0  # longer than one copy is from the next
+
+
+def prints_the_time(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        print(f"{time.time():.3f}", flush=True)
+        hold(ctx, step)
+
+
+def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gone_now(tmp_path):
+    ages = []
+
+    def look(run):
+        eventually(lambda: kept(tmp_path).strip(), run.controller.status)
+        until = time.time() + LOOKED_AT_S
+        while (now := time.time()) < until:
+            ages.append(now - float(kept(tmp_path).split()[-1]))
+            time.sleep(0.05)
+
+    spec = spec_of(workers=1, steps=ENDLESS, config={"body_s": 0.05})
+    with Stalls() as stalls:
+        script = [(1, look), (1, StopRequested("enough"))]
+        outcome, _ = group(spec, prints_the_time, script=script, url=str(tmp_path / "run"))
+    assert outcome.error is None, outcome.traceback
+    assert worker_logs.EVERY_S / 2 < max(ages) <= SOON_S + stalls.lost_s
+
+
+@pytest.mark.parametrize("worker", ["../../etc/x", "/etc/x", "s3://x", "a\0b", "..", ""])
+def test_a_worker_s_name_leads_nowhere_else(tmp_path, worker):
+    words = worker_logs.LastWordsWriter(Store(str(tmp_path / "run")))
+    words.keep(worker, "owned")
+    words.keep("w1", "ended")
+    words.close()
+    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert files == [Path("run/logs/w1.last.log")]
