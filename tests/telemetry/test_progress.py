@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 def drawn(*lines, total=None):
     """What a terminal was sent, without colors; and what a person who pressed Enter then would see of it."""
     stream = Terminal()
-    progress = Progress(stream, total=total)
+    progress = ProgressPrinter(stream, total=total)
     for line in lines:
         progress.show(line)
     progress.flush()
