@@ -73,14 +73,14 @@ _HUGE = _Huge(10**400)
         ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a text"]),
     ],
 )
-def test_scaling(options, words):
+def test_scaling_config_out_of_range_names_field_and_value(options, words):
     with pytest.raises(SpecError) as caught:
         edp.ScalingConfig(**options)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("wanted", ["H100", "!H100", "in(A100,H100)", "!in(A100, H100)"])
-def test_what_ray_takes_as_a_label(wanted):
+def test_label_selector_that_ray_takes_is_accepted(wanted):
     edp.ScalingConfig(label_selector={"ray.io/accelerator-type": wanted}, zones=["eu-west-1a"])
 
 
@@ -104,7 +104,7 @@ def test_what_ray_takes_as_a_label(wanted):
     ],
     ids=str,
 )  # fmt: skip
-def test_values_of_another_kind(make, options, words):
+def test_config_value_of_another_kind_is_refused(make, options, words):
     with pytest.raises(SpecError, match=re.escape(words)):
         make(**options)
 
@@ -130,7 +130,7 @@ def test_values_of_another_kind(make, options, words):
         ({"train": lambda ctx, other: None}, "train takes (ctx, other)"),
     ],
 )
-def test_arguments_of_another_kind(tmp_path, options, words):
+def test_trainer_argument_of_another_kind_is_refused(tmp_path, options, words):
     data = edp.MapStyleData(Points(), micro_batch_size=4)
     job = {
         "train": good,
@@ -143,13 +143,13 @@ def test_arguments_of_another_kind(tmp_path, options, words):
         edp.ElasticTrainer(**(job | options))
 
 
-def test_paths_may_be_path_objects(tmp_path):
+def test_trainer_takes_path_objects(tmp_path):
     data = edp.DataConfig(tmp_path / "rows", micro_batch_size=4)
     trainer = edp.ElasticTrainer(good, name="a b", storage_path=tmp_path, data=data, max_steps=1)
     assert (trainer.url, trainer.spec.data.urls) == (f"{tmp_path}/a b", (f"{tmp_path}/rows",))
 
 
-def test_a_run_that_has_ended_is_found_by_a_path_object(tmp_path, monkeypatch):
+def test_attach_finds_an_ended_run_by_a_path_object(tmp_path, monkeypatch):
     def connect(address):
         raise errors.ClusterError("no cluster")
 
@@ -160,7 +160,7 @@ def test_a_run_that_has_ended_is_found_by_a_path_object(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("field", ["micro_batch_size", "epochs"])
-def test_zero_sizes_of_data(field):
+def test_data_config_size_of_zero_is_refused(field):
     with pytest.raises(SpecError, match=f"DataConfig.{field} is 0"):
         edp.DataConfig("x", **{"micro_batch_size": 1, field: 0})
 
@@ -174,7 +174,7 @@ def test_zero_sizes_of_data(field):
         ({"compare_weights_every": 2.5}, ["compare_weights_every is 2.5", "whole number"]),
     ],
 )
-def test_failures(options, words):
+def test_failure_config_out_of_range_names_field_and_value(options, words):
     with pytest.raises(SpecError) as caught:
         edp.FailureConfig(**options)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -204,7 +204,7 @@ def good(ctx):
         pass
 
 
-def test_data_with_no_shards(tmp_path):
+def test_start_without_shards_is_refused(tmp_path):
     with pytest.raises(errors.DataError, match=str(tmp_path)):
         edp.ElasticTrainer(
             good,
@@ -214,12 +214,12 @@ def test_data_with_no_shards(tmp_path):
         ).start()
 
 
-def test_too_few_rows_for_one_global_batch(tmp_path):
+def test_start_with_too_few_rows_for_a_global_batch_is_refused(tmp_path):
     with pytest.raises(errors.DataError, match="7 rows"):
         trainer(tmp_path, good, rows=7).start()
 
 
-def test_a_function_that_cannot_be_pickled(tmp_path):
+def test_train_function_that_cannot_be_pickled_is_refused(tmp_path):
     lock = threading.Lock()
 
     def train(ctx):
@@ -247,12 +247,12 @@ class Trains:
     [functools.partial(good_with, steps=3), Trains(), Trains().method, functools.partial(Trains())],
     ids=["partial", "object", "method", "partial of an object"],
 )
-def test_whatever_can_be_called_may_train(tmp_path, train):
+def test_train_may_be_any_callable(tmp_path, train):
     _, sent = cloudpickle.loads(trainer(tmp_path, train)._pickle())
     assert trainer(tmp_path, sent).fit(local=True).step == 4
 
 
-def test_a_run_that_would_never_end(tmp_path):
+def test_trainer_without_a_limit_is_refused(tmp_path):
     with pytest.raises(SpecError, match="max_steps is None"):
         trainer(tmp_path, good, max_steps=None)
 
@@ -266,7 +266,7 @@ def test_a_run_that_would_never_end(tmp_path):
         ({"checkpoint_score_order": "best"}, "checkpoint_score_order is 'best'"),
     ],
 )
-def test_when_to_checkpoint(options, words):
+def test_checkpoint_config_out_of_range_is_refused(options, words):
     with pytest.raises(SpecError, match=words):
         edp.CheckpointConfig(**options)
 
@@ -279,12 +279,12 @@ def test_when_to_checkpoint(options, words):
         ({"max_losses_of_micro_batch": 0}, "max_losses_of_micro_batch is 0"),
     ],
 )
-def test_how_much_may_fail(options, words):
+def test_failure_budget_out_of_range_is_refused(options, words):
     with pytest.raises(SpecError, match=words):
         edp.FailureConfig(**options)
 
 
-def test_an_orphan_that_would_end_before_its_lease():
+def test_orphan_timeout_below_the_lease_is_refused():
     with pytest.raises(SpecError, match=r"orphan_timeout_s is 5.0, less than the lease \(10 s\)"):
         edp.FailureConfig(orphan_timeout_s=5.0)
     with pytest.raises(SpecError, match="orphan_timeout_s is 'never', must be a number"):
@@ -293,7 +293,7 @@ def test_an_orphan_that_would_end_before_its_lease():
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_storage_path_that_cannot_be_written(tmp_path, local):
+def test_storage_path_that_cannot_be_written_is_refused(tmp_path, local):
     (tmp_path / "file").write_text("not a folder")
     trainer = edp.ElasticTrainer(
         lambda ctx: None,
@@ -316,7 +316,7 @@ def test_a_storage_path_that_cannot_be_written(tmp_path, local):
         ({"fingerprint": "2"}, "data"),
     ],
 )
-def test_a_rerun_that_differs(tmp_path, other, word):
+def test_rerun_with_another_seed_data_or_virtual_workers_is_refused(tmp_path, other, word):
     first = trainer(tmp_path, good).fit(local=True)
     assert trainer(tmp_path, good).fit(local=True) == first  # the stored result
     with pytest.raises(RunMismatch, match=word):
@@ -338,7 +338,7 @@ def test_a_rerun_that_differs(tmp_path, other, word):
         ({"max_steps": 40, "max_time_s": 0.001}, {"max_steps": 40, "max_time_s": 60}, 40),
     ],
 )
-def test_a_finished_run_goes_on_where_a_limit_was_raised(tmp_path, first, again, steps):
+def test_rerun_with_a_raised_limit_goes_on(tmp_path, first, again, steps):
     def fit(epochs=None, stop_at=None, **limits):
         def train(ctx):
             model = classifier()
@@ -362,7 +362,7 @@ def test_a_finished_run_goes_on_where_a_limit_was_raised(tmp_path, first, again,
     assert (after == before) == (before.step == steps)
 
 
-def test_virtual_workers_are_those_of_the_first_start(tmp_path):
+def test_rerun_keeps_the_virtual_workers_of_the_first_start(tmp_path):
     def fit(workers, steps):
         scaling = edp.ScalingConfig(max_workers=workers)
         data = edp.MapStyleData(Points(), micro_batch_size=4)
@@ -385,7 +385,7 @@ def test_virtual_workers_are_those_of_the_first_start(tmp_path):
         fit(3, 4)
 
 
-def test_a_size_below_min_workers(tmp_path):
+def test_scale_out_of_bounds_is_refused(tmp_path):
     spec = spec_of(min_workers=2)
     run = edp.Run(spec, str(tmp_path), controller=object())
     run._ask = lambda *_: {"size": 8, "min_workers": 3}  # as an operator has set it since
@@ -454,7 +454,7 @@ MISTAKES = {  # the train function, the error, and what it names
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_group_raises_what_a_local_run_raises_and_tells_it_once(mistake):
+def test_group_raises_the_error_of_a_local_run_and_records_it_once(mistake):
     train, kind, word = MISTAKES[mistake]
     with pytest.raises(kind, match=re.escape(word)) as alone:
         local(spec_of(), train)
@@ -464,7 +464,7 @@ def test_a_group_raises_what_a_local_run_raises_and_tells_it_once(mistake):
     assert told(run) == 1
 
 
-def test_an_error_that_all_workers_raise_at_one_step_is_told_once():
+def test_error_of_all_workers_at_one_step_is_recorded_once():
     def fails_at_three(step):
         if step.number == 3:
             raise KeyError("both of them")
@@ -481,12 +481,12 @@ def told(run):
     return sum(line.get("command") == "FailRun" for line in lines_of(run))
 
 
-def test_no_loop():
+def test_train_without_a_loop_is_refused():
     with pytest.raises(LoopError, match=r"ctx\.steps"):
         local(spec_of(), lambda ctx: None)
 
 
-def test_a_lone_break():
+def test_break_out_of_the_loop_without_stop_is_refused():
     fails(
         LoopError,
         ["after step 3", "ctx.stop"],
@@ -494,7 +494,7 @@ def test_a_lone_break():
     )
 
 
-def test_a_loss_that_is_no_scalar():
+def test_loss_that_is_no_real_scalar_is_refused():
     def loss_fn(m, b):
         return nn.functional.cross_entropy(m(b["x"]), b["y"], reduction="none")
 
@@ -503,14 +503,14 @@ def test_a_loss_that_is_no_scalar():
     fails(LossError, ["complex64", "real"], lambda m, b: cross_entropy(m, b) * 1j)
 
 
-def test_a_loss_without_gradient():
+def test_loss_without_a_gradient_is_refused():
     """Otherwise nothing would be learnt, silently."""
     words = ["step 1", "virtual worker 0", "no gradient", "weight 0"]
     fails(LossError, words, lambda m, b: cross_entropy(m, b).detach())
     fails(LossError, words, model=lambda: classifier().requires_grad_(False))
 
 
-def test_an_error_that_user_code_swallows():
+def test_error_of_loss_fn_is_raised_though_train_swallows_it():
     def train(ctx):
         model = classifier()
         with contextlib.suppress(Exception):
@@ -538,11 +538,11 @@ def test_an_error_that_user_code_swallows():
     ],
     ids=str,
 )
-def test_what_comes_with_the_loss(beside, words):
+def test_loss_fn_with_a_bad_weight_or_metrics_is_refused(beside, words):
     fails(LossError, words, lambda m, b: (cross_entropy(m, b), *beside))
 
 
-def test_options_of_the_loop():
+def test_loop_option_of_another_kind_is_refused():
     fails(SpecError, ["clip_norm is '1'", "number"], clip_norm="1")
     fails(SpecError, ["clip_norm is nan"], clip_norm=float("nan"))
     fails(SpecError, ["precision is 'bfloat16'", "'bf16'"], precision="bfloat16")
@@ -554,7 +554,7 @@ def test_options_of_the_loop():
     fails(SpecError, ["state is a list", "dict"], state=[classifier()])
 
 
-def test_optimizers_that_do_not_fit():
+def test_optimizer_that_does_not_fit_is_refused():
     """Before the first step: nothing may fail between its commit and its end."""
 
     class Closure(torch.optim.SGD):
@@ -566,7 +566,7 @@ def test_optimizers_that_do_not_fit():
     fails(ModelError, ["SparseAdam"], optimizer=lambda m: sparse(m.parameters()))
 
 
-def test_a_complex_parameter():
+def test_complex_parameter_is_refused():
     def model():
         model = classifier()
         model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
@@ -601,13 +601,13 @@ GROWS = {  # what the error names: what a body does, and the model
 
 
 @pytest.mark.parametrize("name", GROWS)
-def test_a_model_that_grows(name):
+def test_model_that_grows_in_the_loop_is_refused(name):
     """A joiner would lack it, and what a forward pass makes of its rows is another with another number of workers."""
     body, model = GROWS[name]
     fails(LoopError, [f"model.{name.strip()} was added", "before the loop"], model=model, body=body)
 
 
-def test_schedulers_that_do_not_fit():
+def test_scheduler_that_does_not_fit_is_refused():
     """Before the first step: after it, the model would be ahead of its scheduler."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     words = ["ReduceLROnPlateau", "metrics", "scheduler.step(step.loss)", 'state={"scheduler"']
@@ -615,12 +615,12 @@ def test_schedulers_that_do_not_fit():
     fails(SpecError, ["object", "no step()"], scheduler=lambda o: object())
 
 
-def test_a_lazy_module():
+def test_lazy_module_without_a_shape_is_refused():
     words = ["model.0.weight has no shape yet", "before the optimizer"]
     fails(ModelError, words, model=lambda: nn.Sequential(nn.LazyLinear(4)))
 
 
-def test_a_model_on_the_meta_device():
+def test_model_on_the_meta_device_is_refused():
     def on_meta():
         model = classifier()
         model[4].to("meta")
@@ -629,12 +629,12 @@ def test_a_model_on_the_meta_device():
     fails(ModelError, ["model.4.weight", "meta device", "to_empty"], model=on_meta)
 
 
-def test_an_iterator_at_its_end():
+def test_stop_iteration_in_loss_fn_is_a_loss_error():
     """In a generator StopIteration would be another error, or the loop's end."""
     fails(LossError, ["loss function raised StopIteration", "next()"], lambda m, b: next(iter(())))
 
 
-def test_a_logger_that_raises_is_said_and_called_again(tmp_path):
+def test_logger_that_raises_is_warned_of_and_called_again(tmp_path):
     def train(ctx):
         model = classifier()
         for step in ctx.steps(model, adamw(model), cross_entropy):
@@ -652,7 +652,7 @@ def test_a_logger_that_raises_is_said_and_called_again(tmp_path):
     assert seen == [1, -1, 2, -2, 3, -3, 4, -4]
 
 
-def test_numbers_at_the_limits_of_floats_are_added_all_the_same():
+def test_metrics_at_the_limits_of_floats_are_added():
     def loss_fn(m, b):
         first = float(b["i"][0])
         return cross_entropy(m, b), 4, {"large": 1e308, "both": math.copysign(math.inf, first - 90)}
@@ -667,11 +667,11 @@ def test_numbers_at_the_limits_of_floats_are_added_all_the_same():
     ]
 
 
-def test_logging_no_mapping():
+def test_log_of_no_mapping_is_refused():
     fails(LoopError, ["ctx.log got a int", "mapping"], body=lambda m, s, c: c.log(3))
 
 
-def test_names_that_a_record_has_itself():
+def test_log_of_a_reserved_name_is_refused():
     """Another time in a line would cost a controller that takes over its place in what was recorded."""
     for name in ("time", "event", "command"):
         fails(
@@ -682,7 +682,7 @@ def test_names_that_a_record_has_itself():
     fails(LoopError, ["named 'step'", "step 1"], body=lambda m, s, c: c.log({"step": 7}))
 
 
-def test_whatever_is_logged_is_recorded_as_json():
+def test_log_of_any_value_is_recorded_as_json():
     """The controller gets no tensor that it could not load, no class of the user's, no key that it could not write."""
 
     def train(ctx):
@@ -697,7 +697,7 @@ def test_whatever_is_logged_is_recorded_as_json():
 
 
 @pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
-def test_a_gradient_that_is_not_finite_is_never_applied(run):
+def test_gradient_that_is_not_finite_is_never_applied(run):
     """Every loss is finite, but the slope of a root at 0 is not; and one so steep that only the sum is too large."""
 
     def root(m, b):
@@ -722,12 +722,12 @@ def test_a_gradient_that_is_not_finite_is_never_applied(run):
             assert outcome.error.startswith("LossError: the gradient of step 1 is not finite")
 
 
-def test_a_loss_that_is_nan_names_step_virtual_worker_and_rows():
+def test_nan_loss_names_step_virtual_worker_and_rows():
     fails(LossError, ["step ", "virtual worker ", "17"], not_finite)
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
-def test_writing_the_model_in_the_body(what):
+def test_body_that_writes_a_parameter_or_buffer_in_place_is_refused(what):
     def body(m, step, ctx):
         with torch.no_grad():
             (m[0].weight if what == "parameter" else m[1].running_mean).mul_(0.5)
@@ -739,7 +739,7 @@ def test_writing_the_model_in_the_body(what):
     fails(LoopError, [name, "state="], model=model, body=body)
 
 
-WRITES = {  # to the model of `test_body_writes`: what a body may do, and what the error names
+WRITES = {  # to the model of `test_body_that_replaces_or_resets_state_is_refused`: what a body may do, and what the error names
     "data": (lambda m, o: [p.data.mul_(0.5) for p in m.parameters()], "wrote to "),
     "one data": (lambda m, o: m[3].bias.data.mul_(0.5), "wrote to '3.bias'"),
     "new data": (lambda m, o: setattr(m[0].bias, "data", m[0].bias * 0.5), "wrote to '0.bias'"),
@@ -752,7 +752,7 @@ WRITES = {  # to the model of `test_body_writes`: what a body may do, and what t
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_body_writes(write):
+def test_body_that_replaces_or_resets_state_is_refused(write):
     """Also those that raise no tensor's version. Whoever takes a step over would have them twice."""
 
     def train(ctx):
@@ -769,7 +769,7 @@ def test_body_writes(write):
 
 
 @pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
-def test_a_group_added_in_the_body(run):
+def test_parameter_group_added_in_the_body_is_refused(run):
     """A joiner could not know of it. The same error on every fleet, at the step that did it."""
 
     def train(ctx):
@@ -788,7 +788,7 @@ def test_a_group_added_in_the_body(run):
         assert outcome.error.startswith("LoopError: the body of the loop over ctx.steps changed")
 
 
-def test_another_order_in_the_optimizer():
+def test_optimizer_with_another_order_on_one_worker_is_refused():
     """As of a set of parameters: optimizer state travels by place, and two of these have one shape."""
 
     def train(ctx):
@@ -805,11 +805,11 @@ def test_another_order_in_the_optimizer():
     assert "'in group 0 of the optimizer 1.weight', not" in outcome.error
 
 
-def test_sync_batch_norm():
+def test_sync_batch_norm_is_refused():
     fails(ModelError, ["model.1", "SyncBatchNorm", "BatchNorm"], model=synchronised)
 
 
-def test_sparse_gradients_and_lbfgs():
+def test_sparse_gradients_and_lbfgs_are_refused():
     fails(
         ModelError,
         ["sparse=False"],
@@ -829,7 +829,7 @@ def test_sparse_gradients_and_lbfgs():
     fails(ModelError, ["LBFGS"], optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
 
 
-def test_an_optimizer_around_another_that_does_not_fit():
+def test_optimizer_around_one_that_does_not_fit_is_refused():
     class Around(torch.optim.SGD):
         def __init__(self, outer, inner):
             super().__init__(outer.param_groups, lr=0.1)
@@ -845,11 +845,11 @@ def test_an_optimizer_around_another_that_does_not_fit():
     )
 
 
-def test_an_optimizer_of_another_model():
+def test_optimizer_of_another_model_is_refused():
     fails(ModelError, ["not a parameter of"], optimizer=lambda m: adamw(classifier()))
 
 
-def test_a_state_that_cannot_be_sent():
+def test_state_that_cannot_be_sent_is_refused_at_the_start():
     """Said at the start, in local mode, too: later it would end the run of whoever gives it to a joiner."""
 
     class Held:
@@ -868,7 +868,7 @@ def test_a_state_that_cannot_be_sent():
         local(spec_of(), train)
 
 
-def test_steps_twice():
+def test_second_loop_over_steps_is_refused():
     def train(ctx):
         good(ctx)
         good(ctx)
@@ -877,7 +877,7 @@ def test_steps_twice():
         local(spec_of(), train)
 
 
-def test_arguments_of_an_evaluation():
+def test_evaluate_argument_of_another_kind_is_refused():
     data = edp.MapStyleData(Points(8), micro_batch_size=4)
     fails(SpecError, ["fn is a NoneType"], body=lambda m, s, c: c.evaluate(None, data))
     fails(SpecError, ["data is a NoneType"], body=lambda m, s, c: c.evaluate(cross_entropy, None))
@@ -885,7 +885,7 @@ def test_arguments_of_an_evaluation():
     fails(ModelError, wrong, body=lambda m, s, c: c.evaluate(cross_entropy, data, model="m"))
 
 
-def test_evaluating_outside_of_the_loop():
+def test_evaluate_before_the_loop_is_refused():
     def train(ctx):
         ctx.evaluate(cross_entropy, edp.MapStyleData(Points(8), micro_batch_size=4))
 
@@ -893,7 +893,7 @@ def test_evaluating_outside_of_the_loop():
         local(spec_of(), train)
 
 
-def test_every_error_pickles():
+def test_errors_survive_pickling():
     import pickle
 
     for error in (

@@ -86,7 +86,7 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(fle
     assert failed == ["01"]
 
 
-def test_who_is_withdrawn_is_no_failure(fleet, monkeypatch):
+def test_withdrawn_worker_counts_as_no_failure_of_its_node(fleet, monkeypatch):
     monkeypatch.setattr(fleet.placement, "failed", raises)
     monkeypatch.setattr(fleet.placement, "in_vain", lambda placed, there: [*there])
     monkeypatch.setattr(fleet, "nodes", dict)
@@ -107,7 +107,7 @@ def test_a_worker_can_be_drained_before_the_new_controller_has_met_it(monkeypatc
     assert [event.worker for event in asked] == ["w1"]
 
 
-def test_who_is_found_counts_for_the_floor_and_the_zones(fleet, monkeypatch):
+def test_adopted_worker_counts_for_the_on_demand_floor_and_the_zones(fleet, monkeypatch):
     labels = {"ray.io/market-type": "on-demand", "ray.io/availability-zone": "a", "ray.io/x": "y"}
     monkeypatch.setattr(ray_actors.ray, "nodes", lambda: [{"NodeID": "n1", "Labels": labels}])
     serve = types.SimpleNamespace(remote=lambda *_: None)
@@ -121,7 +121,7 @@ def test_who_is_found_counts_for_the_floor_and_the_zones(fleet, monkeypatch):
     assert fleet._asked == {"w1": first, "w2": {}}
 
 
-def test_what_workers_wait_for_is_in_the_status(monkeypatch):
+def test_status_says_what_workers_wait_for(monkeypatch):
     actor = object.__new__(ray_actors.ControllerActor.__ray_metadata__.modified_class)
     status = {"workers": {"w1": "member", "w2": "starting"}}
     actor._controller = types.SimpleNamespace(status=lambda: status)
@@ -163,7 +163,7 @@ def test_no_room_is_said_of_a_worker_that_waits_long_and_not_of_one_that_starts(
     assert actor._why_waiting(autoscaler) == ""
 
 
-def test_who_has_a_process_does_not_wait_for_a_place(fleet, monkeypatch):
+def test_worker_with_a_process_does_not_count_as_waiting_for_a_node(fleet, monkeypatch):
     def actor(name):
         return types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: name))
 

@@ -11,7 +11,7 @@ from tests.runs import ENDLESS, group, spec_of
 from tests.train.jobs import plain
 
 
-def test_one_that_is_killed_before_its_pulse_has_started_leaves_no_file(tmp_path, monkeypatch):
+def test_page_of_a_worker_killed_before_its_heartbeats_start_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     Page().write(1, 2, "body")
     assert not list(tmp_path.iterdir())

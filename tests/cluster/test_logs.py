@@ -38,9 +38,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(printed, tmp_path):
     assert len(copy) < HEAD_BYTES + TAIL_BYTES + 100
 
 
-def test_it_is_copied_while_the_worker_lives_and_only_if_there_is_more(
-    printed, tmp_path, monkeypatch
-):
+def test_log_is_copied_while_the_worker_lives_and_only_when_it_grew(printed, tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "EVERY_S", 0.01)
     file, keeper = printed
     writes = []
@@ -102,7 +100,7 @@ def prints_the_time(ctx):
         hold(ctx, step)
 
 
-def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gone_now(tmp_path):
+def test_log_copy_of_a_live_worker_is_at_most_ten_seconds_old(tmp_path):
     ages = []
 
     def look(run):

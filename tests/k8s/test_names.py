@@ -67,7 +67,7 @@ def test_a_manifest_names_no_other_port(folder):
                 assert port["port"] in KNOWN["ports"], port
 
 
-def test_nothing_is_known_that_no_manifest_names():
+def test_known_variables_and_ports_are_all_in_a_manifest():
     objects = [build(folder) for folder in OVERLAYS]
     named = {name for made in objects for _, c in containers(made) for name in environment(c)}
     assert named == set(KNOWN["environment"])

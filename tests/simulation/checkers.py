@@ -606,9 +606,7 @@ class Watched:
         if ends or not staff.ready or len(generation.members) >= coordinator.size:
             return
         until = staff.ready_since + rules.join_window_s + rules.stabilization_s
-        must(
-            now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free places"
-        )
+        must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free places")
 
     def stale(self, event: Event) -> bool:
         match event:
