@@ -145,6 +145,8 @@ def test_a_clock_that_is_wrong_costs_a_lease_and_no_fence(history, wall_error):
             claimants[turn % 2].step()
         numbers = [n for c in claimants for n in c.fences]
         assert len(numbers) == len(set(numbers))
+    insist(world, claimants[0])
+    assert claimants[0].fences
 
 
 class Clock:

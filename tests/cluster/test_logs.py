@@ -10,6 +10,7 @@ import pytest
 from elastic_dp.cluster import logs
 from elastic_dp.cluster.logs import HEAD_BYTES, TAIL_BYTES, LogKeeper
 from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from tests.patience import Stalls, eventually
 from tests.runs import ENDLESS, group, spec_of
@@ -52,12 +53,29 @@ def test_log_is_copied_while_the_worker_lives_and_only_when_it_grew(printed, tmp
     assert kept(tmp_path) == b"one two " and len(writes) == 2
 
 
-def test_a_store_that_fails_costs_the_copy_alone(tmp_path):
+def test_log_keeper_with_a_failing_store_goes_on_and_copies_when_it_is_back(
+    printed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(logs, "EVERY_S", 0.01)
     (tmp_path / "run").write_text("a file, and no folder")
-    with open(tmp_path / "out", "w+b", buffering=0) as file:
-        file.write(b"words")
-        keeper = LogKeeper(Store(str(tmp_path / "run")), "w1", [file.fileno()]).start()
-        keeper.close(60.0)
+    file, keeper = printed
+    file.write(b"words")
+    failed = []
+    write = Store.write
+
+    def fails_at_first(*args):
+        try:
+            return write(*args)
+        except (StorageError, OSError) as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr(Store, "write", fails_at_first)
+    keeper.start()
+    eventually(lambda: len(failed) >= 2)
+    (tmp_path / "run").unlink()
+    eventually(lambda: kept(tmp_path) == b"words")
+    keeper.close(60.0)
     assert not keeper._thread.is_alive()
 
 

@@ -107,9 +107,9 @@ def test_secrets_only_by_reference(folder):
     assert not of_kind(objects, "Secret")
     text = yaml.safe_dump(objects)
     assert "runtimeEnvYAML" not in text  # Ray logs what is in it
-    for line in re.findall(
-        r".*(?:password|token|secret|credential|_key):[ ]*\S+$", text, re.I | re.M
-    ):
+    lines = re.findall(r".*(?:password|token|secret|credential|_key):[ ]*\S+$", text, re.I | re.M)
+    assert lines or folder in SHARED, "each run says at least how it authenticates"
+    for line in lines:
         field = line.strip().partition(":")[0]
         assert field in ("mode", "automountServiceAccountToken"), line
 
