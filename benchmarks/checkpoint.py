@@ -36,10 +36,10 @@ from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, median_interval, write
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import read_share
+from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.reading import read_share
 from elastic_dp.checkpoint.uploader import Uploader
-from elastic_dp.checkpoint.writing import write_commit
 from elastic_dp.storage import Store
 
 TENSORS, RANGE_BYTES, IN_FLIGHT = 97, 8 << 20, 32

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import token_rows
 from elastic_dp.data import open_data
-from elastic_dp.data.index import read_index
+from elastic_dp.data.discovery.index import read_index
 from elastic_dp.spec import DataConfig
 
 STEP_S, BUSY_PART = 0.05, 0.5

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import peers, token_rows
 from benchmarks.report import median_interval
 from elastic_dp.data import Dataset, open_data
-from elastic_dp.data.index import read_index
+from elastic_dp.data.discovery.index import read_index
 from elastic_dp.spec import DataConfig
 
 VIRTUAL_WORKERS = 8

@@ -34,8 +34,8 @@ from benchmarks.data_local import VIRTUAL_WORKERS, take_all
 from benchmarks.report import median_interval
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.data import open_data
-from elastic_dp.data.index import read_index
-from elastic_dp.data.reader import READ_THREADS
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.spec import DataConfig
 
 SHAPES = {"20 ms": None, "20 ms, 90 MB/s per connection": 90e6}

@@ -33,9 +33,9 @@ from elastic_dp.errors import ElasticError
 from elastic_dp.storage import redact_url
 
 if TYPE_CHECKING:
-    from elastic_dp.data.convert import Converted
-    from elastic_dp.data.inspection import Inspection, Spread
-    from elastic_dp.data.skipped import Skipped
+    from elastic_dp.data.discovery.skipped_files import Skipped
+    from elastic_dp.dataprep.convert import Converted
+    from elastic_dp.dataprep.inspection.inspect_dataset import Inspection, Spread
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
 _UsageError: Any = typer.BadParameter.__base__
@@ -176,8 +176,8 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Write SRC as shards that train well. DST is a data set only when all of it is there."""
-    from elastic_dp.data.convert import SHARD_BYTES
-    from elastic_dp.data.convert import convert as convert_data
+    from elastic_dp.dataprep.convert import SHARD_BYTES
+    from elastic_dp.dataprep.convert import convert as convert_data
 
     with _progress(quiet=as_json) as progress:
         task = progress.add_task("reading", total=None)
@@ -224,7 +224,7 @@ def inspect(
     as_json: _Json = False,
 ) -> None:
     """Say what is at URL, what of it will read badly, why, and the command that mends it."""
-    from elastic_dp.data.inspection import inspect as inspect_data
+    from elastic_dp.dataprep.inspection.inspect_dataset import inspect as inspect_data
 
     found = inspect_data(
         url,
@@ -254,7 +254,7 @@ def main() -> None:
 
 
 def _print_inspection(found: Inspection) -> None:
-    from elastic_dp.data.findings import size
+    from elastic_dp.dataprep.inspection.findings import size
 
     out = _out()
     rows = "rows not counted" if found.rows is None else f"{found.rows:,} rows"
@@ -284,7 +284,7 @@ def _print_inspection(found: Inspection) -> None:
 
 
 def _print_skipped(skipped: Sequence[Skipped]) -> None:
-    from elastic_dp.data.skipped import skipped_words
+    from elastic_dp.data.discovery.skipped_files import skipped_words
 
     if skipped:
         _out().print(f"not read: {skipped_words(skipped)}", style="yellow")
@@ -307,7 +307,7 @@ def _names(columns: str | None) -> list[str] | None:
 
 
 def _said(now: Converted) -> str:
-    from elastic_dp.data.findings import size
+    from elastic_dp.dataprep.inspection.findings import size
 
     return f"{now.rows:,} rows, {now.row_groups:,} row groups, {now.shards:,} shards, {size(now.nbytes)}"
 

@@ -12,7 +12,7 @@ from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.cluster.record import Outcome
 from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
-from elastic_dp.data.index import Index
+from elastic_dp.data.discovery.index import Index
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.train.faults import Fault
 from elastic_dp.train.run import LocalRun

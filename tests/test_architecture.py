@@ -35,6 +35,7 @@ ALLOWED = {
     "telemetry": {"errors", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
     "data": {"errors", "spec", "sampling", "shipping", "storage", "data", "threads"},
+    "dataprep": {"errors", "spec", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint"},
     "distributed": {"errors", "distributed", "threads"},
     "train": {
@@ -56,7 +57,7 @@ ALLOWED = {
         *("errors", "spec", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
     },
-    "cli": {"errors", "spec", "data", "storage", "checkpoint", "cluster"},
+    "cli": {"errors", "spec", "data", "dataprep", "storage", "checkpoint", "cluster"},
     "__init__": {"spec", "train", "cluster", "checkpoint"},
 }
 

@@ -18,7 +18,9 @@ from elastic_dp import cli
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.record import Limits, Result, write_result
-from elastic_dp.data import convert, findings, inspect, open_data, read_index
+from elastic_dp.data import open_data, read_index
+from elastic_dp.dataprep import convert, inspect
+from elastic_dp.dataprep.inspection import findings
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig, cli
 from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.cluster.record import RunRecord
-from elastic_dp.data import convert, inspect
+from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import ElasticError
 from elastic_dp.telemetry.journal import Journal
 from tests.patience import PATIENCE_S

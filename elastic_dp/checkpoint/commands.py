@@ -60,7 +60,7 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Read every byte of every checkpoint (or of one step's) and compare it with what was committed."""
-    from elastic_dp.checkpoint.reading import verify as verify_checkpoint
+    from elastic_dp.checkpoint.checkpoint_reader import verify as verify_checkpoint
 
     catalog = _catalog(url)
     names = [name for name in catalog.names() if step in (None, name.step)]
@@ -113,7 +113,7 @@ def _catalog(url: str) -> Catalog:
 
 
 def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:
-    from elastic_dp.checkpoint.reading import missing_parts
+    from elastic_dp.checkpoint.checkpoint_reader import missing_parts
 
     row = {"step": name.step, "claim": name.fence, "saved_at": 0.0, "nbytes": 0, "metrics": {}}
     try:

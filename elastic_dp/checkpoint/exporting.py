@@ -18,10 +18,10 @@ from typing import Any, Literal
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.checkpoint_reader import load, load_newest
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
-from elastic_dp.checkpoint.naming import model_state, optimizer_state, scheduler_state
-from elastic_dp.checkpoint.reading import load, load_newest
+from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_writer import Share, write_parts, write_share
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.writing import Share, write_parts, write_share
 
 WRITES_IN_FLIGHT = 4
 PATIENCE_S = 5.0  # that training stands for one upload: longer than one needs that is only slow

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from elastic_dp.checkpoint.proving import prove
+from elastic_dp.checkpoint.storage_probe import prove
 from elastic_dp.cluster import console
 from elastic_dp.cluster.overrides import in_force
 from elastic_dp.cluster.record import (

@@ -7,24 +7,18 @@ or two to import, so that waits for the first use.
 
 from typing import TYPE_CHECKING, Any
 
-from elastic_dp.data.convert import Converted, convert
-from elastic_dp.data.difference import difference
-from elastic_dp.data.index import Index, read_index
-from elastic_dp.data.inspection import Inspection, inspect
-from elastic_dp.data.interface import Dataset, EvaluationData
+from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
+from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index_difference import difference
 
 if TYPE_CHECKING:
-    from elastic_dp.data.opening import open_data, open_evaluation
+    from elastic_dp.data.datasets.opening import open_data, open_evaluation
 
 __all__ = [
-    "Converted",
     "Dataset",
     "EvaluationData",
     "Index",
-    "Inspection",
-    "convert",
     "difference",
-    "inspect",
     "open_data",
     "open_evaluation",
     "read_index",
@@ -34,6 +28,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("open_data", "open_evaluation"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from elastic_dp.data import opening
+    from elastic_dp.data.datasets import opening
 
     return getattr(opening, name)

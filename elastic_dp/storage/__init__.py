@@ -21,7 +21,7 @@ the credentials are in a file that only botocore reads, or an http URL carries i
 """
 
 from elastic_dp.storage.backend import Entry, Look
-from elastic_dp.storage.faults import ObjectMissing, ObjectRewritten
+from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
 from elastic_dp.urls import redact_url

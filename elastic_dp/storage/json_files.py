@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from elastic_dp.errors import FileDamaged, RunMismatch
-from elastic_dp.storage.faults import ObjectMissing
+from elastic_dp.storage.error_classes import ObjectMissing
 from elastic_dp.storage.store import Store
 
 _FORMAT = "format"

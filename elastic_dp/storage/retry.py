@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elastic_dp.errors import FileDamaged, StorageError
-from elastic_dp.storage.faults import Fault, Kind, ObjectMissing, ObjectRewritten, fault_of
+from elastic_dp.storage.error_classes import Fault, Kind, ObjectMissing, ObjectRewritten, fault_of
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from fsspec.utils import glob_translate
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage.backend import Backend, Entry, Look
-from elastic_dp.storage.faults import ObjectMissing, OtherVersion, ShortBody, fault_of
-from elastic_dp.storage.opening import open_backend
+from elastic_dp.storage.backend_selection import open_backend
+from elastic_dp.storage.error_classes import ObjectMissing, OtherVersion, ShortBody, fault_of
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.retry import STALE_TRIES, Retry, StoreCounts
 from elastic_dp.urls import redact_url

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import whole_tree
+from elastic_dp.checkpoint.checkpoint_writer import Share
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.encoding import encode
-from elastic_dp.checkpoint.naming import naming_of
-from elastic_dp.checkpoint.reading import whole_tree
+from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.checkpoint.uploader import Uploader
-from elastic_dp.checkpoint.writing import Share
 from elastic_dp.coordinator.messages import Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.checkpoint_writer import Share, missing, write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata, Manifest
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
-from elastic_dp.checkpoint.writing import Share, missing, write_commit
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import CheckpointError, FileDamaged, LeaseLost, StateError, StorageError
 from elastic_dp.spec import CheckpointConfig

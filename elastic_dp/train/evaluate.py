@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from elastic_dp.data.generators import seed_everything
+from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.inputs import check_loss_fn

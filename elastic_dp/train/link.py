@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic_dp.checkpoint.checkpoint_writer import Share
 from elastic_dp.checkpoint.commit_record import Manifest
-from elastic_dp.checkpoint.writing import Share
 from elastic_dp.coordinator.messages import Event, WorkerId
 
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_parts
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
-from elastic_dp.checkpoint.writing import write_commit, write_parts
 from elastic_dp.errors import LeaseLost, StorageError
 
 

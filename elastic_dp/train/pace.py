@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from elastic_dp.checkpoint.interval import auto_interval_s
+from elastic_dp.checkpoint.checkpoint_interval import auto_interval_s
 from elastic_dp.spec import CheckpointConfig
 
 _ASK_AGAIN_S = 30.0  # nobody may have been there to take it, or it was lost

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import newest_first, read_share
 from elastic_dp.checkpoint.commit_record import CommitRecord
-from elastic_dp.checkpoint.reading import newest_first, read_share
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.transfer import receive, send, share_out, wrap
 from elastic_dp.errors import CheckpointDamaged

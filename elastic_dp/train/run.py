@@ -24,7 +24,7 @@ from elastic_dp.coordinator.messages import (
     WorkerReady,
     WorkerStopped,
 )
-from elastic_dp.data.generators import seed_everything
+from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import ElasticError, Interrupted, LeaseLost, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for

@@ -27,7 +27,7 @@ from elastic_dp.coordinator.messages import (
     WorkerReported,
     WorkerStopped,
 )
-from elastic_dp.data.generators import seed_everything
+from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.transfer import Parcel, send
 from elastic_dp.errors import GroupError, Interrupted, LoopError

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import msgpack
 import torch
 
-from elastic_dp.data.generators import seed_everything
+from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradients import GradientSum
 from elastic_dp.distributed.header import Header
 from elastic_dp.distributed.process_group import ProcessGroup

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_share
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.naming import naming_of
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.writing import write_commit, write_share
+from elastic_dp.checkpoint.state_dict_names import naming_of
 from elastic_dp.storage import Store
 from elastic_dp.train.state import StepRecord, TrainState
 

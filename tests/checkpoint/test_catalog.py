@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_dp.checkpoint.catalog import Catalog, Claim, CommitName, Keep, history, to_keep
-from elastic_dp.checkpoint.reading import load_newest
+from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.errors import CheckpointError, LeaseLost
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
 

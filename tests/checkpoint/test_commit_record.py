@@ -10,6 +10,21 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName
+from elastic_dp.checkpoint.checkpoint_reader import (
+    load,
+    load_newest,
+    missing_parts,
+    read_share,
+    verify,
+    whole_tree,
+)
+from elastic_dp.checkpoint.checkpoint_writer import (
+    Share,
+    differences,
+    missing,
+    write_commit,
+    write_parts,
+)
 from elastic_dp.checkpoint.commit_record import (
     CommitMetadata,
     CommitRecord,
@@ -18,16 +33,7 @@ from elastic_dp.checkpoint.commit_record import (
     block_digest,
 )
 from elastic_dp.checkpoint.layout import Layout
-from elastic_dp.checkpoint.reading import (
-    load,
-    load_newest,
-    missing_parts,
-    read_share,
-    verify,
-    whole_tree,
-)
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.writing import Share, differences, missing, write_commit, write_parts
 from elastic_dp.errors import CheckpointDamaged, CheckpointError, LeaseLost, StateError
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same, save, train_state

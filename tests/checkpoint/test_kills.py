@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, CommitName, Keep
-from elastic_dp.checkpoint.reading import load_newest, verify
+from elastic_dp.checkpoint.checkpoint_reader import load_newest, verify
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
 from tests.storage.conftest import bucket  # noqa: F401

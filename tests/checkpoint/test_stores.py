@@ -4,8 +4,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.proving import prove
-from elastic_dp.checkpoint.reading import load_newest
+from elastic_dp.checkpoint.checkpoint_reader import load_newest
+from elastic_dp.checkpoint.storage_probe import prove
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import load_newest
+from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
-from elastic_dp.checkpoint.reading import load_newest
 from elastic_dp.checkpoint.uploader import Uploader
-from elastic_dp.checkpoint.writing import write_commit
 from elastic_dp.errors import StateError, StorageError
 from tests.checkpoint.states import big_tree, memory_store, same
 from tests.patience import PATIENCE_S, eventually

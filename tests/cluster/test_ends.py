@@ -20,7 +20,7 @@ from elastic_dp.errors import (
     UserCodeError,
 )
 from elastic_dp.spec import MapStyleData
-from elastic_dp.storage.faults import ObjectMissing
+from elastic_dp.storage.error_classes import ObjectMissing
 from elastic_dp.train.run import LocalRun
 from tests.patience import eventually
 from tests.runs import Points, group, lines_of, spec_of

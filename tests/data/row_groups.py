@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.blocks import aligned
+from elastic_dp.data.pipeline.array_memory import aligned
 from elastic_dp.errors import BadShard
 
 WIDTH = 16  # of "tokens"

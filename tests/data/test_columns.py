@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from elastic_dp.data.columns import decode_column
+from elastic_dp.data.columns.arrow_arrays import decode_column
 from elastic_dp.errors import DataError
 
 

@@ -11,14 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.data import convert, inspect, read_index
+from elastic_dp.data import read_index
+from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
 from tests.data.fuzz import thrift
 from tests.data.test_index import config, opened
 
 TRIED = """
 import json, sys
-from elastic_dp.data import inspect, read_index
+from elastic_dp.data import read_index
+from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 

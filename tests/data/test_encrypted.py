@@ -10,14 +10,15 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as crypto
 import pytest
 
-from elastic_dp.data import convert
+from elastic_dp.dataprep import convert
 from tests.data.test_formats import rows_of
 
 ROWS = pa.table({"x": [1, 2, 3], "y": ["a", "b", "c"], "at": [{"lat": 1.5, "lon": 2.5}] * 3})
 # Each of these once ended the process, so it runs in one of its own, and says what it raised.
 READ = """
 import sys
-from elastic_dp.data import inspect, read_index
+from elastic_dp.data import read_index
+from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 for read in (
@@ -98,7 +99,8 @@ def test_columns_that_are_not_encrypted_are_read(tmp_path):
 # Every bit of a footer once: pyarrow ended the process at 1 in 60.
 FLIPPED = """
 import sys
-from elastic_dp.data import inspect, read_index
+from elastic_dp.data import read_index
+from elastic_dp.dataprep import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 path = sys.argv[1]

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
+from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.formats import FORMATS, text
 from elastic_dp.data.formats.format import Place, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
-from elastic_dp.data.index import Index, read_index
-from elastic_dp.data.inspection import inspect
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import BadShard, DataError, StorageError
 from elastic_dp.storage import Store
 from tests.data.test_index import config, opened
@@ -586,7 +586,7 @@ def test_mixed_formats_need_a_choice(tmp_path):
 @pytest.mark.parametrize("kept", [0, 1 << 20])
 def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
     """The footer comes with the first one where it is near; columns that lie far apart are asked for apart."""
-    monkeypatch.setattr("elastic_dp.data.index.FOOTER_BYTES_KEPT", kept)
+    monkeypatch.setattr("elastic_dp.data.discovery.index.FOOTER_BYTES_KEPT", kept)
     wide = pa.table({name: np.random.default_rng(0).random(1 << 17) for name in "abc"})
     pq.write_table(wide, tmp_path / "a.parquet", row_group_size=1 << 16, compression="none")
     wanted = config(in_memory(tmp_path), columns=["a", "c"])
@@ -614,7 +614,7 @@ def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypat
         parquet(tmp_path / f"{number}", nested(0, 20))
     wanted = config(in_memory(tmp_path))
     size = int(read_index(wanted).shards["tail"][0].as_py())
-    monkeypatch.setattr("elastic_dp.data.index.FOOTER_BYTES_KEPT", 2 * size)
+    monkeypatch.setattr("elastic_dp.data.discovery.index.FOOTER_BYTES_KEPT", 2 * size)
     index = Index.from_bytes(read_index(wanted).to_bytes())
     without = index.shards.select([name for name in index.shards.schema.names if name != "footer"])
     earlier = replace(index, shards=without)

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.data.difference import difference
-from elastic_dp.data.index import Index, read_index
-from elastic_dp.data.listing import list_shards, path_of, prefix_of
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.discovery.index_difference import difference
+from elastic_dp.data.discovery.listing import list_shards, path_of, prefix_of
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Entry, Store
@@ -247,9 +247,9 @@ def test_many_shards_fit():
     script = """
 import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.format import Scan
-from elastic_dp.data.index import Builder, Index
-from elastic_dp.data.kinds import lossless
-from elastic_dp.data.schema import Columns
+from elastic_dp.data.discovery.index import Builder, Index
+from elastic_dp.data.columns.column_types import lossless
+from elastic_dp.data.columns.schema import Columns
 def made(shards):
     schema = pa.schema([("tokens", pa.list_(pa.int32()))])
     build, columns = Builder(), Columns(None)
@@ -326,8 +326,8 @@ def test_a_row_group_takes_no_more_than_is_said(made, codec, tmp_path):
         )
     script = """
 import sys
-from elastic_dp.data.index import read_index
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 def opened(url):

@@ -15,10 +15,10 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.data.convert import convert
-from elastic_dp.data.index import Index, read_index
-from elastic_dp.data.inspection import inspect
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.dataprep.convert import convert
+from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from elastic_dp.data import open_data, open_evaluation
-from elastic_dp.data.blocks import ALIGNED_TO
-from elastic_dp.data.generators import seed_everything
+from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
+from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling import Order, batch_seed
 from elastic_dp.spec import MapStyleData

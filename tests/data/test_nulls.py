@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
-from elastic_dp.data import convert, open_data, open_evaluation
-from elastic_dp.data.difference import difference
-from elastic_dp.data.index import read_index
-from elastic_dp.data.inspection import inspect
-from elastic_dp.data.nulls import fill
+from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.data.columns.nulls import fill
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.discovery.index_difference import difference
+from elastic_dp.dataprep import convert
+from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError, SpecError
 from elastic_dp.spec import DataConfig
 from tests.data.test_formats import plain_values, write_arrow

@@ -13,14 +13,15 @@ import pytest
 import torch
 from pyarrow import feather
 
-from elastic_dp.data import convert, open_data, open_evaluation
-from elastic_dp.data.collating import nbytes_of
-from elastic_dp.data.columns import decode_column
-from elastic_dp.data.index import read_index
-from elastic_dp.data.inspection import inspect
+from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.data.columns.arrow_arrays import decode_column
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.pipeline.collation import nbytes_of
+from elastic_dp.dataprep import convert
+from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
 from tests.data.test_formats import BINARY, in_memory
-from tests.data.test_gathering import gathered
+from tests.data.test_batch_assembler import gathered
 from tests.data.test_index import config, opened
 
 ROWS = 37

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_dp.data import convert, open_data, open_evaluation
+from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.dataprep import convert
 from elastic_dp.spec import DataConfig
 from elastic_dp.train.faults import Fault
 from tests.runs import group, local, spec_of

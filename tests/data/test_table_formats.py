@@ -16,10 +16,10 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog.memory import InMemoryCatalog
 
-from elastic_dp.data.convert import convert
-from elastic_dp.data.index import read_index
-from elastic_dp.data.inspection import inspect
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.dataprep.convert import convert
+from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.data import convert, inspect, read_index
+from elastic_dp.data import read_index
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.data.formats.csv import RowEnds
-from elastic_dp.data.intake import find_source, open_rows
+from elastic_dp.dataprep import convert, inspect
+from elastic_dp.dataprep.sources import find_source, open_rows
 from elastic_dp.errors import DataError
 from tests.data.test_formats import any_content, ends_quoted, quote, rows_of
 from tests.data.test_index import config

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_dp.data import convert
+from elastic_dp.dataprep import convert
 from elastic_dp.spec import DataConfig
 from tests.data.values import columns_of, in_place, same
 from tests.data.zoo import ZOO, At

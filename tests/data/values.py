@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from elastic_dp.data.index import read_index
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
-from elastic_dp.storage.faults import fault_of
+from elastic_dp.storage.error_classes import fault_of
 from elastic_dp.storage.retry import Retry
 from tests.patience import PATIENCE_S
 from tests.storage.proxy import FAULTS, FaultProxy

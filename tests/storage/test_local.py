@@ -8,7 +8,7 @@ import pytest
 
 from elastic_dp.errors import FileDamaged
 from elastic_dp.storage import Store
-from elastic_dp.storage.local import PAGE_BYTES
+from elastic_dp.storage.local_backend import PAGE_BYTES
 
 
 def content(offset):
@@ -30,7 +30,7 @@ def test_all_bytes_are_there(tmp_path, monkeypatch, offset, taken):
             raise OSError(errno.EINVAL, "not here")
         return write(descriptor, rest if taken is None else rest[:taken])
 
-    monkeypatch.setattr("elastic_dp.storage.local.os.write", writing)
+    monkeypatch.setattr("elastic_dp.storage.local_backend.os.write", writing)
     store, wanted = Store(str(tmp_path)), content(offset)
     store.write(f"{store.path}/one", wanted)
     assert bytes(store.read_all(f"{store.path}/one")) == wanted

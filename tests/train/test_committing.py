@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.checkpoint_writer import write_parts
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.checkpoint.writing import write_parts
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train import committing

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
-from elastic_dp.data.index import read_index
+from elastic_dp.data.discovery.index import read_index
 from elastic_dp.spec import DataConfig, MapStyleData
 from tests.patience import eventually
 from tests.runs import ENDLESS, Points, goes_on, group, lines_of, local, resize, spec_of

@@ -29,7 +29,7 @@ import torch
 
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested
 from elastic_dp.data import open_data
-from elastic_dp.data.index import read_index
+from elastic_dp.data.discovery.index import read_index
 from elastic_dp.spec import CheckpointConfig, DataConfig, JobSpec, ScalingConfig
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import group, local, never_put_off, spec_of

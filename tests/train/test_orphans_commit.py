@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import load_newest
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.checkpoint.reading import load_newest
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
 from elastic_dp.train import orphans

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from elastic_dp.checkpoint.interval import daly_s
+from elastic_dp.checkpoint.checkpoint_interval import daly_s
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.train.pace import Pace
 

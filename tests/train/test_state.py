@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.extra_state import extra_states
-from elastic_dp.checkpoint.naming import naming_of, optimizer_state
+from elastic_dp.checkpoint.state_dict_names import naming_of, optimizer_state
 from elastic_dp.errors import LoopError, ModelError
 from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.train.faults import Fault

@@ -18,7 +18,7 @@ Where a value is no number, text, tensor, array, list, tuple, or dict with names
 from __future__ import annotations
 
 from elastic_dp.checkpoint.objects.capture import Capture, held_in
-from elastic_dp.checkpoint.objects.kinds import MARK, MISSING, References
+from elastic_dp.checkpoint.objects.object_kinds import MARK, MISSING, References
 from elastic_dp.checkpoint.objects.restore import Plain, Restore
 
 __all__ = ["MARK", "MISSING", "Capture", "Plain", "References", "Restore", "held_in"]

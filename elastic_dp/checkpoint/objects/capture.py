@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_dp.checkpoint.encoding import FACTORIES, type_name
-from elastic_dp.checkpoint.objects.kinds import (
+from elastic_dp.checkpoint.objects.object_kinds import (
     CONSTANTS,
     FOREIGN,
     FUNCTIONS,

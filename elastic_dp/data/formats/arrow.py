@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.data.columns.column_types import lossless, plain_schema
+from elastic_dp.data.columns.nulls import may_be_null
+from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.formats.heads import Heads
-from elastic_dp.data.kinds import lossless, plain_schema
-from elastic_dp.data.nulls import may_be_null
-from elastic_dp.data.schema import has_lengths, is_short_time, is_text, leaves, top_level
+from elastic_dp.data.formats.row_group_headers import Heads
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 

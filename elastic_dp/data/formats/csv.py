@@ -17,8 +17,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 
+from elastic_dp.data.columns.schema import top_level, widest
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.formats.heads import Heads
+from elastic_dp.data.formats.row_group_headers import Heads
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     decompress,
@@ -28,7 +29,6 @@ from elastic_dp.data.formats.text import (
     scan_rows,
     with_codecs,
 )
-from elastic_dp.data.schema import top_level, widest
 from elastic_dp.errors import DataError
 
 _HEADER_BYTES = 4 << 20

@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json
 
+from elastic_dp.data.columns.schema import widest
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -25,7 +26,6 @@ from elastic_dp.data.formats.text import (
     scan_rows,
     with_codecs,
 )
-from elastic_dp.data.schema import widest
 from elastic_dp.errors import DataError
 
 _BLOCK_LIMIT = (1 << 31) - 1

@@ -20,6 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.columns.column_types import lossless, plain_schema
+from elastic_dp.data.columns.nulls import may_be_null
+from elastic_dp.data.columns.schema import is_text, leaves
 from elastic_dp.data.formats.encryption import (
     refuse_encrypted_footer,
     refuse_unreadable,
@@ -27,9 +30,6 @@ from elastic_dp.data.formats.encryption import (
 )
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
-from elastic_dp.data.kinds import lossless, plain_schema
-from elastic_dp.data.nulls import may_be_null
-from elastic_dp.data.schema import is_text, leaves
 from elastic_dp.storage import ObjectRewritten
 
 TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter

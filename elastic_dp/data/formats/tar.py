@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.kinds import lossless
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20

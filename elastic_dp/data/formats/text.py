@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.data.columns.nulls import count_null_lists, count_nulls
+from elastic_dp.data.columns.schema import has_lengths, leaves, top_level
 from elastic_dp.data.formats.format import Scan, ShardAt
-from elastic_dp.data.nulls import count_null_lists, count_nulls
-from elastic_dp.data.schema import has_lengths, leaves, top_level
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20

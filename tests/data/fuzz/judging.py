@@ -21,11 +21,12 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from elastic_dp.data import convert, inspect, read_index
+from elastic_dp.data import read_index
 from elastic_dp.data.formats import tar as tar_format
 from elastic_dp.data.formats import text as text_format
-from elastic_dp.data.intake import lines
-from elastic_dp.data.row_groups import ShardRowGroups
+from elastic_dp.data.pipeline.row_groups import ShardRowGroups
+from elastic_dp.dataprep import convert, inspect
+from elastic_dp.dataprep.sources import lines
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.spec import DataConfig
 from elastic_dp.storage import Store

@@ -1,0 +1,171 @@
+"""Arrow columns to arrays, without Python per row, and without a copy where Arrow's memory is an array.
+
+- whole numbers, floats, bools: arrays [rows]
+- timestamps, dates, times of day, durations: int64 in the unit that is stored
+- fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
+- fixed-size binary: bytes as arrays uint8 [rows, size]
+- lists of those: where all have one length, arrays [rows, length]; else `Lists`, also of lists
+- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their storage
+- strings, binary, and objects (schema.py): stay Arrow's, where a null is None; nulls anywhere else are filled, or a
+  DataError (nulls.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastic_dp.data.columns.column_types import cast, storage_of, type_name
+from elastic_dp.data.columns.nulls import NULL_LISTS_WAYS_OUT, WAYS_OUT, fill
+from elastic_dp.data.columns.schema import has_lengths, is_object, is_text, is_time, plain_type
+from elastic_dp.errors import DataError
+
+Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Row i is values[offsets[i]:offsets[i+1]]."""
+
+    values: Array | Lists
+    offsets: Ints
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+
+Column = Any  # Array, Lists, or a pa.Array of text or objects
+
+
+def decode_table(
+    table: pa.Table,
+    leaves: Iterable[tuple[str, pa.DataType]],
+    where: str,
+    fills: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Column]:
+    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is not there is all null.
+    `where` is for errors, `fills` for nulls."""
+    rows = table.num_rows
+    while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
+        for number, field in enumerate(table.schema):
+            if pa.types.is_struct(storage := storage_of(field.type)) and storage is not field.type:
+                table = table.set_column(number, field.name, table.column(number).cast(storage))
+        table = table.flatten()
+    there = {name: number for number, name in enumerate(table.column_names)}
+    decoded = {}
+    for name, kind in leaves:
+        told = f"column {name!r} of {where}"
+        column = (
+            _cast(table.column(there[name]), kind, told) if name in there else _nulls(rows, kind)
+        )
+        decoded[name] = decode_column(column, told, fills.get(name))
+    return decoded
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
+    """The shard can be read: what fails is that it holds a number that the type of all shards does not."""
+    try:
+        return cast(column, kind)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{where} is {type_name(column.type)} and {type_name(kind)} in the data set, which does not hold all its "
+            f"values: {error}; rewrite the shards with one type, or leave the column out by DataConfig.columns"
+        ) from error
+
+
+def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.nulls(rows, kind)])
+
+
+def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:
+    """`value`: for nulls, None for none. Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if value is not None:
+        array = fill(array, value)
+    if is_text(array.type):
+        return array
+    if is_object(array.type):
+        plain = plain_type(array.type)
+        return array if plain.equals(array.type) else array.cast(plain)
+    return _values(array, where)
+
+
+def _values(array: pa.Array, where: str) -> Array | Lists:
+    kind = array.type
+    if pa.types.is_fixed_size_list(kind) and has_lengths(kind):
+        _refuse_nulls(array, where)
+        array = array.cast(pa.list_(kind.value_field))
+    return _lists(array, where) if _is_list(array.type) else _numbers(array, where)
+
+
+def _lists(array: pa.Array, where: str) -> Array | Lists:
+    """An array [rows, length, …] where all rows have one length."""
+    if array.null_count:
+        raise DataError(f"{where} holds {array.null_count} null lists; {NULL_LISTS_WAYS_OUT}")
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    values = _values(array.flatten(), where)
+    lengths = np.diff(offsets)
+    same = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+    if same and not isinstance(values, Lists):
+        return values.reshape(len(lengths), int(lengths[0]), *values.shape[1:])
+    return Lists(values, offsets - offsets[0])
+
+
+def _numbers(array: pa.Array, where: str) -> Array:
+    """[rows, …] of a column of numbers or of fixed-size lists of them."""
+    _refuse_nulls(array, where)
+    kind = array.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        tensors: Array = array.to_numpy_ndarray()
+        return tensors
+    if isinstance(kind, pa.BaseExtensionType):
+        return _numbers(array.storage, where)
+    if pa.types.is_fixed_size_list(kind):
+        inner = _numbers(array.flatten(), where)
+        return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+    if is_time(kind):
+        return _numbers(array.view(plain_type(kind)), where).astype(np.int64, copy=False)
+    if pa.types.is_fixed_size_binary(kind):
+        content = np.frombuffer(array.buffers()[1], dtype=np.uint8)
+        rows = content[array.offset * kind.byte_width :][: len(array) * kind.byte_width]
+        return rows.reshape(len(array), kind.byte_width)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return _view(array)
+    if pa.types.is_boolean(kind):
+        bools: Array = array.to_numpy(zero_copy_only=False)
+        return bools
+    raise DataError(
+        f"{where} is {type_name(kind)}, which has no tensor; use numbers, dates, text, or lists, structs and maps of "
+        "them, or leave it out by DataConfig.columns"
+    )
+
+
+def _view(array: pa.Array) -> Array:
+    """As `to_numpy`, which says of any memory that it cannot be written to."""
+    dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
+    if not len(array):
+        return np.empty(0, dtype)
+    return np.frombuffer(values, dtype, len(array), array.offset * dtype.itemsize)
+
+
+def _refuse_nulls(array: pa.Array, where: str) -> None:
+    if array.null_count:
+        raise DataError(
+            f"{where} holds {array.null_count} null(s), which a tensor cannot; {WAYS_OUT}"
+        )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

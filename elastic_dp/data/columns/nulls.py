@@ -1,0 +1,176 @@
+"""Nulls, which no tensor has: counted when a data set is opened, refused by name, or filled where the job says so.
+
+The shards' own counts are used: footers of Parquet, messages of Arrow, the one scan of the other formats. Where there
+are none (Parquet without statistics, and its lists, of which it counts the empty ones, too) nulls are found when the row
+group is read, and refused in the same words. Text and objects (schema.py) have nulls: they are None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from elastic_dp.data.columns.column_types import type_name
+from elastic_dp.data.columns.schema import has_lengths, is_object, is_text, is_time, plain_type
+from elastic_dp.errors import DataError
+
+WAYS_OUT = (
+    "give a value for them by DataConfig.fill_nulls, fill them in the shards, or leave the column out by "
+    "DataConfig.columns"
+)
+NULL_LISTS_WAYS_OUT = "write an empty list for each of them in the shards, or leave the column out by DataConfig.columns"
+
+
+class Nulls:
+    """Of one data set, shard by shard."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}  # by column: how many, and the first shard
+        self._lists: dict[str, tuple[int, str]] = {}
+        self._lacking: dict[str, str] = {}  # by column: the first shard that has none of its values
+
+    def add(self, shard: str, nulls: Mapping[str, int], null_lists: Mapping[str, int]) -> None:
+        for found, counts in (self._found, nulls), (self._lists, null_lists):
+            for name, count in counts.items():
+                if count:
+                    before, first = found.get(name, (0, shard))
+                    found[name] = before + count, first
+
+    def add_missing(self, absent: Iterable[tuple[pa.Field, str, int]]) -> None:
+        """(column, first shard, rows): of shards that have none of its values."""
+        for leaf, shard, rows in absent:
+            self._lacking.setdefault(leaf.name, shard)
+            counts = {leaf.name: rows}
+            self.add(shard, *(({}, counts) if has_lengths(leaf.type) else (counts, {})))
+
+    def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
+        """What is wrong with a column, "" if nothing is known to be. No value fills a list of no fixed size."""
+        if may_be_null(leaf.type) or pa.types.is_null(leaf.type):
+            return ""
+        column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
+        lacking = self._lacking.get(leaf.name)
+        why = f" ({lacking} has none of its values)" if lacking else ""
+        if leaf.name in self._lists:
+            count, shard = self._lists[leaf.name]
+            return f"{column} {count} null lists, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
+        if leaf.name in self._found and not filled:
+            count, shard = self._found[leaf.name]
+            return f"{column} {count} nulls, the first in {shard}{why}, which a tensor cannot; {WAYS_OUT}"
+        return ""
+
+
+def check_nulls(
+    nulls: Nulls,
+    fills: Mapping[str, Any] | None,
+    leaves: Iterable[pa.Field],
+    parameter: str = "DataConfig.fill_nulls",
+) -> dict[str, Any]:
+    """The values that fill nulls, as the columns have them. Raises DataError where one does not fit its column, or where
+    a column has nulls and no value for them."""
+    kinds = {leaf.name: leaf.type for leaf in leaves}
+    if missing := [name for name in fills or () if name not in kinds]:
+        raise DataError(
+            f"{parameter}: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
+        )
+    values = {}
+    for name, value in (fills or {}).items():
+        if (fitting := _fitting(value, kinds[name])) is None:
+            nones = ", whose nulls are None: replace them in transform or collate_fn"
+            why = nones if is_object(kinds[name]) else ""
+            raise DataError(
+                f"{parameter}: {value!r} does not fit column {name!r}, which is {type_name(kinds[name])}{why}"
+            )
+        values[name] = fitting
+    for leaf in leaves:
+        if said := nulls.refused(leaf, filled=leaf.name in values):
+            raise DataError(said)
+    return values
+
+
+def may_be_null(kind: pa.DataType) -> bool:
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_text(plain) or is_object(plain)
+
+
+def count_nulls(array: Any) -> int:
+    """Also of items of lists."""
+    kind, count = array.type, int(array.null_count)
+    if not (_is_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return count
+    return count + sum(count_nulls(chunk.flatten()) for chunk in _chunks(array))
+
+
+def count_null_lists(array: Any) -> int:
+    """Those of them that no value fills."""
+    if not has_lengths(array.type):
+        return 0
+    return int(array.null_count) + sum(count_null_lists(c.flatten()) for c in _chunks(array))
+
+
+def _chunks(array: Any) -> list[pa.Array]:
+    return array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+
+
+def fill(array: pa.Array, value: Any) -> pa.Array:
+    """`value` for each null, and for each null item of lists. A list of no fixed size that is null stays so."""
+    return array if count_nulls(array) == 0 else _filled(array, value, None)
+
+
+def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> pa.Array:
+    """`rows`: those whose value does not count, since the list around it is null."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.wrap_array(_filled(array.storage, value, rows))
+    if _is_list(kind):
+        if array.null_count:
+            return array
+        offsets = array.offsets.to_numpy()
+        items = _filled(array.flatten(), value, None)
+        return type(array).from_arrays(pa.array(offsets - offsets[0]), items, type=kind)
+    given = np.asarray(array.is_valid())
+    if rows is not None:
+        given = given & ~rows
+    if pa.types.is_fixed_size_list(kind):
+        size = kind.list_size
+        items = array.values.slice(array.offset * size, len(array) * size)
+        items = _filled(items, value, np.repeat(~given, size))
+        return pa.FixedSizeListArray.from_arrays(items, type=kind)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        large = pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
+        return _filled(array.cast(large), value, rows).cast(kind)
+    return pc.if_else(pa.array(given), array, pa.scalar(value, kind))
+
+
+def _fitting(value: Any, kind: pa.DataType) -> Any:
+    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is, or None."""
+    inner = _item_type(kind)
+    if is_object(kind) or isinstance(value, bool) != pa.types.is_boolean(inner):
+        return None
+    try:
+        here = pa.scalar(value, inner).as_py()
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        return None
+    if pa.types.is_floating(inner) and isinstance(value, float):
+        return here if math.isinf(here) == math.isinf(value) else None
+    return here if here == value else None
+
+
+def _item_type(kind: pa.DataType) -> pa.DataType:
+    """Of the values that are filled."""
+    while True:
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        elif _is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        else:
+            return plain_type(kind) if is_time(kind) else kind
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))

@@ -1,0 +1,291 @@
+"""One schema of many shards: which columns the job reads, and whether the shards agree on them.
+
+Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be missing in some shards,
+whose rows are null there. A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or
+the whole struct. A column may have a dot in its own name: "a" never means the column "a.b", and a name that means two
+things is refused.
+A column that has no tensor is refused here, before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import pyarrow as pa
+
+from elastic_dp.data.columns.column_types import (
+    growth,
+    is_list,
+    lossless,
+    null_bytes,
+    plain_schema,
+    type_name,
+)
+from elastic_dp.errors import DataError
+
+_NAMES_SHOWN = 20
+
+_Types = tuple[tuple[str, pa.DataType], ...]
+Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
+
+
+class Columns:
+    """Of one data set, shard by shard."""
+
+    def __init__(self, wanted: Sequence[str] | None) -> None:
+        self._wanted = wanted
+        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the first shard that has it
+        self._shards: dict[_Types, str] = {}  # the first of each kind
+        self._numbers: dict[_Types, int] = {}  # of these kinds
+        self._kind = 0  # of the last shard
+        self._rows = Counter[int]()  # by kind
+        self._nulls: list[
+            frozenset[str]
+        ] = []  # by kind: leaves of Arrow's null type, which have no values
+        self._first: tuple[str, list[str]] = "", []  # shard, and all its columns
+        self._last: pa.Schema | None = None
+
+    def add(self, shard: str, schema: pa.Schema, merge: Merge, rows: int = 0) -> int:
+        """The number of its kind: shards that have the same types. Raises DataError where a column is not what it is in
+        another shard."""
+        if self._last is None or not schema.equals(self._last):
+            refuse_names_that_are_no_text(shard, schema)
+            if self._last is None:
+                self._first = shard, schema.names
+            self._last = schema
+            fields = self._pick(shard, plain_schema(schema))
+            here = tuple((field.name, field.type) for field in fields)
+            if here not in self._shards:
+                self._merge(shard, here, merge)
+            self._kind = self._numbers[here]
+        self.add_rows(rows)
+        return self._kind
+
+    def add_rows(self, rows: int) -> None:
+        """More of the last shard."""
+        self._rows[self._kind] += rows
+
+    def _merge(self, shard: str, here: _Types, merge: Merge) -> None:
+        for name, kind in here:
+            known, owner = self._types.get(name, (kind, shard))
+            merged = merge(known, kind) if name in self._types else kind
+            if merged is None:
+                raise DataError(
+                    f"the shards' schemas differ: column {name!r} is {type_name(known)} in {owner} and "
+                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column out of "
+                    "DataConfig.columns"
+                )
+            self._types[name] = merged, owner
+        self._numbers[here] = len(self._shards)
+        self._shards[here] = shard
+        names = (f.name for f in leaves(pa.schema(here)) if pa.types.is_null(f.type))
+        self._nulls.append(frozenset(names))
+
+    def schema(self) -> pa.Schema:
+        """Top-level columns, in the order in which they are wanted."""
+        return pa.schema([pa.field(name, kind) for name, (kind, _) in self._types.items()])
+
+    def leaves(self) -> list[pa.Field]:
+        """The columns that the job reads. Raises DataError for one that has no tensor."""
+        self.refuse_missing()
+        found = self.wanted_leaves()
+        if not found:
+            raise DataError("DataConfig.url: the shards have no columns")
+        self._refuse_ambiguous(self.schema(), "the shards together")
+        for leaf in found:
+            refuse_without_tensor(leaf)
+        return found
+
+    def wanted_leaves(self) -> list[pa.Field]:
+        """`leaves`, also those that have no tensor."""
+        return leaves(self.schema(), self._wanted)
+
+    def refuse_missing(self) -> None:
+        """Raises DataError for a column that was asked for and is in no shard."""
+        there = {name for name, _ in _columns_and_structs(self.schema())}
+        missing = [name for name in self._wanted or () if name not in there]
+        if missing:
+            shard, names = self._first
+            shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+            raise DataError(
+                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which has {shown}"
+            )
+
+    def costs(self) -> list[tuple[float, int]]:
+        """For each kind of shard: how many times the memory its rows take in the types of all, and bytes for each row."""
+        wanted, found = self.wanted_leaves(), []
+        for here in self._shards:
+            types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
+            there = [(types[leaf.name], leaf.type) for leaf in wanted if leaf.name in types]
+            null = sum(null_bytes(leaf.type) for leaf in wanted if leaf.name not in types)
+            null += sum(null_bytes(merged) for kind, merged in there if pa.types.is_null(kind))
+            found.append((max((growth(*pair) for pair in there), default=1.0), null))
+        return found
+
+    def valued(self, nulls: Mapping[str, int]) -> Mapping[str, int]:
+        """Those of the last shard's nulls that are in columns with a type; the others are in `absent`."""
+        return {name: n for name, n in nulls.items() if name not in self._nulls[self._kind]}
+
+    def absent(self) -> Iterator[tuple[pa.Field, str, int]]:
+        """(column, shard, rows): of the columns of which some kind of shard has no value, with the first such shard and
+        the rows of all."""
+        if len(self._shards) == 1:
+            return
+        wanted = self.wanted_leaves()
+        for number, (here, shard) in enumerate(self._shards.items()):
+            there = {leaf.name for leaf in leaves(pa.schema(here))} - self._nulls[number]
+            rows = self._rows[number]
+            yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
+
+    def _refuse_ambiguous(self, schema: pa.Schema, where: str) -> None:
+        """Raises DataError where a name that is read means several columns or structs."""
+        there = Counter(name for name, _ in _columns_and_structs(schema))
+        read = [leaf.name for leaf in leaves(schema, self._wanted)]
+        for name in (*(self._wanted or ()), *read):
+            if there[name] > 1:
+                raise DataError(
+                    f"{name!r} names {there[name]} things in {where}: columns with a dot in their name, or fields of "
+                    "structs; rename all but one, or choose others by DataConfig.columns"
+                )
+
+    def _pick(self, shard: str, schema: pa.Schema) -> list[pa.Field]:
+        tops = top_level(schema, self._wanted)
+        for name in tops:
+            if schema.names.count(name) > 1:
+                raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
+        self._refuse_ambiguous(schema, shard)
+        return [schema.field(name) for name in tops]
+
+
+def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
+    try:
+        _ = schema.names, [type_name(field.type) for field in schema]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shard} has a column whose name is not UTF-8: {error}") from error
+
+
+def leaves(
+    fields: Iterable[pa.Field], wanted: Sequence[str] | None = None, prefix: str = ""
+) -> list[pa.Field]:
+    """The columns that are no structs, named "a.b" where they lie in one. `wanted`: names of them, or of structs."""
+    found = list[pa.Field]()
+    for field in fields:
+        name = prefix + field.name
+        within = None if wanted is None or name in wanted else wanted
+        if pa.types.is_struct(field.type):
+            found += leaves(field.type, within, f"{name}.")
+        elif within is None:
+            found.append(pa.field(name, field.type))
+    return found
+
+
+def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
+    """The columns of a shard that hold those `wanted`; all for None."""
+    if wanted is None:
+        return list(schema.names)
+    tops = dict(reversed(list(_columns_and_structs(schema))))
+    return list(dict.fromkeys(tops[name] for name in wanted if name in tops))
+
+
+def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """`Format.merge` of formats whose types were guessed from the values: the type that holds both."""
+    try:
+        fields = [pa.schema([("x", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(fields, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return lossless(one, other)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Of any length: no array, but objects."""
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_string_view(kind)
+        or pa.types.is_binary_view(kind)
+    )
+
+
+def is_object(kind: pa.DataType) -> bool:
+    """What is handed out as Python's own objects: maps, decimals, and lists of these, of text or of structs."""
+    depth = 0
+    while is_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    if depth and pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_map(kind) or pa.types.is_decimal(kind):
+        return True
+    return depth > 0 and (is_text(kind) or bool(pa.types.is_struct(kind)))
+
+
+def has_lengths(kind: pa.DataType) -> bool:
+    """Whether it is lists of any length, or has some in lists of one length."""
+    while pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return is_list(kind)
+
+
+def is_time(kind: pa.DataType) -> bool:
+    """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are stored."""
+    return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)
+
+
+def is_short_time(kind: pa.DataType) -> bool:
+    return is_time(kind) and kind.bit_width == 32
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Without the kinds of which Python's objects would depend on what is installed, or that Arrow cannot pick rows of."""
+    if is_time(kind):
+        return pa.int32() if is_short_time(kind) else pa.int64()
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
+    if is_list(kind):
+        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
+        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+    return kind
+
+
+def refuse_without_tensor(leaf: pa.Field) -> None:
+    """Raises DataError, with what to do behind a semicolon. Text and objects have none, and need none."""
+    kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
+    if is_text(kind) or is_object(kind):
+        return
+    while is_list(kind):
+        kind = kind.value_type
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+        while is_list(kind):
+            kind = kind.value_type
+    number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    if number or is_time(kind) or pa.types.is_fixed_size_binary(kind):
+        return
+    nulls = " (every value is null)" if pa.types.is_null(kind) else ""
+    raise DataError(
+        f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use numbers, dates, "
+        "text, or lists, structs and maps of them, or leave it out by DataConfig.columns"
+    )
+
+
+def _columns_and_structs(
+    fields: Iterable[pa.Field], prefix: str = "", top: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """All that a name can mean, and the top-level column that holds it."""
+    for field in fields:
+        name, owner = prefix + field.name, field.name if top is None else top
+        yield name, owner
+        if pa.types.is_struct(field.type):
+            yield from _columns_and_structs(field.type, f"{name}.", owner)

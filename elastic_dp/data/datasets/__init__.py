@@ -1,0 +1,1 @@
+"""The data sets that training reads: shards at a URL, and map-style datasets."""

@@ -1,0 +1,441 @@
+"""The index of a data set: its shards, their row groups, where each lies, how many rows it has.
+
+Read once, by the driver, then shipped: workers list nothing. It is arrays, not objects: a million shards are
+about 150 MB, and up to 8 MiB of footers. It does not say where the data set lies, so a copy in another bucket is the same one: its digest
+covers what decides the order and the tensors, and each shard's size and check (format.py), so that a shard of
+other content is another data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_dp.data.columns.column_types import type_name
+from elastic_dp.data.columns.nulls import Nulls, check_nulls
+from elastic_dp.data.columns.schema import Columns
+from elastic_dp.data.discovery.listing import Listed, list_shards, prefix_of, said_twice
+from elastic_dp.data.discovery.skipped_files import skipped_words
+from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats.csv import Csv
+from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.text import is_compressed
+from elastic_dp.errors import DataError, ElasticError
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Store, redact_url
+
+FOOTERS_IN_FLIGHT = 32
+SCANS_IN_FLIGHT = 8
+# In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
+FOOTER_BYTES_KEPT = 8 << 20
+_COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
+_CHUNK = 1 << 14  # shards whose names are Python strings at one time
+
+_NAMED = 3
+_MAY_BE_BLANK = (Csv, JsonLines)  # a file of no row may have no byte
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One URL. `first_group`…`end_group` - 1 are its row groups. `weight`: None where sources are one data set."""
+
+    format: str
+    weight: float | None
+    is_file: bool  # the URL is that of its one shard
+    first_group: int
+    end_group: int
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Row groups are numbered through all shards, shards through all sources. Picklable.
+
+    `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py). `groups`: columns rows,
+    starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row groups bounds[i]…bounds[i+1]-1.
+    `columns`: (name, type, and what fills its nulls) of those that the job reads; `schema`: of the shards' columns that hold these.
+    """
+
+    sources: tuple[Source, ...]
+    shards: pa.RecordBatch
+    groups: pa.RecordBatch
+    group_bounds: Ints
+    schema: pa.Schema
+    columns: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def rows(self) -> Ints:
+        """[row group]"""
+        return self._group_array("rows")
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """[row group]: upper estimate of what it takes in memory, decoded and while being decoded."""
+        return self._group_array("nbytes")
+
+    @cached_property
+    def starts(self) -> Ints:
+        return self._group_array("starts")
+
+    @cached_property
+    def ends(self) -> Ints:
+        return self._group_array("ends")
+
+    @cached_property
+    def num_rows(self) -> int:
+        return int(self.rows.sum())
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Of the sources; None where they are one data set."""
+        weights = [source.weight for source in self.sources if source.weight is not None]
+        return tuple(weights) or None
+
+    def shard_of(self, row_group: int) -> int:
+        assert 0 <= row_group < len(self.rows), "no such row group"
+        return int(np.searchsorted(self.group_bounds, row_group, side="right")) - 1
+
+    def first_row(self, row_group: int) -> int:
+        """The number in its shard of the row group's first row."""
+        first = int(self.group_bounds[self.shard_of(row_group)])
+        return int(self.rows[first:row_group].sum())
+
+    def name(self, shard: int) -> str:
+        return str(self.shards["name"][shard])
+
+    def footer(self, shard: int) -> pa.Buffer | None:
+        """None: it is not kept; there is none, or reading it costs nothing, or there are too many."""
+        if "footer" not in self.shards.schema.names:  # version 1
+            return None
+        return self.shards["footer"][shard].as_buffer()
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal: the same rows in the same shards, read as the same columns."""
+        formats = [(source.format, source.weight) for source in self.sources]
+        content = hashlib.sha256(json.dumps(["index 1", formats, self.columns]).encode())
+        for column in ("source", "size", "check"):
+            content.update(self.shards[column].to_numpy())
+        for names in _chunks(self.shards["name"]):
+            content.update(json.dumps(names.to_pylist()).encode())
+        for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
+            content.update(np.ascontiguousarray(numbers).data)
+        return content.hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Arrow IPC streams, one after the other: no code is run to read them."""
+        facts = {
+            "sources": [vars(source) for source in self.sources],
+            "columns": self.columns,
+            "version": 2,  # 1 kept no footers
+        }
+        sink = io.BytesIO()
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        bounds = pa.record_batch({"bounds": self.group_bounds})
+        schema = self.schema.with_metadata(
+            {**(self.schema.metadata or {}), "index": json.dumps(facts)}
+        )
+        for batch in (schema.empty_table(), self.shards, self.groups, bounds):
+            with pa.ipc.new_stream(sink, batch.schema, options=options) as stream:
+                for part in _chunks(batch):
+                    stream.write(part)
+        return sink.getvalue()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Index:
+        """Raises DataError for what `to_bytes` did not make."""
+        source = pa.BufferReader(content)
+        try:
+            with pa.ipc.open_stream(source) as stream:
+                schema = stream.read_all().schema
+            batches = []
+            for _ in range(3):
+                with pa.ipc.open_stream(source) as stream:
+                    batches.append(_one_batch(stream.read_all()))
+            metadata = dict(schema.metadata)
+            facts = json.loads(metadata.pop(b"index"))
+            sources = tuple(Source(**source) for source in facts["sources"])
+            columns = tuple((name, kind) for name, kind in facts["columns"])
+            shards, groups, bounds = batches
+            plain = schema.with_metadata(metadata or None)
+            return cls(sources, shards, groups, bounds["bounds"].to_numpy(), plain, columns)
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the data set's index cannot be read: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Index.from_bytes, (self.to_bytes(),)
+
+    def _group_array(self, column: str) -> Ints:
+        return self.groups[column].to_numpy()
+
+
+def read_index(
+    config: DataConfig, *, timeout_s: float = 60.0, say: Callable[[str], None] | None = None
+) -> Index:
+    """Lists the shards and reads their footers, or scans them where their format has none.
+
+    `say` is told of a scan before it starts. Shards without a row are left out, and said. Raises DataError if there is
+    nothing that can be trained on, or if one shard cannot be read: `on_bad_shard` is for what goes bad later. Raises
+    StorageError if the store refuses, or is away for `timeout_s`.
+    """
+    weights = config.url if isinstance(config.url, Mapping) else None
+    sources = _open_all(config, timeout_s)
+    for source in sources:
+        _announce(source, say or _log.info)
+    if twice := said_twice((s.store, s.listed, s.prefix) for s in sources):
+        _log.warning("%s", twice)
+    columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
+    empty: list[list[str]] = [[] for _ in sources]
+    remarks: dict[str, tuple[int, str]] = {}
+    for number, shard, scan in _scan_all(sources, config):
+        listed = sources[number].listed
+        while begun <= number:
+            url = config.urls[begun]
+            build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
+            begun += 1
+        name, entry = listed.name(shard), listed.entries[shard]
+        shown = sources[number].prefix + name
+        for what, (count, first) in scan.remarks.items():
+            before, example = remarks.get(what, (0, f"{first} of {shown}"))
+            remarks[what] = before + count, example
+        if not scan.rows.sum():  # as Spark writes a partition without a row
+            empty[number].append(shown)
+            continue
+        kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
+        build.add(name, entry.size, entry.version, scan, kind)
+    for what, (count, example) in remarks.items():
+        _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
+    _pass_over(config, sources, empty)
+    leaves = columns.leaves()
+    nulls.add_missing(columns.absent())
+    return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
+
+
+class Builder:
+    """Makes an index of shards as they come."""
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._shards: list[tuple[Any, ...]] = []  # not yet in arrays
+        self._shard_batches: list[pa.RecordBatch] = []
+        self._scans: list[Scan] = []
+        self._group_batches: list[pa.RecordBatch] = []
+        self._counts: list[Ints] = []  # row groups of each shard
+        self._kinds = array("q")  # of each shard: see Columns.add
+        self._num_groups = self._footer_bytes = 0
+
+    def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
+        """Of a source; the shards added next are its own."""
+        self._end()
+        self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
+
+    def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
+        source, footer = len(self._sources) - 1, None
+        if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
+            footer = scan.footer
+            self._footer_bytes += len(footer)
+        self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
+        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
+        self._kinds.append(kind)
+        self._num_groups += len(scan.rows)
+        if len(self._shards) >= _CHUNK:
+            self._flush()
+
+    def finish(self, columns: Columns, fills: Mapping[str, Any] = MappingProxyType({})) -> Index:
+        self._flush()
+        self._end()
+        leaves = columns.leaves()
+        filled = {name: f", its nulls as {value!r}" for name, value in fills.items()}
+        wanted = tuple((f.name, type_name(f.type) + filled.get(f.name, "")) for f in leaves)
+        counts = np.concatenate(self._counts)
+        return Index(
+            sources=tuple(self._sources),
+            shards=_joined(self._shard_batches),
+            groups=self._with_costs(_joined(self._group_batches), counts, columns.costs()),
+            group_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            schema=columns.schema(),
+            columns=wanted,
+        )
+
+    def _with_costs(
+        self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
+    ) -> pa.RecordBatch:
+        """Row groups that are cast as they are read take more than their shards say."""
+        if all(cost == (1.0, 0) for cost in costs):
+            return groups
+        each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
+        nbytes = groups["nbytes"].to_numpy() * each[:, 0] + groups["rows"].to_numpy() * each[:, 1]
+        at = groups.schema.get_field_index("nbytes")
+        return groups.set_column(at, _GROUPS.field("nbytes"), pa.array(nbytes.astype(np.int64)))
+
+    def _end(self) -> None:
+        if self._sources:
+            self._sources[-1] = replace(self._sources[-1], end_group=self._num_groups)
+
+    def _flush(self) -> None:
+        if not self._shards:
+            return
+        columns = zip(*self._shards, strict=True)
+        self._shard_batches.append(
+            pa.record_batch(
+                [pa.array(values, f.type) for values, f in zip(columns, _SHARDS, strict=True)],
+                _SHARDS,
+            )
+        )
+        self._counts.append(np.array([len(scan.rows) for scan in self._scans], dtype=np.int64))
+        arrays = [np.concatenate([getattr(scan, f.name) for scan in self._scans]) for f in _GROUPS]
+        self._group_batches.append(pa.record_batch([pa.array(a) for a in arrays], _GROUPS))
+        self._shards, self._scans = [], []
+
+
+_SHARDS = pa.schema(
+    {
+        "name": pa.large_string(),
+        "version": pa.large_string(),
+        "source": pa.int16(),
+        "size": pa.int64(),
+        "check": pa.int64(),
+        "tail": pa.int64(),
+        "footer": pa.large_binary(),
+    }
+)
+_GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes")])
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source whose shards are known by name. `prefix`: of their names, for people."""
+
+    store: Store
+    listed: Listed
+    format: Format
+    prefix: str
+
+
+def _open_all(config: DataConfig, timeout_s: float) -> list[_Opened]:
+    """All sources are listed at once: a list of URLs may be one of a thousand files."""
+
+    def open_one(url: str) -> _Opened:
+        store = Store(url, config.storage_options, timeout_s=timeout_s)
+        listed = list_shards(config, url, store)
+        for remark in listed.remarks:
+            _log.warning("%s", remark)
+        if listed.skipped and not listed.remarks:
+            _log.info("not read at %s: %s", store.url, skipped_words(listed.skipped))
+        prefix = prefix_of(url, listed.is_file) if len(config.urls) > 1 else ""
+        return _Opened(store, listed, FORMATS[listed.format](), prefix)
+
+    threads = min(FOOTERS_IN_FLIGHT, len(config.urls))
+    with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
+        return list(pool.map(open_one, config.urls))
+
+
+def _scan_all(sources: list[_Opened], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
+    """(source, shard in it, scan), in order, some ahead of the one that is asked for; never a future per shard."""
+
+    def scan(number: int, shard: int) -> Scan:
+        source = sources[number]
+        entry, name = source.listed.entries[shard], source.prefix + source.listed.name(shard)
+        at = ShardAt(source.store, entry.path, entry.size, entry.version, name)
+        return _scan_one(source.format, at, config)
+
+    slow = any(source.format.scans_content for source in sources)
+    counts = [len(source.listed.entries) for source in sources]
+    ahead = min(SCANS_IN_FLIGHT if slow else FOOTERS_IN_FLIGHT, sum(counts))
+    shards = ((number, shard) for number, count in enumerate(counts) for shard in range(count))
+    waiting: deque[tuple[int, int, Future[Scan]]] = deque()
+    pool = ThreadPoolExecutor(ahead, thread_name_prefix="elastic-dp-index")
+    try:
+        for place in itertools.islice(shards, 2 * ahead):
+            waiting.append((*place, pool.submit(scan, *place)))
+        while waiting:
+            number, shard, future = waiting.popleft()
+            yield number, shard, future.result()
+            if (following := next(shards, None)) is not None:
+                waiting.append((*following, pool.submit(scan, *following)))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
+    if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
+        raise DataError(
+            f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it was lost; write it again, or "
+            "remove it from the data set"
+        )
+    try:
+        found = chosen.scan(shard, config.columns)
+    except ElasticError:
+        raise
+    except Exception as error:  # a decoder may raise anything at bytes that are not its own
+        what = "scan" if chosen.scans_content else "read the footer of"
+        raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _pass_over(config: DataConfig, sources: list[_Opened], empty: list[list[str]]) -> None:
+    """Raises DataError where nothing is left: of a source with a weight, or else of all."""
+    every = range(len(sources))
+    for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
+        if all(len(empty[n]) == len(sources[n].listed.entries) for n in part):
+            names = [name for n in part for name in empty[n]]
+            url = redact_url(config.urls[part[0]])
+            raise DataError(f"DataConfig.url: no shard at {url!r} holds a row: {_some(names)}")
+    if names := [name for of_source in empty for name in of_source]:
+        shards = "1 shard holds" if len(names) == 1 else f"{len(names):,} shards hold"
+        _log.warning("DataConfig.url: %s no row and add nothing: %s", shards, _some(names))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+
+
+def _announce(source: _Opened, say: Callable[[str], None]) -> None:
+    if source.format.scans_content:
+        entries = source.listed.entries
+        mib = sum(entry.size for entry in entries) / (1 << 20)
+        say(f"scanning {len(entries)} {source.format.name} shard(s), {mib:,.0f} MiB, once")
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One column at a time, and the list is emptied: a large index is never in memory twice."""
+    schema = batches[0].schema
+    columns = [batch.columns for batch in batches]
+    batches.clear()
+    joined = []
+    for number in range(len(schema)):
+        joined.append(pa.concat_arrays([parts[number] for parts in columns]))
+        for parts in columns:
+            parts[number] = None
+    return pa.record_batch(joined, schema)
+
+
+def _chunks(array: Any) -> Iterator[Any]:
+    """Slices of an Arrow array or record batch."""
+    return (array.slice(start, _CHUNK) for start in range(0, len(array), _CHUNK))

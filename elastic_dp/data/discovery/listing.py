@@ -1,0 +1,414 @@
+"""Which files of a URL are shards, and of what format.
+
+A folder's shards are the files directly in it whose ending is a format's; a glob's are those that it matches;
+one file is itself. Hidden names (".part-0.parquet", "_temporary/…") are half-written files of other writers.
+A folder that holds `_incomplete` is a conversion that has not finished, and no data set, also for a glob.
+Whatever else lies there is counted and named, and a table's folder is refused (table_formats.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import numpy as np
+from fsspec.utils import glob_translate
+
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
+from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_nothing
+from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_words
+from elastic_dp.data.discovery.table_formats import (
+    Table,
+    refuse_table,
+    table_above,
+    table_in,
+    tables_among,
+)
+from elastic_dp.data.formats import FORMATS
+from elastic_dp.errors import DataError
+from elastic_dp.spec import DataConfig
+from elastic_dp.storage import Entry, Look, Store, redact_url
+
+_GLOB_MARKS = "*?["
+_NAMED = 3
+_CODECS = (".gz", ".zst", ".bz2", ".lz4")
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
+}
+_SPLIT = re.compile(rf"(?:^|[^a-z])({'|'.join(_SPLITS)})(?![a-z])")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Of one source, in the order of the names. `is_file`: the URL is that of the one shard. `skipped`: files that lie
+    there and are no shards. `remarks`: what the user should be told of it, each a sentence."""
+
+    format: str
+    is_file: bool
+    root: str
+    entries: list[Entry]
+    skipped: tuple[Skipped, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    def name(self, number: int) -> str:
+        return _name(self.root, self.entries[number])
+
+
+@dataclass
+class _Found:
+    """What a URL means. `entries`: hidden ones, too. `root`: what names are relative to; `folder`: what was looked into,
+    `look` what is there; `is_deep`: all below it."""
+
+    root: str
+    folder: str
+    entries: list[Entry]
+    look: Look = field(default_factory=lambda: Look([], [], {}))
+    is_file: bool = False
+    is_glob: bool = False
+    is_deep: bool = False
+
+    def name(self, entry: Entry) -> str:
+        return _name(self.root, entry)
+
+    def is_shown(self, entry: Entry) -> bool:
+        parts = entry.path[len(self.folder) :].split("/")
+        return self.is_file or not any(part[:1] in ("", ".", "_") for part in parts)
+
+
+def list_shards(config: DataConfig, url: str, store: Store) -> Listed:
+    """Raises DataError where there is none, they are not all there yet, or formats are mixed.
+
+    Names are made only as they are needed.
+    """
+    found = _find(config, url, store)
+    seen = [entry for entry in found.entries if found.is_shown(entry)]
+    if config.format is None:
+        chosen = _only_format(url, found.root, seen)
+        kept = [entry for entry in seen if format_of(found.name(entry))]
+    elif found.is_file or found.is_glob:
+        chosen, kept = str(config.format), seen
+    else:
+        chosen = str(config.format)
+        kept = [entry for entry in seen if format_of(found.name(entry)) == chosen]
+    _refuse_incomplete(url, found, kept)
+    _refuse_table(config, url, store, found, kept)
+    skipped = _skipped(found, seen, kept)
+    if not kept:
+        raise DataError(_nothing(config, url, store, found, skipped))
+    remarks = tuple(_remarks(url, store, found, kept, skipped))
+    return Listed(chosen, found.is_file, found.root, kept, skipped, remarks)
+
+
+def root_of(path: str) -> str:
+    """What the names of shards are relative to, for a folder or a glob."""
+    mark = glob_mark(path)
+    if mark is not None:
+        return path[: path.rfind("/", 0, mark) + 1]
+    return path.rstrip("/") + "/" if path.strip("/") else ""
+
+
+def path_of(store_path: str, name: str, is_file: bool) -> str:
+    """Of a shard, as the store's methods take it."""
+    return store_path if is_file else root_of(store_path) + name
+
+
+def prefix_of(url: str, is_file: bool) -> str:
+    """Of shards' names, for people, where there are several sources."""
+    shown = redact_url(url)
+    return shown[: shown.rfind("/") + 1] if is_file else root_of(shown)
+
+
+def glob_mark(path: str) -> int | None:
+    return min((path.index(mark) for mark in _GLOB_MARKS if mark in path), default=None)
+
+
+def format_of(name: str) -> str:
+    """ "" if the ending is of no format."""
+    lower = name.lower()
+    return next((f.name for f in FORMATS.values() if lower.endswith(f.endings)), "")
+
+
+def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
+    """Files that several names lead to, also by links, are read as often; "" if there are none. With each source: what
+    goes before its names."""
+    sources = list(sources)
+    count = sum(len(listed.entries) for _, listed, _ in sources)
+    each = (_facts(entry) for _, listed, _ in sources for entry in listed.entries)
+    values, counts = np.unique(np.fromiter(each, np.int64, count), return_counts=True)
+    several = set(values[counts > 1].tolist())
+    places: dict[object, list[str]] = {}
+    for store, listed, prefix in sources if several else ():
+        for number, entry in enumerate(listed.entries):
+            if _facts(entry) in several:
+                places.setdefault(_place(store, entry.path), []).append(
+                    prefix + listed.name(number)
+                )
+    twice = [names for names in places.values() if len(names) > 1]
+    if not twice:
+        return ""
+    some = "; ".join(" and ".join(dict.fromkeys(names)) for names in twice[:_NAMED])
+    more = "; …" if len(twice) > _NAMED else ""
+    files = "1 file is" if len(twice) == 1 else f"{len(twice):,} files are"
+    return (
+        f"DataConfig.url: {files} read several times, and the rows count as often: {some}{more}. Name each file once, and "
+        "no link beside what it leads to"
+    )
+
+
+# ------------------------------------------------------------------------------- what a URL means
+
+
+def _find(config: DataConfig, url: str, store: Store) -> _Found:
+    """One listing; of a folder and of a glob in its last part only what is directly in the folder."""
+    path = store.path
+    if not store.lists:
+        return _file(store.find(path)[0])
+    mark = glob_mark(path)
+    if mark is not None:
+        return _find_glob(url, store, mark)
+    may_be_file = config.format is not None or format_of(path)
+    entry = store.look_up(path) if may_be_file and not path.endswith("/") else None
+    if entry is not None and (entry.size or not _has_anything(store, path)):
+        return _file(entry)
+    folder = root_of(path)
+    look = store.look(folder, deep=False)
+    return _Found(folder, folder, look.entries, look)
+
+
+def _find_glob(url: str, store: Store, mark: int) -> _Found:
+    """A name that holds "[", "*" or "?" means itself where no pattern is meant by it."""
+    path, root = store.path, root_of(store.path)
+    exact = path.rstrip("/")
+    is_deep = "/" in exact[mark:] or "**" in exact
+    look = store.look(root, deep=is_deep)
+    is_folder = exact in look.folders or any(e.path.startswith(f"{exact}/") for e in look.entries)
+    is_file = [entry for entry in look.entries if entry.path == exact]
+    if not (is_folder or is_file) or path.endswith("/"):
+        matched = [] if path.endswith("/") else _matched(url, exact, look.entries)
+    else:
+        matched = [e for e in _matched(url, exact, look.entries) if e.path != exact]
+    if (is_folder or is_file) and matched:
+        what = "file" if is_file else "folder"
+        raise DataError(
+            f"DataConfig.url: {redact_url(url)!r} is the name of a {what}, and also a pattern that matches "
+            f"{_name(root, matched[0])}. In a pattern write '[[]' for '[', '[*]' for '*' and '[?]' for '?'; or rename it"
+        )
+    if is_file:
+        return _file(is_file[0])
+    if is_folder:
+        inside = store.look(exact, deep=False)
+        return _Found(root, f"{exact}/", inside.entries, inside)
+    return _Found(root, root, matched, look, is_glob=True, is_deep=is_deep)
+
+
+def _matched(url: str, pattern: str, entries: list[Entry]) -> list[Entry]:
+    matches = _pattern(url, pattern)
+    return [entry for entry in entries if matches(entry.path)]
+
+
+def _pattern(url: str, pattern: str) -> Callable[[str], object]:
+    try:
+        return re.compile(glob_translate(pattern)).match
+    except ValueError:  # "**.parquet"
+        shown = redact_url(url)
+        mended = re.sub(r"(?<=[^/*])\*\*+", "*", shown)
+        mended = re.sub(r"\*\*+(?=[^/*])", "**/*", mended)
+        raise DataError(
+            f"DataConfig.url: in {shown!r} '**' is part of a name, and must stand alone between two '/'; for the files in "
+            f"all folders below write {mended!r}"
+        ) from None
+
+
+def _file(entry: Entry) -> _Found:
+    path = _without_query(entry.path)
+    root = path[: path.rfind("/") + 1]
+    return _Found(root, root, [entry], is_file=True)
+
+
+def _has_anything(store: Store, folder: str) -> bool:
+    """Some tools put an object of 0 bytes where a folder is."""
+    look = store.look(folder, deep=False)
+    return bool(look.entries or look.folders)
+
+
+def _name(root: str, entry: Entry) -> str:
+    return _without_query(entry.path)[len(root) :]
+
+
+def _without_query(path: str) -> str:
+    """Only in a URL of http, as chained URLs hold one, "?" begins a query; elsewhere it is part of a name."""
+    return path.split("?", 1)[0] if path.startswith(("http://", "https://")) else path
+
+
+# ----------------------------------------------------------------------------- what is not read
+
+
+def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
+    """Where a shard lies beside the mark; or the mark alone, before the first shard."""
+    marks = (e.path for e in found.look.entries if e.path.endswith(INCOMPLETE))
+    parts = (path.rpartition("/") for path in marks)
+    marked = {folder for folder, _, name in parts if name == INCOMPLETE}
+    folders = (entry.path.rpartition("/")[0] for entry in kept)
+    if marked and (
+        found.folder.rstrip("/") in marked or any(folder in marked for folder in folders)
+    ):
+        raise DataError(f"DataConfig.url: {not_whole(url)}")
+
+
+def _refuse_table(
+    config: DataConfig, url: str, store: Store, found: _Found, kept: list[Entry]
+) -> None:
+    """Not of a file that is one of a list: that is how a table's own library names what is to be read."""
+    if not store.lists or (found.is_file and not isinstance(config.url, str)):
+        return
+
+    def names_in(folder: str) -> list[str]:
+        look = store.look(folder, deep=False)
+        return [
+            path.rpartition("/")[2] for path in [*(e.path for e in look.entries), *look.folders]
+        ]
+
+    folder = found.folder.rstrip("/")
+    table: Table | None = None
+    if found.is_deep:
+        for one in tables_among(entry.path for entry in found.look.entries):
+            inside = f"{one.root}/" if one.root else ""
+            if any(entry.path.startswith(inside) for entry in kept):
+                table = one
+    elif not found.is_file:
+        names = (path.rpartition("/")[2] for path in found.look.folders)
+        table = table_in(folder, names, names_in)
+    table = table or table_above(folder, names_in, itself=found.is_file)
+    shown = redact_url(url)
+    root_url = shown_folder(shown, store.path, table.root).rstrip("/") if table else ""
+    refuse_table(table, shown, root_url, "DataConfig.url: ")
+
+
+def _only_format(url: str, root: str, entries: list[Entry]) -> str:
+    counts, examples = Counter[str](), {}
+    for entry in entries:
+        name = _name(root, entry)
+        if found := format_of(name):
+            counts[found] += 1
+            examples[found] = name
+    if len(counts) > 1:
+        said = " and ".join(f"{count} {f} (such as {examples[f]})" for f, count in counts.items())
+        raise DataError(
+            f"DataConfig.url: {redact_url(url)!r} holds shards of several formats: {said}; set "
+            "DataConfig.format, or move some away"
+        )
+    return next(iter(counts), "")
+
+
+def _skipped(found: _Found, seen: list[Entry], kept: list[Entry]) -> tuple[Skipped, ...]:
+    reasons = {
+        reason: [path[len(found.root) :] for path in paths]
+        for reason, paths in found.look.unreadable.items()
+    }
+    if len(found.entries) == len(kept) and not reasons:
+        return ()
+    read, shown = {entry.path for entry in kept}, {entry.path for entry in seen}
+    others = (found.name(entry) for entry in seen if entry.path not in read)
+    hidden = [found.name(entry) for entry in found.entries if entry.path not in shown]
+    return count_skipped(others, hidden, reasons)
+
+
+def _nothing(
+    config: DataConfig, url: str, store: Store, found: _Found, skipped: tuple[Skipped, ...]
+) -> str:
+    formats = [FORMATS[config.format]] if config.format else list(FORMATS.values())
+    every = [ending for f in formats for ending in f.endings]
+    endings = ", ".join(f"*{ending}" for ending in every if not ending.endswith(_CODECS))
+    shown = redact_url(url)
+    cause = why_nothing(
+        shown,
+        store,
+        found.folder,
+        found.look,
+        skipped=skipped,
+        is_glob=found.is_glob,
+        is_shard=IsShard(every),
+        given_format=config.format,
+    )
+    return f"DataConfig.url: no shard ({endings}) at {shown!r}: {cause}"
+
+
+# ------------------------------------------------------------------------------------- remarks
+
+
+def _remarks(
+    url: str, store: Store, found: _Found, kept: list[Entry], skipped: tuple[Skipped, ...]
+) -> Iterable[str]:
+    # `_SUCCESS`, `_metadata` and the like are no news; a hidden shard is.
+    hidden = (found.name(entry) for entry in found.entries if not found.is_shown(entry))
+    if any(one.ending != HIDDEN for one in skipped) or (skipped and any(map(format_of, hidden))):
+        yield f"DataConfig.url: not read at {store.url}, since no shards: {skipped_words(skipped)}"
+    yield from _folders(url, store, found)
+    yield from _splits(url, store, found, kept)
+
+
+def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
+    """Programs write folders that are named as files are, such as Spark's "part.parquet/"."""
+    matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else None
+    names = [path[len(found.folder) :].lstrip("/") for path in found.look.folders if not matches or matches(path)]  # fmt: skip
+    names = [name for name in names if name[:1] not in (".", "_")]
+    if names:
+        base = shown_folder(redact_url(url), store.path, found.folder)
+        some = ", ".join(f"{name}/" for name in names[:_NAMED])
+        more = ", …" if len(names) > _NAMED else ""
+        folders = "1 folder" if len(names) == 1 else f"{len(names):,} folders"
+        yield (
+            f"DataConfig.url: not read at {store.url}: {folders}, with whatever lies below ({some}{more}). '{base}**' "
+            "reads all of it"
+        )
+
+
+def _splits(url: str, store: Store, found: _Found, kept: list[Entry]) -> Iterable[str]:
+    base = shown_folder(redact_url(url), store.path, found.root)
+    if words := splits_words(map(found.name, kept), base):
+        yield f"DataConfig.url: {redact_url(url)!r} {words}"
+
+
+def splits_words(names: Iterable[str], base: str) -> str:
+    """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names, with a "/"."""
+    names = list(names)
+    # All at once: of a million names that is a tenth of the time.
+    if len({_SPLITS[word] for word in _SPLIT.findall("\n".join(names).lower())}) < 2:
+        return ""
+    counts, examples = Counter[str](), dict[str, tuple[str, int]]()
+    for name in names:
+        if match := _SPLIT.search(name.lower()):
+            split = _SPLITS[match[1]]
+            counts[split] += 1
+            examples.setdefault(split, (name, match.end()))
+    if len(counts) < 2:
+        return ""
+    there = ", ".join(f"{count:,} of {s} (such as {examples[s][0]})" for s, count in counts.items())
+    name, end = examples.get("train", next(iter(examples.values())))
+    glob = name[:end] + ("/**" if name[end : end + 1] == "/" else "*")
+    return (
+        f"holds files of several splits, and all of them are read as one data set: {there}. Name one split by a glob, such "
+        f"as '{base}{glob}'"
+    )
+
+
+def _facts(entry: Entry) -> int:
+    """Equal for one file by several names, and seldom else; a number, since a data set may have a million of them."""
+    return hash((entry.size, entry.version))
+
+
+def _place(store: Store, path: str) -> object:
+    local = store.local_path(path)
+    if local is None:
+        return urlsplit(store.url).netloc, path
+    try:
+        found = os.stat(local)
+    except OSError:  # gone since; reading it says so
+        return local
+    return found.st_dev, found.st_ino

@@ -1,0 +1,278 @@
+"""Rows of many micro-batches, copied out of row groups as these come.
+
+All micro-batches that are made together share one array for each column; each is a piece of it. A row is copied
+once, straight from the decoded column, and a row group is let go of as soon as its rows are copied: no two need to
+be here at one time. A call of NumPy copies all that is wanted of a row group, so nothing is done row by row but
+for strings, other objects of Python, and lists of several lengths.
+
+A micro-batch that is some rows on end of one row group needs no copy, if the row group may be kept for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists
+from elastic_dp.data.pipeline.array_memory import (
+    ALIGNED_TO,
+    Blocks,
+    aligned,
+    aligned_copy,
+    is_aligned,
+)
+
+Ints = npt.NDArray[np.int64]
+Pieces = list[tuple[Ints, Ints]]  # of a row group: rows, their places
+_USED = 2  # a row group is kept if at least one part in so many of its rows need not be copied then
+_OBJECT_BYTES, _ARRAY_BYTES = 64, 256  # that Python takes for one, beside its content
+_PIECES = 8  # rows in a row of one row group, on average, from which on they are not sorted
+
+
+class _Whole(NamedTuple):
+    """A micro-batch that needs no copy: its first row, the one behind its last, and where the first is in the row group."""
+
+    start: int
+    stop: int
+    row: int
+
+
+class Gathering:
+    """Row `rows[i]` of row group `groups[i]` becomes row i. Micro-batch j is rows bounds[j] to bounds[j+1] - 1."""
+
+    def __init__(
+        self, groups: Ints, rows: Ints, blocks: Blocks, bounds: Sequence[int] = ()
+    ) -> None:
+        self._groups, self._count, self._blocks = groups, len(groups), blocks
+        self._bounds = bounds
+        self._pieces: dict[int, Pieces] = {}
+        for group, of_group, places in _pieces(groups, rows):
+            self._pieces.setdefault(group, []).append((of_group, places))
+        self._out: dict[str, Array | list[Any]] = {}
+        self._left_out: list[int] = []
+        self._kept: dict[int, dict[str, Array]] = {}  # micro-batches, by their first row
+        self._kept_bytes = self._object_bytes = 0
+
+    @property
+    def row_groups(self) -> list[int]:
+        return list(self._pieces)
+
+    def copy(
+        self,
+        row_group: int,
+        columns: Mapping[str, Column],
+        own: Callable[[int], int | None] = lambda row_group: None,
+    ) -> None:
+        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has; None: it is not to be had."""
+        pieces = self._pieces[row_group]
+        whole = self._whole(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
+        nbytes = own(row_group) if whole and _are_enough(whole, columns) else None
+        if nbytes is not None:
+            pieces = self._keep(columns, whole, pieces)
+            self._kept_bytes += nbytes
+        for name, column in columns.items():
+            for rows, places in pieces:
+                self._copy(name, column, rows, places)
+
+    def _whole(self, pieces: Pieces, aligned_rows: int) -> list[_Whole]:
+        """Micro-batches that are rows on end of the row group. No two have a row in common, though several epochs of
+        a small data set may be made at once. `aligned_rows`: a multiple of it is the first row."""
+        found, end = list[_Whole](), 0
+        for rows, places in pieces:
+            if not _is_run(places):
+                continue
+            first, on_end = int(places[0]), _is_run(rows)
+            low = bisect_left(self._bounds, first)
+            high = bisect_right(self._bounds, first + len(places))
+            for start, stop in itertools.pairwise(self._bounds[low:high]):
+                part = rows[start - first : stop - first]
+                begins = part[0] >= end and part[0] % aligned_rows == 0
+                if begins and (on_end or _is_run(part)):
+                    found.append(_Whole(start, stop, int(part[0])))
+                    end = int(part[-1]) + 1
+        return found
+
+    def _keep(self, columns: Mapping[str, Array], whole: list[_Whole], pieces: Pieces) -> Pieces:
+        """The pieces that are left to copy."""
+        left = np.ones(self._count, dtype=bool)
+        for start, stop, row in whole:
+            here = slice(row, row + stop - start)
+            self._kept[start] = {name: column[here] for name, column in columns.items()}
+            left[start:stop] = False
+        parts = [(rows[left[places]], places[left[places]]) for rows, places in pieces]
+        return [part for part in parts if len(part[0])]
+
+    def _copy(self, name: str, column: Column, rows: Ints, places: Ints) -> None:
+        out = self._room(name, column)
+        if isinstance(out, np.ndarray):
+            _copy_rows(column, rows, out, places)
+            return
+        items, nbytes = _objects(column, rows)
+        self._object_bytes += nbytes
+        for place, item in zip(places.tolist(), items, strict=True):
+            out[place] = item
+
+    def leave_out(self, row_group: int) -> None:
+        self._left_out.append(row_group)
+
+    @property
+    def nbytes(self) -> int:
+        """Of arrays, of row groups that were kept, and of objects, roughly."""
+        arrays = (out.nbytes for out in self._out.values() if isinstance(out, np.ndarray))
+        return self._kept_bytes + self._object_bytes + sum(arrays)
+
+    def cut(self, start: int, stop: int) -> dict[str, Any] | None:
+        """Rows start…stop - 1: arrays that nobody else uses, or lists. None: all of them were left out."""
+        if start in self._kept:
+            return self._kept[start]
+        if self._left_out:
+            kept = np.flatnonzero(~np.isin(self._groups[start:stop], self._left_out))
+            if len(kept) == 0:
+                return None
+            if len(kept) < stop - start:
+                return {name: _pick(out[start:stop], kept) for name, out in self._out.items()}
+        return {name: _regular(out[start:stop]) for name, out in self._out.items()}
+
+    def _room(self, name: str, column: Column) -> Array | list[Any]:
+        """Where rows of this column go. From the first that has no place in an array on, a list of objects."""
+        out = self._out.get(name)
+        fixed = isinstance(column, np.ndarray)
+        if out is None:
+            shape = (self._count, *column.shape[1:]) if fixed else ()
+            out = self._blocks.empty(shape, column.dtype) if fixed else [None] * self._count
+        elif isinstance(out, np.ndarray) and not (fixed and out.shape[1:] == column.shape[1:]):
+            out = [aligned(row) for row in out]
+        self._out[name] = out
+        return out
+
+
+def _pieces(groups: Ints, rows: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+    """(row group, rows of it, their places), one for each row group, or, where that is as good, several."""
+    places = np.arange(len(groups))
+    cuts = np.flatnonzero(groups[1:] != groups[:-1]) + 1
+    if len(cuts) * _PIECES > len(groups):
+        places = np.argsort(groups, kind="stable")
+        groups, rows = groups[places], rows[places]
+        cuts = np.flatnonzero(groups[1:] != groups[:-1]) + 1
+    for start, stop in itertools.pairwise([0, *cuts.tolist(), len(groups)]):
+        yield int(groups[start]), rows[start:stop], places[start:stop]
+
+
+def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
+    """out[places] = column[rows], in one pass over the bytes where NumPy can."""
+    if _is_run(places):
+        there = out[places[0] : places[0] + len(places)]
+        if _is_run(rows):
+            there[...] = column[rows[0] : rows[0] + len(rows)]
+            return
+        np.take(column, rows, axis=0, out=there, mode="clip")  # "raise" would copy through a buffer
+        return
+    width = column.dtype.itemsize * math.prod(column.shape[1:])
+    if width == 0 or not column.flags.c_contiguous:
+        out[places] = column[rows]
+        return
+    row_type = np.dtype((np.void, width))  # a row as one item: half the time of rows of items
+    source = column.reshape(len(column), -1).view(row_type)[:, 0]
+    out.reshape(len(out), -1).view(row_type)[:, 0][places] = source[rows]
+
+
+def _can_be_kept(columns: Mapping[str, Column]) -> bool:
+    """Arrays, in memory that may be written to, and begins where it should, as Arrow's does."""
+    return all(
+        isinstance(c, np.ndarray) and c.flags.writeable and is_aligned(c) for c in columns.values()
+    )
+
+
+def _aligned_rows(columns: Mapping[str, Array]) -> int:
+    """Every so many rows begin at an aligned address in each column."""
+    widths = (c.dtype.itemsize * math.prod(c.shape[1:]) for c in columns.values())
+    return math.lcm(*(ALIGNED_TO // math.gcd(ALIGNED_TO, width) for width in widths))
+
+
+def _are_enough(whole: list[_Whole], columns: Mapping[str, Array]) -> bool:
+    used = sum(each.stop - each.start for each in whole)
+    return used * _USED >= len(next(iter(columns.values())))
+
+
+def _is_run(numbers: Ints) -> bool:
+    """n, n+1, n+2, …"""
+    if numbers[-1] - numbers[0] != len(numbers) - 1:
+        return False
+    return len(numbers) < 3 or bool((np.diff(numbers) == 1).all())
+
+
+def _objects(column: Column, rows: Ints) -> tuple[list[Any], int]:
+    """One for each row, and the bytes of all, roughly."""
+    if isinstance(column, pa.Array):
+        picked = column.take(pa.array(rows))
+        return picked.to_pylist(), picked.nbytes + _OBJECT_BYTES * _num_values(picked)
+    if isinstance(column, Lists) and isinstance(values := column.values, np.ndarray):
+        starts, ends = column.offsets[rows], column.offsets[rows + 1]
+        each = zip(starts.tolist(), ends.tolist(), strict=True)
+        width = values.dtype.itemsize * math.prod(values.shape[1:])
+        nbytes = int((ends - starts).sum()) * width + _ARRAY_BYTES * len(rows)
+        return [aligned_copy(values[start:end]) for start, end in each], nbytes
+    arrays = [_row(column, row) for row in rows.tolist()]
+    return arrays, sum(_nbytes(array) for array in arrays)
+
+
+def _row(column: Array | Lists, row: int) -> Any:
+    """An array; of lists of several lengths, a list of them."""
+    if isinstance(column, np.ndarray):  # lists of one length, beside a row group of others
+        return aligned_copy(column[row])
+    start, end, values = int(column.offsets[row]), int(column.offsets[row + 1]), column.values
+    if isinstance(values, np.ndarray):
+        return aligned_copy(values[start:end])
+    if start == end:
+        return _empty(values)
+    return _joined([_row(values, item) for item in range(start, end)])
+
+
+def _empty(lists: Lists) -> Array:
+    """No list at all of those."""
+    depth, values = 2, lists.values
+    while isinstance(values, Lists):
+        depth, values = depth + 1, values.values
+    return np.empty((0,) * depth + values.shape[1:], values.dtype)
+
+
+def _joined(items: list[Any]) -> Any:
+    """Arrays of one shape as one array; anything else as it is."""
+    shapes = {item.shape if isinstance(item, np.ndarray) else None for item in items}
+    return aligned(np.stack(items)) if len(shapes) == 1 and None not in shapes else items
+
+
+def _nbytes(item: Any) -> int:
+    if isinstance(item, list):
+        return sum(map(_nbytes, item))
+    return int(item.nbytes) + _ARRAY_BYTES
+
+
+def _num_values(array: pa.Array) -> int:
+    """Of the objects that it becomes, also inside others."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        return len(array) + sum(_num_values(array.field(n)) for n in range(kind.num_fields))
+    if pa.types.is_map(kind):
+        return 2 * len(array) + _num_values(array.keys) + _num_values(array.items)
+    return len(array) + (_num_values(array.flatten()) if kind.num_fields else 0)
+
+
+def _pick(out: Array | list[Any], kept: Ints) -> Any:
+    if isinstance(out, np.ndarray):
+        return aligned(out[kept])
+    return _regular([out[place] for place in kept.tolist()])
+
+
+def _regular(out: Array | list[Any]) -> Any:
+    """Lists that have one length in this micro-batch are an array [rows, length]."""
+    if isinstance(out, np.ndarray):
+        return aligned(out)
+    return _joined(out) if out and isinstance(out[0], np.ndarray) else out

@@ -1,0 +1,156 @@
+"""From the arrays of a micro-batch to the micro-batch: the user's `transform` and `collate_fn`, and tensors.
+
+What may draw from global generators (`transform(batch)`, `collate_fn`) runs *late*: in the thread, or the process,
+whose generators were seeded for this micro-batch. `transform(batch, rng)` and the making of tensors run *early*,
+in any thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_aligned
+from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
+from elastic_dp.sampling import generator_for
+from elastic_dp.spec import DataConfig
+
+_OBJECT_BYTES = 64  # that Python takes for one, beside its content
+
+
+class Collating:
+    """What a `DataConfig` asks to be done with the arrays of a micro-batch. Pickles if the user's functions do."""
+
+    def __init__(self, config: DataConfig, *, pin: bool = False) -> None:
+        self._transform, self._collate_fn = config.transform, config.collate_fn
+        self._seed, self._pin = config.seed, pin
+        self.runs_early = config.transform is not None and takes_rng(config.transform)
+        own_generators = config.transform is None or self.runs_early
+        self.all_early = own_generators and config.collate_fn is None
+        self.has_user_code = config.transform is not None or config.collate_fn is not None
+
+    def early(self, arrays: Any, step: int, virtual_worker: int) -> Any:
+        if self.runs_early:
+            rng = generator_for(self._seed, step, virtual_worker)
+            arrays = call_user("DataConfig.transform", self._transform, arrays, rng)
+        return self._to_tensors(arrays) if self.all_early else arrays
+
+    def late(self, arrays: Any) -> Any:
+        if self.all_early:
+            return arrays
+        if self._transform is not None and not self.runs_early:
+            arrays = call_user("DataConfig.transform", self._transform, arrays)
+        if self._collate_fn is not None:
+            return call_user("DataConfig.collate_fn", self._collate_fn, arrays)
+        return self._to_tensors(arrays)
+
+    def _to_tensors(self, arrays: Any) -> Any:
+        if not isinstance(arrays, dict):
+            raise DataError(
+                f"DataConfig.transform returned a {type(arrays).__name__}, must return the dict of arrays; "
+                "what makes the micro-batch itself is collate_fn"
+            )
+        tensors = {name: _to_tensor(name, value) for name, value in arrays.items()}
+        return pinned(tensors) if self._pin else tensors
+
+
+def takes_rng(transform: Callable[..., Any]) -> bool:
+    """Whether it is `transform(batch, rng)` rather than `transform(batch)`."""
+    try:
+        signature = inspect.signature(transform)
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    if _fits(signature, 1):
+        parameters = list(signature.parameters.values())
+        return len(parameters) > 1 and parameters[1].name == "rng"
+    if _fits(signature, 2):
+        return True
+    raise SpecError(
+        f"DataConfig.transform takes {signature}, must take (batch), or (batch, rng) with a NumPy generator"
+    )
+
+
+def _fits(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def call_user(name: str, function: Any, *arguments: Any) -> Any:
+    """What it raises becomes a UserCodeError with its traceback; `located` adds where."""
+    try:
+        return function(*arguments)
+    except ElasticError:
+        raise
+    except Exception as error:  # user code may raise anything
+        said = traceback.format_exception_only(error)[-1].strip()
+        lines = "".join(traceback.format_exception(error))
+        raise UserCodeError("", f"{name} raised {said}", lines) from error
+
+
+def located(error: UserCodeError, step: int, virtual_worker: int, rows: str) -> UserCodeError:
+    """The same error, saying which micro-batch it was."""
+    where = f"step {step}, virtual worker {virtual_worker}"
+    return UserCodeError(where, f"{error.description} on {rows}", error.remote_traceback)
+
+
+def pinned(batch: Any) -> Any:
+    """Tensors in dicts, lists and tuples, in memory that a GPU copies from without a stop."""
+    return _each_tensor(batch, torch.Tensor.pin_memory)
+
+
+def aligned_tensors(batch: Any) -> Any:
+    """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see blocks.py."""
+    return _each_tensor(batch, _aligned)
+
+
+def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if type(batch) is dict:
+        return {key: _each_tensor(value, change) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(_each_tensor(value, change) for value in batch)
+    return batch
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    unaligned = tensor.layout == torch.strided and tensor.data_ptr() % ALIGNED_TO
+    return tensor.clone() if unaligned else tensor
+
+
+def nbytes_of(batch: Any) -> int:
+    """Of the arrays, tensors and texts in it, roughly."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return int(batch.nbytes)
+    if isinstance(batch, str | bytes):
+        return _OBJECT_BYTES + len(batch)
+    if isinstance(batch, dict):
+        return sum(map(nbytes_of, batch.values()))
+    if isinstance(batch, list | tuple):
+        if isinstance(next(iter(batch), None), int | float):
+            return _OBJECT_BYTES * len(batch)
+        return sum(map(nbytes_of, batch))
+    return _OBJECT_BYTES
+
+
+def _to_tensor(name: str, value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        plain = value.flags.c_contiguous and value.flags.writeable and is_aligned(value)
+        return torch.from_numpy(value if plain else aligned_copy(value))
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(value, list) and isinstance(first, np.ndarray):
+        raise DataError(
+            f"column {name!r} holds lists of different lengths ({len(first)}, …) in one micro-batch; pad "
+            "them in DataConfig.collate_fn, or leave the column out by DataConfig.columns"
+        )
+    return value

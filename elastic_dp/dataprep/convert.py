@@ -1,0 +1,178 @@
+"""`convert`: what a team has, to shards that train well: row groups of 1 to 4 MiB, a footer for each shard.
+
+It streams, in memory that does not depend on the source's size; the same source gives the same bytes; and the
+destination is a data set only when all of it is there (see destination.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import pyarrow as pa
+
+from elastic_dp.data.columns.nulls import Nulls, check_nulls, fill
+from elastic_dp.data.discovery.skipped_files import Skipped, skipped_words
+from elastic_dp.dataprep.destination import Destination
+from elastic_dp.dataprep.shard_writer import Compression, Format, ShardWriter
+from elastic_dp.dataprep.sources import find_source, open_documents, open_rows
+from elastic_dp.dataprep.token_packing import Packing, Tokenizer, open_tokenizer
+from elastic_dp.errors import DataError
+from elastic_dp.storage import redact_url
+
+SHARD_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Converted:
+    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row. `skipped`: files of the
+    source that were not read."""
+
+    rows: int
+    row_groups: int
+    shards: int
+    nbytes: int
+    rows_per_group: int
+    dropped_tokens: int = 0
+    skipped: tuple[Skipped, ...] = ()
+
+
+def convert(
+    source: str,
+    destination: str,
+    *,
+    rows_per_group: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    columns: Sequence[str] | None = None,
+    format: Format | None = None,
+    compression: Compression | None = None,
+    tokenizer: str | Tokenizer | None = None,
+    end_of_text: str | None = None,
+    pack: int | None = None,
+    text_glob: Sequence[str] = (),
+    fill_nulls: Mapping[str, Any] | None = None,
+    on_progress: Callable[[Converted], None] | None = None,
+) -> Converted:
+    """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
+
+    `source`: a folder, file or glob of Parquet, Arrow, JSON Lines, CSV or text files, a folder that
+    `datasets.save_to_disk` wrote, or a folder of images with a subfolder per class; any fsspec URL, as is
+    `destination`. `rows_per_group`: None for 2 MiB of the widest column. `tokenizer` and `pack`: one column of
+    text, or .txt files that are one document each, become rows of `pack` tokens (see packing.py); the tokenizer is
+    "bytes", a tokenizer.json, a Hugging Face name, or any `Tokenizer`. `format`: Parquet, but Arrow for tokens, where it
+    takes half the bytes and no decoding. `compression`: "none" for lists, images and Arrow, else "snappy".
+    `text_glob`: with `pack`, the files whose names match one of these patterns are the text, whatever their endings, and
+    no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `fill_nulls`: what is written for a
+    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
+    """
+    _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
+    if fill_nulls and pack is not None:
+        raise DataError("fill_nulls goes without pack: a row without text is no document")
+    wanted = None if columns is None else list(columns)
+    packing: Packing | None = None
+    found = find_source(source, text_glob)
+    if pack is None:
+        rows = open_rows(found, wanted)
+        schema = rows.schema
+        values = check_nulls(Nulls(), fill_nulls, schema, "fill_nulls")
+        batches: Iterator[pa.RecordBatch] = (_filled(batch, values) for batch in rows.batches())
+    else:
+        assert tokenizer is not None
+        loaded = open_tokenizer(tokenizer, end_of_text) if isinstance(tokenizer, str) else tokenizer
+        packing = Packing(loaded, pack)
+        schema, batches = packing.schema, packing.batches(open_documents(found, wanted))
+    if not len(schema):
+        raise DataError(f"{redact_url(source)!r} has no columns")
+    format = format or ("arrow" if packing else "parquet")
+    empty = [field.name for field in schema if _has_lists_of_no_items(field.type)]
+    if empty and format == "parquet":
+        raise DataError(
+            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
+            "back; leave it out by columns="
+        )
+    to = Destination(destination)
+    with to.writing():
+        writer = ShardWriter(
+            to,
+            schema,
+            rows_per_group=rows_per_group,
+            shard_bytes=shard_bytes,
+            format=format,
+            compression=compression or _compression(format, schema),
+        )
+        with writer:
+            for batch in batches:
+                writer.write(batch)
+                if on_progress is not None:
+                    on_progress(_count(writer, packing, found.skipped))
+        if not writer.rows:
+            raise DataError(_nothing(source, packing, found.skipped))
+    return _count(writer, packing, found.skipped)
+
+
+def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:
+    for name, value in values.items():
+        at = batch.schema.get_field_index(name)
+        batch = batch.set_column(at, batch.schema.field(at), fill(batch.column(at), value))
+    return batch
+
+
+def _has_lists_of_no_items(kind: pa.DataType) -> bool:
+    if pa.types.is_fixed_size_list(kind) and kind.list_size == 0:
+        return True
+    return any(_has_lists_of_no_items(kind.field(n).type) for n in range(kind.num_fields))
+
+
+def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped, ...]) -> Converted:
+    return Converted(
+        writer.rows,
+        writer.row_groups,
+        writer.shards,
+        writer.nbytes,
+        writer.rows_per_group or 0,
+        packing.dropped_tokens if packing else 0,
+        skipped,
+    )
+
+
+def _compression(format: Format, schema: pa.Schema) -> Compression:
+    """Images are compressed already, numbers hardly get smaller, and Arrow that is not can be memory mapped."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    dense = "image" in schema.names or any(is_one(f.type) for f in schema for is_one in lists)
+    return "none" if format == "arrow" or dense else "snappy"
+
+
+def _nothing(source: str, packing: Packing | None, skipped: tuple[Skipped, ...]) -> str:
+    beside = f". Not read there: {skipped_words(skipped)}" if skipped else ""
+    if packing is None:
+        return f"{redact_url(source)!r} holds no rows{beside}"
+    return f"{redact_url(source)!r} holds {packing.dropped_tokens} tokens, too few for one row; lower pack{beside}"
+
+
+def _check(
+    rows_per_group: int | None,
+    shard_bytes: int,
+    format: str | None,
+    compression: str | None,
+    tokenizer: str | Tokenizer | None,
+    pack: int | None,
+    text_glob: Sequence[str],
+) -> None:
+    for name, value in (("rows_per_group", rows_per_group), ("shard_bytes", shard_bytes)):
+        if value is not None and value < 1:
+            raise DataError(f"{name} is {value}, must be at least 1")
+    if (tokenizer is None) != (pack is None):
+        raise DataError(
+            "tokenizer and pack go together: how text becomes tokens, and how many a row has"
+        )
+    if isinstance(text_glob, str):
+        raise DataError(f"text_glob is {text_glob!r}, must be a list of patterns: [{text_glob!r}]")
+    if text_glob and pack is None:
+        raise DataError("text_glob goes with tokenizer and pack: text alone has no columns")
+    if format not in (None, *get_args(Format)):
+        raise DataError(f"format is {format!r}, must be 'parquet' or 'arrow'")
+    is_arrow = format == "arrow" or (format is None and pack is not None)
+    allowed = ("none", "lz4", "zstd") if is_arrow else get_args(Compression)
+    if compression not in (None, *allowed):
+        raise DataError(f"compression is {compression!r}, must be one of {', '.join(allowed)}")

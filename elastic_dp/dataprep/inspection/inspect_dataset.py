@@ -1,0 +1,137 @@
+"""`inspect`: a data set in numbers, what will read badly and why, and what a job of some shape would do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elastic_dp.data.discovery.skipped_files import Skipped
+from elastic_dp.dataprep.inspection.findings import Finding, Shape, find
+from elastic_dp.dataprep.inspection.shard_survey import Survey, survey
+from elastic_dp.errors import DataError
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over the row groups."""
+
+    min: int
+    median: int
+    max: int
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """`stored`: bytes of a row group in the file, `decoded`: in memory. Arrow's compression is not known."""
+
+    name: str
+    type: str
+    stored: Spread
+    decoded: Spread
+    compression: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For one pass of V virtual workers. `streams`: that the rows are dealt to, at most 8 of each; fewer than V are
+    shared. Bytes are of row groups kept open, as DataConfig.memory_bytes counts them, by one virtual worker and by all.
+    """
+
+    global_batch: int
+    steps_per_epoch: int
+    dropped_rows: int  # of an epoch, with tail="drop"
+    streams: int
+    virtual_worker_bytes: int
+    all_bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """`rows` and all of row groups: None where the format tells only when all of it is read. `skipped`: files that are no
+    shards."""
+
+    url: str
+    format: str
+    shards: int
+    nbytes: int
+    rows: int | None
+    row_groups: int | None
+    group_rows: Spread | None
+    columns: tuple[ColumnFacts, ...]
+    plan: Plan | None
+    findings: tuple[Finding, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+def inspect(
+    url: str,
+    *,
+    columns: Sequence[str] | None = None,
+    virtual_workers: int | None = None,
+    micro_batch_size: int | None = None,
+) -> Inspection:
+    """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where there is no data set.
+
+    `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size` it has a plan.
+    """
+    if (virtual_workers is None) != (micro_batch_size is None):
+        raise DataError(
+            "virtual_workers and micro_batch_size go together: a global batch is V × b rows"
+        )
+    for name, value in (
+        ("virtual_workers", virtual_workers),
+        ("micro_batch_size", micro_batch_size),
+    ):
+        if value is not None and value < 1:
+            raise DataError(f"{name} is {value}, must be at least 1")
+    found = survey(url, columns)
+    shape = Shape(virtual_workers or 1, micro_batch_size or 1)
+    known = found.has_row_groups
+    return Inspection(
+        url=found.url,
+        format=found.format,
+        shards=len(found.names),
+        nbytes=sum(found.sizes),
+        rows=found.rows if known else None,
+        row_groups=len(found.group_rows) if known else None,
+        group_rows=_spread(found.group_rows),
+        columns=_columns(found),
+        plan=None if virtual_workers is None else _plan(found, shape),
+        findings=find(found, shape),
+        skipped=found.skipped,
+    )
+
+
+def _columns(found: Survey) -> tuple[ColumnFacts, ...]:
+    facts = []
+    for column in found.columns:
+        stored, decoded = _spread(column.stored), _spread(column.decoded)
+        if stored is not None and decoded is not None:
+            codecs = tuple(sorted(column.codecs))
+            facts.append(ColumnFacts(column.name, str(column.type), stored, decoded, codecs))
+    return tuple(facts)
+
+
+def _plan(found: Survey, shape: Shape) -> Plan | None:
+    """None where there is not one step to plan."""
+    if (order := shape.order(found)) is None:
+        return None
+    whole, mean = shape.virtual_workers * shape.micro_batch_size, float(np.mean(found.group_bytes))
+
+    def opened(virtual_workers: int) -> int:
+        return int(min(order.open_row_groups(virtual_workers), len(found.group_rows)) * mean)
+
+    return Plan(
+        global_batch=whole,
+        steps_per_epoch=order.steps_per_epoch,
+        dropped_rows=found.rows % whole,
+        streams=order.streams,
+        virtual_worker_bytes=opened(1),
+        all_bytes=opened(shape.virtual_workers),
+    )
+
+
+def _spread(values: list[int]) -> Spread | None:
+    return Spread(min(values), int(np.median(values)), max(values)) if values else None

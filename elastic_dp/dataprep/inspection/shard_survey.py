@@ -1,0 +1,296 @@
+"""What lies in a data set's shards, in numbers: read from Parquet's footers, or from the record batches of Arrow.
+
+Formats that have neither (JSON Lines, CSV, tar, streams of Arrow, text, images) are counted and weighed. Of JSON Lines
+and CSV the first rows of each file are read, since most of what makes a file unreadable is seen there.
+Schemas are compared, and row groups weighed, as training does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_dp.data.columns.column_types import lossless, plain_schema
+from elastic_dp.data.columns.nulls import Nulls, count_null_lists, count_nulls
+from elastic_dp.data.columns.schema import Columns, top_level
+from elastic_dp.data.discovery.skipped_files import Skipped
+from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.csv import CsvRows
+from elastic_dp.data.formats.encryption import codec_of
+from elastic_dp.data.formats.jsonl import JsonRows
+from elastic_dp.data.formats.parquet import (
+    chunk_numbers,
+    countable,
+    decoded_bytes,
+    null_counts,
+    num_chunks,
+    open_footer,
+)
+from elastic_dp.data.formats.text import flat_columns
+from elastic_dp.dataprep.sources.detect_format import find_format
+from elastic_dp.dataprep.sources.source_files import Files, list_files, reading
+from elastic_dp.dataprep.sources.text_lines import check_first_rows
+from elastic_dp.errors import DataError
+from elastic_dp.storage import redact_url
+
+FOOTER_THREADS = 16
+FIRST_ROWS_BYTES = 256 << 10
+ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass
+class Column:
+    """Per row group: `stored` and `decoded` bytes, and `values`, the items of lists counted."""
+
+    name: str
+    type: pa.DataType
+    stored: list[int] = field(default_factory=list)
+    decoded: list[int] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)
+    codecs: set[str] = field(default_factory=set)
+    encodings: set[str] = field(default_factory=set)
+    chunks: int = 0  # a row group has one for each leaf
+
+
+@dataclass
+class Survey:
+    """`columns` are those that were asked for; row groups are in file order, and there are none to know of in some formats."""
+
+    url: str
+    format: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    job_columns: Columns
+    skipped: tuple[Skipped, ...] = ()
+    schema: pa.Schema | None = None
+    columns: list[Column] = field(default_factory=list)
+    group_rows: list[int] = field(default_factory=list)
+    group_bytes: list[int] = field(default_factory=list)  # as DataConfig.memory_bytes counts them
+    shard_rows: list[int] = field(default_factory=list)
+    footer_bytes: int = 0
+    differing: str = ""  # in what the first shard that does is not like those before it
+    unreadable: list[str] = field(default_factory=list)  # what is wrong in the first rows of text
+    ragged: set[str] = field(default_factory=set)  # columns of lists of several lengths
+    nulls: Nulls = field(default_factory=Nulls)  # of leaves, where known
+
+    @property
+    def has_row_groups(self) -> bool:
+        return self.schema is not None
+
+    @property
+    def rows(self) -> int:
+        return sum(self.group_rows)
+
+    def decoded(self) -> Ints:
+        """Bytes of each row group in memory, all columns."""
+        return _sum([column.decoded for column in self.columns], len(self.group_rows))
+
+    def stored(self) -> Ints:
+        return _sum([column.stored for column in self.columns], len(self.group_rows))
+
+
+def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
+    """Raises DataError where there is no data set, or one without these columns."""
+    there = list_files(url)
+    kind, files = find_format(url, there)
+    wanted = None if columns is None else list(columns)
+    skipped = there.beside(files)
+    found = Survey(redact_url(url), kind, files.names, files.sizes, Columns(wanted), skipped)
+    if kind == "parquet":
+        _survey_parquet(found, files, wanted)
+    elif kind == "arrow":
+        _survey_arrow(found, files, wanted)
+    elif kind in ("csv", "jsonl"):
+        _survey_text(found, files, wanted)
+    if found.has_row_groups:
+        found.job_columns.refuse_missing()
+        found.nulls.add_missing(found.job_columns.absent())
+    return found
+
+
+def _survey_text(found: Survey, files: Files, wanted: list[str] | None) -> None:
+    def wrong(name: str) -> str:
+        rows = CsvRows(name, wanted) if found.format == "csv" else JsonRows(name)
+        try:
+            with files.open(name) as raw:
+                check_first_rows(raw, name, rows, FIRST_ROWS_BYTES)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        found.unreadable = [said for said in pool.map(wrong, files.names) if said]
+
+
+def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
+    def footer(name: str) -> tuple[pq.FileMetaData, frozenset[int]]:
+        with files.open(name) as raw:
+            return open_footer(raw, name, wanted)
+
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        footers = pool.map(footer, files.names)
+        for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
+            if not metadata.num_rows:  # training passes it over
+                found.shard_rows.append(0)
+                continue
+            with reading(name):
+                _take_footer(found, name, metadata, encrypted, wanted)
+    if found.schema is None:
+        schema = footer(files.names[0])[0].schema.to_arrow_schema()
+        _take_schema(found, files.names[0], schema, wanted, 0)
+    for column in found.columns:
+        if _is_list(column.type) and _lengths_differ(column, found, files):
+            found.ragged.add(column.name)
+
+
+def _take_footer(
+    found: Survey,
+    name: str,
+    metadata: pq.FileMetaData,
+    encrypted: frozenset[int],
+    wanted: list[str] | None,
+) -> None:
+    schema = metadata.schema.to_arrow_schema()
+    _take_schema(found, name, schema, wanted, metadata.num_rows)
+    found.footer_bytes += metadata.serialized_size
+    found.shard_rows.append(metadata.num_rows)
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    counted = null_counts(metadata, groups, countable(metadata, schema, wanted))
+    found.nulls.add(name, counted, {})
+    numbers = chunk_numbers(metadata, wanted)
+    owners = [field.name for field in schema for _ in range(num_chunks(field.type))]
+    by_name = {column.name: column for column in found.columns}
+    for index, owner in enumerate(owners if groups else ()):
+        if owner in by_name and index not in encrypted:
+            by_name[owner].codecs.add(codec_of(metadata, index).lower())
+    for group in groups:
+        _take_row_group(found, group, owners, encrypted)
+        found.group_bytes.append(decoded_bytes(metadata, group, numbers))
+
+
+def _take_row_group(
+    found: Survey, group: pq.RowGroupMetaData, owners: list[str], encrypted: frozenset[int]
+) -> None:
+    """`owners`: the top-level column of each chunk."""
+    found.group_rows.append(group.num_rows)
+    by_name = {column.name: column for column in found.columns}
+    for column in found.columns:
+        for per_group in (column.stored, column.decoded, column.values):
+            per_group.append(0)
+    for index, owner in enumerate(owners):
+        if owner in by_name and index not in encrypted:
+            _take_chunk(by_name[owner], group.column(index))
+    for column in found.columns:
+        if width := _width(column.type):
+            column.decoded[-1] = group.num_rows * width
+
+
+def _take_chunk(column: Column, chunk: pq.ColumnChunkMetaData) -> None:
+    column.chunks += 1
+    column.stored[-1] += chunk.total_compressed_size
+    column.decoded[-1] += chunk.total_uncompressed_size
+    column.values[-1] += chunk.num_values
+    column.encodings.update(chunk.encodings)
+
+
+def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None:
+    for name in files.names:
+        with files.open_mapped(name) as raw:
+            refuse_old_feather(name, first := raw.read(len(ARROW_MAGIC)))
+            if first != ARROW_MAGIC:
+                found.format, found.schema = "arrow stream", None
+                return
+            reader = pa.ipc.open_file(raw)
+            _take_schema(found, name, reader.schema, wanted, 0)
+            found.shard_rows.append(0)
+            for index in range(reader.num_record_batches):
+                with reading(name):
+                    _take_batch(found, name, reader.get_batch(index))
+
+
+def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
+    batch.validate(full=True)  # Arrow follows offsets without asking
+    found.group_rows.append(batch.num_rows)
+    found.shard_rows[-1] += batch.num_rows
+    found.job_columns.add_rows(batch.num_rows)
+    found.group_bytes.append(batch.nbytes)
+    for column in found.columns:
+        if column.name not in batch.schema.names:
+            column.stored.append(0)
+            column.decoded.append(0)
+            continue
+        array = batch.column(column.name)
+        column.stored.append(array.nbytes)
+        column.decoded.append(array.nbytes)
+        if _is_list(array.type) and len(array.value_lengths().unique()) > 1:
+            found.ragged.add(column.name)
+    here = [column.name for column in found.columns if column.name in batch.schema.names]
+    each = dict(flat_columns(pa.Table.from_batches([batch.select(here)])))
+    null_lists = {name: count_null_lists(column) for name, column in each.items()}
+    nulls = {name: count_nulls(column) for name, column in each.items()}
+    found.nulls.add(shard, found.job_columns.valued(nulls), null_lists)
+
+
+def _take_schema(
+    found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None, rows: int
+) -> None:
+    """Raises DataError where the first shard cannot be read; what a later one has amiss is a finding."""
+    try:
+        if not found.differing:
+            found.job_columns.add(name, schema, lossless, rows)
+    except DataError as error:
+        if found.schema is None:
+            raise
+        found.differing = str(error)
+    fields = [schema.field(top) for top in top_level(plain_schema(schema), wanted)]
+    if found.schema is None:
+        found.schema = pa.schema(fields)
+    known, before = {column.name for column in found.columns}, len(found.group_rows)
+    for new in (f for f in fields if f.name not in known):
+        column = Column(new.name, new.type, [0] * before, [0] * before, [0] * before)
+        found.columns.append(column)
+
+
+def _lengths_differ(column: Column, found: Survey, files: Files) -> bool:
+    """From the counts where they tell; else the first row group with rows is taken for all."""
+    lengths = {
+        values / rows for values, rows in zip(column.values, found.group_rows, strict=True) if rows
+    }
+    if len(lengths) > 1 or any(length % 1 for length in lengths):
+        return True
+    shard = next((i for i, rows in enumerate(found.shard_rows) if rows), None)
+    if shard is None:
+        return False
+    with files.open(found.names[shard]) as raw:
+        batch = next(
+            pq.ParquetFile(raw, pre_buffer=False).iter_batches(1024, columns=[column.name])
+        )
+    return len(batch.column(0).value_lengths().unique()) > 1
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _width(kind: pa.DataType) -> int:
+    """Bytes of a value, 0 where they differ."""
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size) * _width(kind.value_type)
+    if pa.types.is_fixed_size_binary(kind):
+        return int(kind.byte_width)
+    return -(-kind.bit_width // 8) if pa.types.is_primitive(kind) else 0
+
+
+def _sum(columns: list[list[int]], row_groups: int) -> Ints:
+    total = np.zeros(row_groups, dtype=np.int64)
+    for column in columns:
+        total += np.asarray(column, dtype=np.int64)
+    return total

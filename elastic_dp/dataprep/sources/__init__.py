@@ -1,0 +1,20 @@
+"""The formats people have, as one stream of Arrow record batches: `open_rows(find_source(url)).batches()`.
+
+Files are taken in the order of their names, rows in the order of their file, each once. Memory holds a few
+blocks of a file, whatever its size. What cannot be read is a DataError that names the file.
+"""
+
+from elastic_dp.dataprep.sources.detect_format import Source, find_source, open_documents, open_rows
+from elastic_dp.dataprep.sources.row_stream import Documents, Rows
+from elastic_dp.dataprep.sources.source_files import Files, list_files
+
+__all__ = [
+    "Documents",
+    "Files",
+    "Rows",
+    "Source",
+    "find_source",
+    "list_files",
+    "open_documents",
+    "open_rows",
+]

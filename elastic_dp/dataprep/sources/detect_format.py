@@ -1,0 +1,129 @@
+"""Which format a URL holds, by the names of its files."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from elastic_dp.data.discovery.listing import splits_words
+from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_words
+from elastic_dp.dataprep.sources.documents import documents_of_column, documents_of_files
+from elastic_dp.dataprep.sources.images import open_images
+from elastic_dp.dataprep.sources.row_stream import Documents, Rows
+from elastic_dp.dataprep.sources.source_files import Files, kind_of, list_files
+from elastic_dp.dataprep.sources.tables import open_arrow, open_parquet, open_saved_dataset
+from elastic_dp.dataprep.sources.text_lines import open_csv, open_jsonl
+from elastic_dp.errors import DataError
+from elastic_dp.storage import redact_url
+
+_log = logging.getLogger(__name__)
+_FORMATS = {
+    **dict.fromkeys(("parquet", "pq", "parq"), "parquet"),
+    **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
+    **dict.fromkeys(("jsonl", "ndjson", "json"), "jsonl"),
+    "csv": "csv",
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), "images"),
+    "txt": "text",
+    "tar": "tar",
+}
+_OPENERS = {
+    "parquet": open_parquet,
+    "arrow": open_arrow,
+    "jsonl": open_jsonl,
+    "csv": open_csv,
+    "images": open_images,
+    "saved": open_saved_dataset,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that have it; `skipped`:
+    the others."""
+
+    url: str
+    kind: str
+    files: Files
+    skipped: tuple[Skipped, ...] = ()
+
+
+def find_source(url: str, text_globs: Sequence[str] = ()) -> Source:
+    """`text_globs`: read the files that match one of them as text, and no others. Raises DataError where the format is
+    not known, or is not one."""
+    files = list_files(url, text_globs)
+    if text_globs:
+        read = files.matching(text_globs)
+        if not read.names:
+            raise DataError(
+                f"no file at {redact_url(url)!r} matches {' or '.join(map(repr, text_globs))} (text_glob); it has "
+                f"{skipped_words(files.beside(read))}"
+            )
+        return Source(url, "text", read, files.beside(read))
+    if "dataset_dict.json" in files.names:
+        splits = sorted({name.split("/")[0] for name in files.names if "/" in name})
+        raise DataError(
+            f"{redact_url(url)!r} holds several splits ({', '.join(splits)}); convert one of them, e.g. "
+            f"'{redact_url(url).rstrip('/')}/{splits[0] if splits else 'train'}'"
+        )
+    if {"state.json", "dataset_info.json"} <= set(files.names):
+        return Source(url, "saved", files)
+    kind, read = find_format(url, files)
+    return Source(url, kind, read, files.beside(read))
+
+
+def open_rows(source: Source, columns: list[str] | None = None) -> Rows:
+    """Raises DataError where it has no rows as it is."""
+    if source.kind == "text":
+        raise DataError(
+            f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
+        )
+    if source.kind == "tar":
+        raise DataError(
+            f"{redact_url(source.url)!r} holds tar shards, which convert does not read; training does, as they are"
+        )
+    return _OPENERS[source.kind](source.files, columns)
+
+
+def open_documents(source: Source, columns: list[str] | None = None) -> Documents:
+    """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
+    if source.kind == "text":
+        return documents_of_files(source.files)
+    rows, url = open_rows(source, columns), source.url
+    texts = [
+        f.name
+        for f in rows.schema
+        if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)
+    ]
+    if columns is None and len(texts) > 1:
+        texts = [name for name in texts if name == "text"]
+    if len(texts) != 1 or (columns is not None and len(columns) != 1):
+        raise DataError(
+            f"{redact_url(url)!r} must have one column of text to pack, or be told which (columns); it has "
+            f"{', '.join(f'{field.name!r} ({field.type})' for field in rows.schema)}"
+        )
+    return documents_of_column(rows, texts[0])
+
+
+def find_format(url: str, files: Files) -> tuple[str, Files]:
+    """The format, and the files that have it. Text beside another format is a README."""
+    kinds = Counter(_FORMATS[k] for name in files.names if (k := kind_of(name)) in _FORMATS)
+    if len(kinds) > 1:
+        kinds.pop("text", None)
+    if len(kinds) != 1:
+        there = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        raise DataError(
+            f"{redact_url(url)!r} holds several formats ({there}); name one by a glob such as '**/*.parquet'"
+            if kinds
+            else f"no file at {redact_url(url)!r} has an ending that is known: {', '.join(_FORMATS)}. It has "
+            f"{skipped_words(count_skipped(files.names, files.hidden))}. `elastic-dp data convert --text-glob` reads files of "
+            "any name as text"
+        )
+    kind = next(iter(kinds))
+    read = files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))
+    if words := splits_words(read.names, f"{files.root}/"):
+        _log.warning("%r %s", redact_url(url), words)
+    return kind, read

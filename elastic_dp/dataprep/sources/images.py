@@ -1,0 +1,59 @@
+"""A folder of images, a subfolder per class: columns image (the file as it is), label (int32), path.
+
+Labels count the class names in alphabetical order; the schema's metadata keeps the names under "classes".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from elastic_dp.dataprep.sources.row_stream import Rows, choose
+from elastic_dp.dataprep.sources.source_files import Files, reading
+from elastic_dp.errors import DataError
+from elastic_dp.storage import redact_url
+
+BATCH_BYTES = 8 << 20
+BATCH_FILES = 64  # read at once
+
+
+def open_images(files: Files, columns: list[str] | None) -> Rows:
+    flat = [name for name in files.names if "/" not in name]
+    if flat:
+        raise DataError(
+            f"{flat[0]} lies in no subfolder; an image folder has one for each class, and only those"
+        )
+    classes = sorted({name.split("/")[0] for name in files.names})
+    label = {name: number for number, name in enumerate(classes)}
+    schema = pa.schema(
+        [("image", pa.binary()), ("label", pa.int32()), ("path", pa.string())],
+        metadata={"classes": json.dumps(classes)},
+    )
+    chosen = choose(schema, columns, redact_url(files.root))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for names in _batches_of_names(files):
+            with reading(f"{names[0]} … {names[-1]}"):
+                found = files.system.cat([files.path(name) for name in names])
+            content = [found[files.path(name)] for name in names]
+            labels = [label[name.split("/")[0]] for name in names]
+            yield pa.RecordBatch.from_arrays(
+                [pa.array(content, pa.binary()), pa.array(labels, pa.int32()), pa.array(names)],
+                schema=schema,
+            ).select(chosen.names)
+
+    return Rows(chosen, batches)
+
+
+def _batches_of_names(files: Files) -> Iterator[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, size in zip(files.names, files.sizes, strict=True):
+        if names and (total + size > BATCH_BYTES or len(names) == BATCH_FILES):
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names

@@ -1,0 +1,231 @@
+"""Which files a URL means, and their bytes: a folder with all below it, one file, or a glob; hidden ones left out.
+
+What is said of a URL or by a store goes through `redact`, and hides the foreign exception, whose text may hold more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pyarrow as pa
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
+
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
+from elastic_dp.data.discovery.listing import glob_mark
+from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
+from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
+from elastic_dp.errors import DataError, ElasticError, StorageError
+from elastic_dp.storage import Entry, Look, redact, redact_url
+from elastic_dp.storage.local_backend import LINKS, LocalBackend
+
+_GLOB_MARKS = "*?["
+_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+
+
+@dataclass(frozen=True)
+class Files:
+    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may be a signature.
+    `hidden`: names that are there, too, and begin with "." or "_"; `dead`: links to nothing."""
+
+    system: Any
+    root: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    query: str = ""
+    hidden: tuple[str, ...] = ()
+    dead: tuple[str, ...] = ()
+
+    def path(self, name: str) -> str:
+        return (f"{self.root}/{name}" if self.root else name) + self.query
+
+    def ending_in(self, *endings: str) -> Files:
+        return self._only([kind_of(name) in endings for name in self.names])
+
+    def matching(self, globs: Sequence[str]) -> Files:
+        return self._only([_matches(name, globs) for name in self.names])
+
+    def beside(self, read: Files) -> tuple[Skipped, ...]:
+        """What is here and not in `read`, a part of it."""
+        chosen = set(read.names)
+        others = (name for name in self.names if name not in chosen)
+        return count_skipped(others, self.hidden, {LINKS: self.dead})
+
+    def _only(self, kept: Sequence[bool]) -> Files:
+        chosen = [
+            pair
+            for pair, keep in zip(zip(self.names, self.sizes, strict=True), kept, strict=True)
+            if keep
+        ]
+        return replace(self, names=tuple(n for n, _ in chosen), sizes=tuple(s for _, s in chosen))
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.system, LocalFileSystem)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
+        path = self.path(name)
+        with reading(name), self.system.open(path, "rb") as raw:
+            codec = next((c for end, c in _UNPACKED.items() if name.lower().endswith(end)), None)
+            if codec:
+                yield pa.CompressedInputStream(raw, codec)
+            else:
+                yield raw
+
+    @contextmanager
+    def open_mapped(self, name: str) -> Iterator[Any]:
+        """Memory mapped where it is a file of this machine, so that a large record batch costs no memory."""
+        if not self.is_local:
+            with self.open(name) as raw:
+                yield raw
+        else:
+            with reading(name), pa.memory_map(self.path(name)) as mapped:
+                yield mapped
+
+
+def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
+    """`text_globs`: files that match one are not hidden by a "_" ("__init__.py").
+
+    Raises DataError if there is none or not all are there yet, StorageError if the store refuses."""
+    try:
+        system, path = url_to_fs(url)
+        path, query = _split(system, str(path).rstrip("/"))
+        dead: list[str] = []
+        if isinstance(system, LocalFileSystem):
+            root, found, dead = _find_local(url, path)
+        else:
+            root, found = _find(system, path, query)
+    except ElasticError:
+        raise
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        raise DataError(_said(f"cannot list {url!r}", error)) from None
+    except Exception as error:  # a foreign file system may raise anything
+        raise StorageError(_said(f"cannot list {url!r}", error)) from None
+    sizes = {
+        str(name).removeprefix(root).lstrip("/"): int(facts.get("size") or 0)
+        for name, facts in found.items()
+        if facts["type"] == "file"
+    }
+    if any(name.rpartition("/")[2] == INCOMPLETE for name in sizes):
+        raise DataError(not_whole(url))
+    if "http" not in _protocols(system):
+        _refuse_table(url, system, path, root, sizes)
+    hidden = [name for name in sorted(sizes) if _is_hidden(name, text_globs)]
+    names = sorted(sizes.keys() - set(hidden))
+    if not names:
+        raise DataError(
+            f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as 'dir/**/*.csv'"
+        )
+    there = tuple(sizes[name] for name in names)
+    links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
+    return Files(system, root, tuple(names), there, query, tuple(hidden), links)
+
+
+def kind_of(name: str) -> str:
+    """The ending that tells the format: "jsonl" of "a/b.jsonl.gz"."""
+    file = name.rpartition("/")[2].lower()
+    for packed in _UNPACKED:
+        file = file.removesuffix(packed)
+    return file.rpartition(".")[2] if "." in file else ""
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ElasticError, AssertionError):
+        raise
+    except Exception as error:  # of a foreign file system, or of a decoder
+        raise DataError(_said(f"cannot read {name}", error)) from None
+
+
+def _split(system: Any, path: str) -> tuple[str, str]:
+    """In a path of http a "?" is no glob's."""
+    if "http" not in _protocols(system):
+        return path, ""
+    path, mark, query = path.partition("?")
+    return path, mark + query
+
+
+def _protocols(system: Any) -> Sequence[str]:
+    protocol: Sequence[str] | str = system.protocol
+    return (protocol,) if isinstance(protocol, str) else protocol
+
+
+def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[str]) -> None:
+    """Also where a glob, or the name of one file, leaves its log out."""
+
+    def names_in(folder: str) -> list[str]:
+        try:
+            return [path.rstrip("/").rpartition("/")[2] for path in system.ls(folder, detail=False)]
+        except OSError:
+            return []
+
+    files = [f"{root}/{name}" for name in names]
+    is_deep_glob = any(mark in path for mark in _GLOB_MARKS) and "/" in path[len(root) + 1 :]
+    for found in sorted(tables_among(system.find(root) if is_deep_glob else files)):
+        if any(file.startswith(f"{found.root}/") for file in files):
+            refuse_table(found, redact_url(url), found.root)
+    table = table_above(root, names_in, itself=True)
+    refuse_table(table, redact_url(url), table.root if table else "")
+
+
+def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
+    """What names are relative to, and each file's facts by its path; of a glob also the mark beside its files."""
+    marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
+    if marks:
+        beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
+        found = system.glob(path, detail=True) | system.glob(beside, detail=True)
+        return path[: min(marks)].rpartition("/")[0], found
+    if system.isfile(path + query):
+        return path.rpartition("/")[0], {path: system.info(path + query)}
+    return path, system.find(path, detail=True)
+
+
+def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
+    """As `_find`, also below linked folders, and a name that holds marks of patterns may mean itself; and dead links."""
+    backend, mark, root = LocalBackend(path), glob_mark(path), path
+    matched: list[Entry] = []
+    look = Look([], [], {})
+    if mark is not None:
+        root = path[:mark].rpartition("/")[0]
+        look = backend.look(root, deep="/" in path[mark:] or "**" in path)
+        beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
+        is_one = re.compile(f"{glob_translate(path)}|{glob_translate(beside)}").match
+        matched = [entry for entry in look.entries if is_one(entry.path)]
+    if os.path.exists(path):
+        if any(entry.path != path for entry in matched):
+            raise DataError(
+                f"{url!r} is the name of a file or folder, and also a pattern that matches {matched[0].path}; in a pattern "
+                "write '[[]' for '[', '[*]' for '*' and '[?]' for '?'"
+            )
+        root, look = path, backend.look(path, deep=True)
+        matched = look.entries
+        if os.path.isfile(path):
+            root, matched = path.rpartition("/")[0], [backend.stat(path)]
+    facts = {entry.path: {"type": "file", "size": entry.size} for entry in matched}
+    return root, facts, look.unreadable.get(LINKS, [])
+
+
+def _said(what: str, error: Exception) -> str:
+    return redact(f"{what}: {type(error).__name__}: {error}", {})
+
+
+def _is_hidden(name: str, text_globs: Sequence[str]) -> bool:
+    marks = (".",) if _matches(name, text_globs) else (".", "_")
+    return any(part.startswith(marks) for part in name.split("/"))
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    """A glob without "/" is one of file names, in any folder."""
+    file = name.rpartition("/")[2]
+    return any(fnmatchcase(name if "/" in glob else file, glob) for glob in globs)

@@ -1,0 +1,107 @@
+"""JSON Lines and CSV: read twice, first for the types of all rows, then for the rows.
+
+One pass would have to trust its first block, and fail hours later at the first "1.5" in a column of whole
+numbers. Files are cut and parsed by the code that training reads them with (formats/text.py), so the rows are the
+same. Dates stay text. A CSV column that is numbers in one block and words in another is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+
+from elastic_dp.data.formats import text
+from elastic_dp.data.formats.csv import CsvRows
+from elastic_dp.data.formats.jsonl import JsonRows
+from elastic_dp.data.formats.text import TextRows
+from elastic_dp.dataprep.sources.row_stream import Rows, choose
+from elastic_dp.dataprep.sources.source_files import Files, reading
+from elastic_dp.errors import DataError
+
+_Open = Callable[[str], TextRows]  # by the file's name
+
+
+def open_jsonl(files: Files, columns: list[str] | None) -> Rows:
+    return _rows(files, JsonRows, columns, mixed_is_text=False)
+
+
+def open_csv(files: Files, columns: list[str] | None) -> Rows:
+    return _rows(files, lambda name: CsvRows(name, columns), columns, mixed_is_text=True)
+
+
+def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
+    """Raises DataError where the header line, or a row in the first `nbytes`, cannot be read."""
+    content = raw.read(nbytes)
+    is_all = len(content) < nbytes
+    if not content.strip() or (head := rows.head(content, is_all)) is None:
+        return
+    body = content[head:]
+    end = rows.last_row_end(body)
+    rows.parse(body if is_all else body[:end])
+    if is_all:
+        rows.end()
+
+
+def _rows(files: Files, opened: _Open, columns: list[str] | None, *, mixed_is_text: bool) -> Rows:
+    schema = pa.schema([])
+    for name in files.names:
+        with reading(name):
+            for table in _tables(files, name, opened(name), None):
+                schema = _unify(schema, table.schema, name, mixed_is_text)
+    schema = choose(
+        pa.schema([(f.name, _settled(f.type)) for f in schema]), columns, files.names[0]
+    )
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for name in files.names:
+            for table in _tables(files, name, opened(name), schema):
+                if table.num_rows:
+                    with reading(name):
+                        table = table.select(schema.names).cast(schema).combine_chunks()
+                    yield from table.to_batches()
+
+    return Rows(schema, batches)
+
+
+def _tables(
+    files: Files, name: str, rows: TextRows, schema: pa.Schema | None
+) -> Iterator[pa.Table]:
+    with files.open(name) as raw:
+        chunks = iter(lambda: raw.read(text.GROUP_BYTES), b"")
+        first, head = b"", None
+        while head is None:
+            chunk = next(chunks, b"")
+            first += chunk
+            if not chunk and not first.strip():
+                return  # an empty file
+            head = rows.head(first, not chunk)
+        if schema is None:
+            yield rows.parse(b"")  # of a file without rows, the names of its columns
+        for content in text.cut(chain([first[head:]], chunks), rows, name):
+            yield rows.parse(content, schema)
+        rows.end()
+
+
+def _unify(known: pa.Schema, new: pa.Schema, name: str, mixed_is_text: bool) -> pa.Schema:
+    fields = {field.name: field for field in known}
+    for field in pa.schema([(f.name, text.without_times(f.type)) for f in new]):
+        before = fields.get(field.name, field)
+        try:
+            pair = [pa.schema([before]), pa.schema([field])]
+            fields[field.name] = pa.unify_schemas(pair, promote_options="permissive").field(0)
+        except pa.ArrowException as error:
+            if not mixed_is_text:
+                raise DataError(
+                    f"column {field.name!r} is {field.type} in {name} and {before.type} before; make it "
+                    "one type, or leave it out by naming the columns"
+                ) from error
+            fields[field.name] = pa.field(field.name, pa.string())
+    return pa.schema(list(fields.values()))
+
+
+def _settled(kind: pa.DataType) -> pa.DataType:
+    """A column of which no value was ever seen is text."""
+    return pa.string() if pa.types.is_null(kind) else kind

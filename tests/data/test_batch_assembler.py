@@ -1,0 +1,132 @@
+"""Rows gathered out of row groups against plain indexing."""
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_dp.data.columns.arrow_arrays import Lists, decode_column
+from elastic_dp.data.pipeline.array_memory import Blocks, aligned_copy, is_aligned
+from elastic_dp.data.pipeline.batch_assembler import Gathering
+
+
+def decoded(values):
+    return decode_column(pa.chunked_array([pa.array(values)]), "column 'x' of a.parquet")
+
+
+def gathered(columns, groups, rows, bounds=(), own=lambda group: None) -> Gathering:
+    gathering = Gathering(np.array(groups), np.array(rows), Blocks(4), bounds)
+    for group in reversed(gathering.row_groups):  # they come in any order
+        gathering.copy(group, {"x": columns[group]}, own)
+    return gathering
+
+
+@st.composite
+def choices(draw):
+    """Several columns, and for each row of the result which row of which column."""
+    shape = draw(st.sampled_from([(), (3,), (2, 5), (0,), (1024,)]))
+    dtype = draw(st.sampled_from([np.int32, np.bool_, np.float64, np.uint8]))
+    columns = [
+        (np.arange(rows * int(np.prod(shape))) * (number + 3) % 251)
+        .astype(dtype)
+        .reshape(rows, *shape)
+        for number, rows in enumerate(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    ]
+    numbers = st.integers(0, len(columns) - 1)
+    groups = np.array(draw(st.lists(numbers, min_size=1, max_size=60)), dtype=np.int64)
+    if draw(st.booleans()):
+        groups.sort()
+    start = draw(st.integers(0, 8))
+    rows = [(start + place) % len(columns[group]) for place, group in enumerate(groups)]
+    return columns, groups, np.array(rows, dtype=np.int64)
+
+
+@settings(deadline=None, max_examples=150)
+@given(choices(), st.data())
+def test_rows_are_where_they_belong(drawn, data):
+    columns, groups, rows = drawn
+    for column in columns:
+        column.flags.writeable = False
+    start, stop = sorted(data.draw(st.sampled_from(range(len(rows) + 1))) for _ in range(2))
+    out = gathered(columns, groups, rows).cut(start, stop)["x"]
+    expected = [columns[g][r] for g, r in zip(groups[start:stop], rows[start:stop], strict=True)]
+    assert out.dtype == columns[0].dtype and out.shape == (stop - start, *columns[0].shape[1:])
+    assert out.flags.writeable and out.flags.c_contiguous
+    assert all(np.array_equal(a, b) for a, b in zip(out, expected, strict=True))
+
+
+@settings(deadline=None, max_examples=300)
+@given(choices(), st.data())
+def test_micro_batches_share_nothing_whether_they_were_copied_or_not(drawn, data):
+    columns, groups, rows = drawn
+    cuts = data.draw(st.sets(st.integers(1, len(rows))))
+    bounds = sorted({0, len(rows)} | cuts)
+    kept = data.draw(st.sets(st.sampled_from(range(len(columns)))))
+    columns = [aligned_copy(column) if data.draw(st.booleans()) else column for column in columns]
+    for column in columns:
+        column.flags.writeable = data.draw(st.booleans())
+    expected = [columns[g][r].copy() for g, r in zip(groups, rows, strict=True)]
+    owned: list[int] = []
+
+    def own(group: int) -> int | None:
+        owned.extend({group} & kept)
+        return 7 if group in kept else None
+
+    gathering = gathered(columns, groups, rows, bounds, own)
+    cut = [gathering.cut(start, stop)["x"] for start, stop in itertools.pairwise(bounds)]
+    assert all(is_aligned(out) for out in cut if out.nbytes)
+    assert gathering.nbytes == sum(out.nbytes for out in gathering._out.values()) + 7 * len(owned)
+    for (start, stop), out in zip(itertools.pairwise(bounds), cut, strict=True):
+        assert np.array_equal(out, expected[start:stop])
+        out.fill(1)  # and nobody else sees it
+        expected[start:stop] = np.ones_like(out)
+    held = [group for group, c in enumerate(columns) if any(np.shares_memory(c, o) for o in cut)]
+    assert set(held) <= set(owned)
+
+
+def test_lists_are_an_array_where_a_micro_batch_has_one_length():
+    regular, ragged = decoded([[1, 2], [3, 4]]), decoded([[5], [6, 7], [8, 9]])
+    assert isinstance(regular, np.ndarray) and isinstance(ragged, Lists)
+    for columns, ragged_at in (([regular, ragged], 1), ([ragged, regular], 0)):
+        groups = [ragged_at, 1 - ragged_at, ragged_at, ragged_at]
+        gathering = gathered(columns, groups, [2, 0, 1, 0])
+        assert gathering.cut(0, 3)["x"].tolist() == [[8, 9], [1, 2], [6, 7]]
+        assert [row.tolist() for row in gathering.cut(1, 4)["x"]] == [[1, 2], [6, 7], [5]]
+
+
+def test_texts_are_lists_of_objects():
+    columns = [decoded(["a", "b", None]), decoded(["c"])]
+    assert gathered(columns, [0, 1, 0, 0], [2, 0, 0, 1]).cut(0, 3)["x"] == [None, "c", "a"]
+
+
+def test_gathering_leaves_out_rows_of_a_bad_row_group():
+    columns = [np.arange(4), np.arange(4) + 10, np.arange(4) + 20]
+    gathering = Gathering(np.array([0, 1, 2, 1, 1]), np.array([3, 2, 1, 0, 1]), Blocks(4))
+    for group in (0, 2):
+        gathering.copy(group, {"x": columns[group], "text": decoded(list("abcd"))})
+    gathering.leave_out(1)
+    assert gathering.cut(0, 3)["x"].tolist() == [3, 21]
+    assert gathering.cut(0, 3)["text"] == ["d", "b"]
+    assert gathering.cut(3, 5) is None
+
+
+def test_micro_batch_that_is_written_to_changes_no_other():
+    gathering = gathered([np.arange(6)], [0] * 6, range(6))
+    first, second = gathering.cut(0, 3)["x"], gathering.cut(3, 6)["x"]
+    first[:] = -1
+    assert second.tolist() == [3, 4, 5]
+
+
+def test_rows_that_make_no_array_begin_where_arrays_do():
+    """Of lists that are regular in one row group and not in the other, in either order, and of ragged ones."""
+    regular, ragged = decoded([[1.0] * 5] * 9), decoded([[2.0] * (n % 4 + 1) for n in range(9)])
+    groups, rows = [0] * 7 + [1] * 7, [*range(7), *range(7)]
+    for columns in ((regular, ragged), (ragged, regular)):
+        for order in (lambda groups: groups, reversed):
+            gathering = Gathering(np.array(groups), np.array(rows), Blocks(4))
+            for group in order(gathering.row_groups):
+                gathering.copy(group, {"x": columns[group]})
+            handed_out = gathering.cut(0, 14)["x"]
+            assert len(handed_out) == 14 and all(map(is_aligned, handed_out))

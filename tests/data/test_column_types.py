@@ -1,0 +1,512 @@
+"""One column that the shards of a data set spell in several ways, by the writers that do so."""
+
+import itertools
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from elastic_dp.data import open_data, read_index
+from elastic_dp.data.columns.column_types import lossless, plain
+from elastic_dp.dataprep import convert, inspect
+from elastic_dp.errors import BadShard, DataError
+from tests.data.test_formats import in_memory, rows_of
+from tests.data.test_index import config, opened
+
+WORDS = ["a", "bb", "more than the twelve bytes of a view", "é"]
+
+
+def frame(first: int = 0) -> pl.DataFrame:
+    numbers = range(first, first + 4)
+    return pl.DataFrame(
+        {
+            "id": numbers,
+            "text": WORDS,
+            "kind": pl.Series(["x", "y", "x", "z"], dtype=pl.Categorical),
+            "level": pl.Series(["low", "high", "low", "low"], dtype=pl.Enum(["low", "high"])),
+            "raw": [word.encode() for word in WORDS],
+            "pair": pl.Series([[n, n + 1] for n in numbers], dtype=pl.Array(pl.Int32, 2)),
+            "list": [[n, n] for n in numbers],
+            "at": [{"x": n, "name": f"row {n}"} for n in numbers],
+        }
+    )
+
+
+def rows_of_frame(content: pl.DataFrame) -> list[dict]:
+    rows = content.to_dicts()
+    for row in rows:
+        at = row.pop("at")
+        row |= {"at.x": at["x"], "at.name": at["name"]}
+    return rows
+
+
+POLARS = {
+    "file": lambda frame, path: frame.write_ipc(path),
+    "file lz4": lambda frame, path: frame.write_ipc(path, compression="lz4"),
+    "file zstd": lambda frame, path: frame.write_ipc(path, compression="zstd"),
+    "file old": lambda frame, path: frame.write_ipc(path, compat_level=pl.CompatLevel.oldest()),
+    "file of batches": lambda frame, path: frame.write_ipc(path, record_batch_size=2),
+    "file of a sink": lambda frame, path: frame.lazy().sink_ipc(path),
+    "stream": lambda frame, path: frame.write_ipc_stream(path),
+    "stream zstd": lambda frame, path: frame.write_ipc_stream(path, compression="zstd"),
+}
+
+
+@pytest.mark.parametrize("kind", POLARS)
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+def test_arrow_as_polars_writes_it_is_read(kind, where, tmp_path):
+    frames = [frame(), frame(4)]
+    for number, content in enumerate(frames):
+        POLARS[kind](content, tmp_path / f"{number}.arrow")
+    rows, _ = rows_of(where(tmp_path))
+    assert rows == rows_of_frame(pl.concat(frames))
+    some, _ = rows_of(where(tmp_path), columns=["level", "at.name"])
+    assert some == [{"level": row["level"], "at.name": row["at.name"]} for row in rows]
+    assert inspect(str(tmp_path)).shards == 2
+
+
+def test_strings_of_polars_are_trained_on(tmp_path):
+    frame().write_ipc(tmp_path / "a.arrow")
+    data = open_data(config(tmp_path, micro_batch_size=4, shuffle="none"), virtual_workers=1)
+    batch = data.batch(1, 0)
+    data.close()
+    assert batch["text"] == WORDS
+    assert batch["kind"] == ["x", "y", "x", "z"]
+
+
+@pytest.mark.parametrize("to", ["parquet", "arrow"])
+def test_convert_reads_files_of_polars_and_duckdb(to, tmp_path):
+    (tmp_path / "polars").mkdir()
+    frame().write_ipc(tmp_path / "polars" / "a.arrow")
+    (tmp_path / "duckdb").mkdir()
+    query = "select json_object('a', i) as j from range(3) t(i)"
+    duckdb_writes(query, tmp_path / "duckdb" / "a.parquet")
+    for name in ("polars", "duckdb"):
+        convert(str(tmp_path / name), str(tmp_path / f"{name}-{to}"), format=to)
+        assert rows_of(tmp_path / f"{name}-{to}")[0] == rows_of(tmp_path / name)[0]
+
+
+def test_feather_of_version_1_is_refused_by_name(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pa.feather.write_feather(pa.table({"x": [1]}), str(tmp_path / "a.feather"), version=1)
+    out = str(tmp_path / "out")
+    for read in (
+        lambda: read_index(config(tmp_path)),
+        lambda: inspect(str(tmp_path)),
+        lambda: convert(str(tmp_path), out),
+    ):
+        with pytest.raises(DataError, match=r"a\.feather is a Feather file of version 1.*write it"):
+            read()
+
+
+def duckdb_writes(query: str, path: Path) -> None:
+    with duckdb.connect() as connection:
+        connection.execute(f"copy ({query}) to '{path}' (format parquet)")
+
+
+def write_all(folder: Path, *tables: pa.Table) -> list[str]:
+    """As Parquet or Arrow by turns, in this order by name."""
+    names = []
+    for number, table in enumerate(tables):
+        folder.mkdir(exist_ok=True)
+        names.append(str(folder / f"{number}.parquet"))
+        pq.write_table(table, names[-1])
+    return names
+
+
+def kinds_and_rows(folder: Path, *tables: pa.Table, **changes) -> tuple[dict, list[dict]]:
+    """Types by name; and each row, whose numbers have one dtype in all row groups."""
+    write_all(folder, *tables)
+    wanted = config(folder, **changes)
+    index = read_index(wanted)
+    groups = opened(wanted, index)
+    columns = [groups.read(number)[0] for number in range(len(index.rows))]
+    for name, _ in index.columns:
+        arrays = [column[name] for column in columns if isinstance(column[name], np.ndarray)]
+        assert len({array.dtype for array in arrays}) <= 1
+    return dict(index.columns), rows_of(folder, **changes)[0]
+
+
+TEXTS = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "string_view": pa.string_view(),
+    "dictionary": pa.dictionary(pa.int8(), pa.string()),
+    "dictionary of views": pa.dictionary(pa.uint32(), pa.string_view()),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(TEXTS, 2)))
+def test_texts_of_any_two_kinds_are_one_column(one, other, tmp_path):
+    def table(kind: pa.DataType) -> pa.Table:
+        if pa.types.is_dictionary(kind):
+            words = pa.array(WORDS, kind.value_type)
+            indices = pa.array(range(len(WORDS)), kind.index_type)
+            return pa.table({"s": pa.DictionaryArray.from_arrays(indices, words)})
+        return pa.table({"s": pa.array(WORDS, kind)})
+
+    for number, kind in enumerate((one, other)):
+        with pa.ipc.new_file(str(tmp_path / f"{number}.arrow"), table(TEXTS[kind]).schema) as file:
+            file.write_table(table(TEXTS[kind]))
+    assert rows_of(tmp_path)[0] == [{"s": word} for word in WORDS * 2]
+
+
+NUMBERS = [
+    ("int32", "int64", "int64"),
+    ("uint8", "int8", "int16"),
+    ("uint32", "int32", "int64"),
+    ("float", "double", "double"),
+    ("halffloat", "float", "float"),
+    ("int16", "float", "float"),
+    ("int32", "float", "double"),
+    ("uint32", "double", "double"),
+    ("int64", "double", None),
+    ("uint64", "int64", None),
+    ("bool", "int8", None),
+    ("timestamp[us]", "timestamp[ns]", None),
+    ("string", "binary", None),
+    ("string", "int64", None),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "both"), NUMBERS)
+def test_numbers_are_widened_where_no_value_changes(one, other, both, tmp_path):
+    parts = (
+        [pa.array([1, 0, 1]).cast(pa.type_for_alias(kind)) for kind in (one, other)]
+        if both
+        else [pa.array([], pa.type_for_alias(kind)) for kind in (one, other)]
+    )
+    if both is None:
+        assert lossless(parts[0].type, parts[1].type) is None
+        assert lossless(parts[1].type, parts[0].type) is None
+        return
+    for number, order in enumerate((parts, parts[::-1])):
+        kinds, rows = kinds_and_rows(tmp_path / str(number), *(pa.table({"x": x}) for x in order))
+        assert kinds == {"x": both}
+        assert rows == [{"x": n} for n in (1, 0, 1, 1, 0, 1)]
+
+
+def test_whole_numbers_beside_doubles_are_refused_at_open(tmp_path):
+    """2^53 + 1 is no double, and pandas makes doubles of whole numbers with one missing."""
+    pd.DataFrame({"x": [2**53 + 1]}).to_parquet(tmp_path / "a.parquet")
+    pd.DataFrame({"x": [1, None]}).to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"'x' is int64 in a\.parquet and double in b\.parquet"):
+        read_index(config(tmp_path))
+
+
+def test_parquet_beside_csv_is_read_in_the_type_of_both(tmp_path):
+    """CSV's types are guessed, so whole numbers become doubles; one that is none is no bad shard to be skipped."""
+    (tmp_path / "b.csv").write_text("x\n0.5\n")
+    urls = [str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")]
+    pq.write_table(pa.table({"x": [1, 2]}), urls[0])
+    assert rows_of(urls)[0] == [{"x": 1.0}, {"x": 2.0}, {"x": 0.5}]
+    pq.write_table(pa.table({"x": [2**53 + 1]}), urls[0])
+    wanted = config(urls, on_bad_shard="skip")
+    groups = opened(wanted)
+    with pytest.raises(DataError, match=r"'x' of .*a.parquet is int64 and double in the") as caught:
+        groups.read(0)
+    assert not isinstance(caught.value, BadShard)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        (pa.list_(pa.int32()), pa.large_list(pa.int32()), "list<int32>"),
+        (pa.list_(pa.int32()), pa.list_(pa.int64()), "list<int64>"),
+        (pa.list_(pa.int32(), 2), pa.list_(pa.int32()), "list<int32>"),
+        (pa.list_(pa.int32(), 2), pa.large_list(pa.int64()), "list<int64>"),
+        (pa.list_(pa.int32(), 2), pa.list_(pa.int64(), 2), "list<int64>[2]"),
+        (pa.list_(pa.list_(pa.int8())), pa.large_list(pa.list_(pa.int16(), 1)), None),
+    ],
+)
+def test_lists_of_any_layout_are_one_column(one, other, both, tmp_path):
+    values = [[1, 2], [3, 4]] if both else [[[1], [2]], [[3], [4]]]
+    both = both or "list<list<int16>>"
+    for number, order in enumerate(itertools.permutations((one, other))):
+        tables = [pa.table({"x": pa.array(values, kind)}) for kind in order]
+        kinds, rows = kinds_and_rows(tmp_path / str(number), *tables)
+        assert kinds == {"x": both}
+        assert rows == [{"x": value} for value in values * 2]
+
+
+def test_fixed_lists_of_two_sizes_are_refused(tmp_path):
+    tables = [pa.table({"x": pa.array([[1] * n], pa.list_(pa.int32(), n))}) for n in (2, 3)]
+    write_all(tmp_path, *tables)
+    with pytest.raises(DataError, match=r"'x' is list<int32>\[2\] in 0.* and list<int32>\[3\]"):
+        read_index(config(tmp_path))
+
+
+def test_order_of_columns_nullability_and_metadata_do_not_matter(tmp_path):
+    one = pa.table({"x": [1], "at": [{"lat": 1.0, "name": "n"}]})
+    at = pa.array(
+        [{"name": "m", "lat": 2.0}], pa.struct({"name": pa.string(), "lat": pa.float32()})
+    )
+    fields = [
+        pa.field("at", at.type),
+        pa.field("x", pa.int64(), nullable=False, metadata={"a": "b"}),
+    ]
+    other = pa.table([at, pa.array([2])], schema=pa.schema(fields, metadata={"made": "by"}))
+    kinds, rows = kinds_and_rows(tmp_path, one, other)
+    assert kinds == {"x": "int64", "at.lat": "double", "at.name": "string"}
+    assert rows[1] == {"x": 2, "at.lat": 2.0, "at.name": "m"}
+
+
+def test_a_text_that_some_shards_lack_is_none_there(tmp_path):
+    whole = pa.table({"x": [1], "s": ["a"], "at": [{"y": 1, "t": "b"}]})
+    lacks = pa.table({"x": [2], "at": [{"y": 2}]})
+    null = pa.table({"x": [3], "s": pa.nulls(1), "at": [{"y": 3, "t": None}]})
+    for number, order in enumerate(itertools.permutations((whole, lacks, null))):
+        kinds, rows = kinds_and_rows(tmp_path / str(number), *order)
+        assert kinds == {"x": "int64", "s": "string", "at.y": "int64", "at.t": "string"}
+        assert sorted(row["x"] for row in rows) == [1, 2, 3]
+        for row in rows:
+            told = ("a", "b") if row["x"] == 1 else (None, None)
+            assert (row["s"], row["at.t"]) == told
+        some, rows = kinds_and_rows(tmp_path / str(number), *order, columns=["s"])
+        assert some == {"s": "string"} and len(rows) == 3
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "arrow"])
+def test_a_text_that_is_missing_in_other_formats(ending, tmp_path):
+    tables = [pa.table({"x": [1], "s": ["a"]}), pa.table({"x": [2]})]
+    for number, table in enumerate(tables):
+        path = tmp_path / f"{number}.{ending}"
+        if ending == "arrow":
+            with pa.ipc.new_file(str(path), table.schema) as file:
+                file.write_table(table)
+        elif ending == "csv":
+            pl.from_arrow(table).write_csv(path)
+        else:
+            pl.from_arrow(table).write_ndjson(path)
+    assert rows_of(tmp_path)[0] == [{"x": 1, "s": "a"}, {"x": 2, "s": None}]
+    assert rows_of(tmp_path, columns=["s"])[0] == [{"s": "a"}, {"s": None}]
+
+
+def test_a_column_that_no_shard_has_is_refused_with_those_there_are(tmp_path):
+    write_all(tmp_path, pa.table({"x": [1]}), pa.table({"x": [1], "s": ["a"]}))
+    for columns in (["t"], ["s", "t"]):
+        with pytest.raises(
+            DataError, match=r"DataConfig.columns: no column 't' in 0.parquet, which"
+        ):
+            read_index(config(tmp_path, columns=columns))
+    with pytest.raises(DataError, match="no column 't'"):
+        inspect(str(tmp_path), columns=["t"])
+
+
+def test_spark_pandas_polars_and_duckdb_write_one_data_set(tmp_path):
+    """Spark's files say "optional" of all columns, and no Arrow schema."""
+    values = {"id": [1, 2], "text": ["a", "b"], "kind": ["x", "y"]}
+    schema = pa.schema([("id", pa.int32()), ("text", pa.string()), ("kind", pa.string())])
+    pq.write_table(
+        pa.table(values, schema), tmp_path / "part-00000.snappy.parquet", store_schema=False
+    )
+    pd.DataFrame(values).astype({"kind": "category"}).to_parquet(tmp_path / "pandas.parquet")
+    pl.DataFrame(values).cast({"kind": pl.Categorical}).write_parquet(tmp_path / "polars.parquet")
+    duckdb_writes(
+        "select 1 as id, 'a' as text, 'x' as kind union all select 2, 'b', 'y'",
+        tmp_path / "duckdb.parquet",
+    )
+    rows, counts = rows_of(tmp_path)
+    assert len(counts) == 4
+    by_id = sorted(rows, key=lambda row: row["id"])
+    assert by_id == [
+        dict(zip(values, row, strict=True))
+        for row in zip(*values.values(), strict=True)
+        for _ in range(4)
+    ]
+    assert inspect(str(tmp_path)).rows == 8
+
+
+def test_a_delta_table_whose_schema_has_grown(tmp_path):
+    url = str(tmp_path / "table")
+    write_deltalake(url, pa.table({"id": pa.array([1], pa.int32()), "text": ["a"]}))
+    new = pl.DataFrame({"id": [2], "text": ["b"], "note": ["n"]}, schema_overrides={"id": pl.Int32})
+    write_deltalake(url, new.to_arrow(), mode="append", schema_mode="merge")
+    rows, _ = rows_of(DeltaTable(url).file_uris())
+    assert sorted(rows, key=lambda row: row["id"]) == [
+        {"id": 1, "text": "a", "note": None},
+        {"id": 2, "text": "b", "note": "n"},
+    ]
+
+
+def test_extensions_of_pyarrow_are_read_as_their_storage(tmp_path):
+    made = pa.ExtensionArray.from_storage
+    words = pa.array(["{}", "[1]"])
+    table = pa.table(
+        {
+            "json": made(pa.json_(), words),
+            "uuid": made(pa.uuid(), pa.array([b"x" * 16] * 2, pa.binary(16))),
+            "bool8": made(pa.bool8(), pa.array([0, 1], pa.int8())),
+            "opaque": made(pa.opaque(pa.string(), "t", "v"), words),
+            "lists": made(
+                pa.opaque(pa.list_(pa.int8()), "t", "v"), pa.array([[1], [2]], pa.list_(pa.int8()))
+            ),
+            "in": pa.ListArray.from_arrays(
+                [0, 1, 2], made(pa.bool8(), pa.array([0, 1], pa.int8()))
+            ),
+            "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(8).reshape(2, 2, 2)),
+        }
+    )
+    expected = [
+        {
+            **{
+                "json": "{}",
+                "uuid": [120] * 16,
+                "bool8": 0,
+                "opaque": "{}",
+                "lists": [1],
+                "in": [0],
+            },
+            "tensor": [[0, 1], [2, 3]],
+        },
+        {
+            **{
+                "json": "[1]",
+                "uuid": [120] * 16,
+                "bool8": 1,
+                "opaque": "[1]",
+                "lists": [2],
+                "in": [1],
+            },
+            "tensor": [[4, 5], [6, 7]],
+        },
+    ]
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert rows_of(tmp_path)[0] == expected
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    assert rows_of(f"{tmp_path}/a.arrow")[0] == expected
+    stored = table.drop(["tensor"])
+    storage = [plain(field.type) for field in stored.schema]
+    storage = [kind.storage_type if hasattr(kind, "storage_type") else kind for kind in storage]
+    pq.write_table(
+        pa.table(
+            [column.cast(kind) for column, kind in zip(stored.columns, storage, strict=True)],
+            stored.column_names,
+        ),
+        tmp_path / "b.parquet",
+    )
+    columns = stored.column_names
+    both = [{name: row[name] for name in columns} for row in expected * 2]
+    assert rows_of(f"{tmp_path}/*.parquet", columns=columns)[0] == both
+
+
+def test_json_as_duckdb_writes_it_is_text(tmp_path):
+    duckdb_writes(
+        "select json_object('a', i) as j, uuid() as u from range(3) t(i)", tmp_path / "a.parquet"
+    )
+    rows, _ = rows_of(tmp_path)
+    assert [json.loads(row["j"]) for row in rows] == [{"a": n} for n in range(3)]
+    assert rows_of(tmp_path, columns=["j"])[0] == [{"j": row["j"]} for row in rows]
+
+
+# Arrow shows `datasets`' extension types as such only once that is imported; a struct's as well.
+READ = """
+import sys
+url, who = sys.argv[1:]
+if who == "imports":
+    import datasets, pyarrow as pa
+    class Point(pa.ExtensionType):
+        def __init__(self):
+            super().__init__(pa.struct({"x": pa.int32(), "s": pa.string()}), "test.point")
+        def __arrow_ext_serialize__(self):
+            return b""
+        @classmethod
+        def __arrow_ext_deserialize__(cls, storage, serialized):
+            return cls()
+    pa.register_extension_type(Point())
+from elastic_dp.data import read_index
+from tests.data.test_formats import rows_of
+from tests.data.test_index import config
+for form in ("parquet", "arrow"):
+    for columns in (None, ["m"], ["p.s"]):
+        index = read_index(config(f"{url}/a.{form}", columns=columns))
+        print(index.digest, index.columns, rows_of(f"{url}/a.{form}", columns=columns))
+"""
+
+
+def test_array2d_of_datasets_is_the_same_whoever_has_imported_it(tmp_path):
+    metadata = {
+        "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
+        "ARROW:extension:metadata": json.dumps([[2, 2], "float32"]),
+    }
+    matrices = pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.float32())))
+    points = pa.array(
+        [{"x": 1, "s": "a"}, {"x": 2, "s": "b"}], pa.struct({"x": pa.int32(), "s": pa.string()})
+    )
+    named = {"ARROW:extension:name": "test.point", "ARROW:extension:metadata": ""}
+    fields = [
+        pa.field("m", matrices.type, metadata=metadata),
+        pa.field("p", points.type, metadata=named),
+    ]
+    table = pa.table([matrices, points], schema=pa.schema(fields))
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", READ, str(tmp_path), who], capture_output=True, text=True
+        )
+        for who in ("imports", "imports nothing")
+    ]
+    assert said[0].returncode == 0, said[0].stderr
+    assert said[0].stdout == said[1].stdout
+    assert said[0].stdout.count("'m': [[1.0, 2.0], [3.0, 4.0]]") == 4
+
+
+def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
+    whole = pa.table({"x": [1, 2], "y": [0.5, 1.5], "at": [{"z": 1}, {"z": 2}]})
+    lacks = pa.table({"x": [3], "y": pa.nulls(1)})
+    write_all(tmp_path, whole, lacks)
+    said = r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has none of its values\)"
+    with pytest.raises(DataError, match=said):
+        read_index(config(tmp_path, fill_nulls={"y": 0.0}))
+    with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet \("):
+        read_index(config(tmp_path, columns=["y"]))
+    rows, _ = rows_of(tmp_path, fill_nulls={"y": 0.0, "at.z": -1})
+    assert rows[1:] == [{"x": 2, "y": 1.5, "at.z": 2}, {"x": 3, "y": 0.0, "at.z": -1}]
+    assert "1.parquet has none of its values" in str(inspect(str(tmp_path)).findings)
+
+
+def test_a_list_that_some_shards_lack_is_refused_whatever_is_filled(tmp_path):
+    lists = pa.table({"x": [1], "l": [[1, 2]]})
+    for number, lacks in enumerate((pa.table({"x": [2]}), pa.table({"x": [2], "l": pa.nulls(1)}))):
+        write_all(tmp_path / str(number), lists, lacks)
+        said = (
+            r"'l' \(list<int64>\) holds 1 null lists, the first in 1.parquet \(1.parquet has none"
+        )
+        with pytest.raises(DataError, match=said):
+            read_index(config(tmp_path / str(number), fill_nulls={"l": 0}))
+
+
+def test_messages_whose_fields_differ_are_one_column(tmp_path):
+    """The structs in a list are handed out as dicts, all with the same keys."""
+    texts = pa.large_string()
+    one = pa.array([[{"role": "user", "content": "a"}]])
+    kind = pa.list_(
+        pa.struct({"content": texts, "role": pa.dictionary(pa.int8(), texts), "n": pa.int8()})
+    )
+    other = pa.array([[{"content": "b", "role": "system", "n": 1}]], kind)
+    rows = kinds_and_rows(tmp_path, pa.table({"m": one}), pa.table({"m": other}))[1]
+    assert rows == [
+        {"m": [{"role": "user", "content": "a", "n": None}]},
+        {"m": [{"role": "system", "content": "b", "n": 1}]},
+    ]
+
+
+def test_a_name_that_means_two_columns_in_two_shards_is_refused(tmp_path):
+    write_all(tmp_path, pa.table({"a.b": [1]}), pa.table({"a": [{"b": 2}]}))
+    with pytest.raises(DataError, match=r"'a.b' names 2 things in the shards together"):
+        read_index(config(tmp_path))
