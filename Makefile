@@ -11,8 +11,12 @@ train: .venv/installed
 chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
+# The longest first, so that the three processes end together: files are handed out in this order.
+LONG = test_exact test_habits test_nodes test_kills test_run test_commands test_damaged_folder test_convert test_ports
+LONG_FILES = $(foreach name,$(LONG),$(shell find tests -name $(name).py))
+
 test: .venv/installed
-	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
+	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(LONG_FILES) tests/ray tests/train tests/chaos tests/simulation tests
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests
