@@ -3,7 +3,7 @@ PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: train test slow chaos check docs wheel install
+.PHONY: train test slow chaos check install
 
 train: .venv/installed
 	.venv/bin/python -m jobs.gpt
@@ -11,8 +11,12 @@ train: .venv/installed
 chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
+# The longest first, so that the three processes end together: files are handed out in this order.
+LONG = test_exact test_habits test_nodes test_kills test_run test_commands test_damaged_folder test_convert test_ports
+LONG_FILES = $(foreach name,$(LONG),$(shell find tests -name $(name).py))
+
 test: .venv/installed
-	.venv/bin/python -m pytest -q -rs -n 3 --dist loadfile --no-loadscope-reorder tests/train/test_kills.py tests/train/test_exact.py tests/ray tests/train tests/chaos tests/simulation tests
+	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(LONG_FILES) tests/ray tests/train tests/chaos tests/simulation tests
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests
@@ -21,12 +25,6 @@ check: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-
-docs: .venv/installed
-	.venv/bin/mkdocs build --strict
-
-wheel: .venv/installed
-	.venv/bin/python -m pytest -q -m slow tests/test_wheel.py
 
 install: .venv/installed
 

@@ -2,6 +2,7 @@
 a shell has those ignore that it starts in the background, and all whom they start."""
 
 import signal
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -12,6 +13,16 @@ hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many were skipped, and why: what is not tried here must not look as if it had passed."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped")
+        reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:4} {reason}")
 
 
 @pytest.fixture(scope="session")

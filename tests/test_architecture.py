@@ -132,7 +132,7 @@ def test_no_file_grows_into_a_god():
         assert len(path.read_text().splitlines()) <= 500, path
 
 
-def test_nothing_in_production_imports_testing():
+def test_testing_is_imported_by_no_production_code():
     for path in modules():
         if part_of(path) != "testing":
             assert not [name for _, name in imports(path) if name.startswith("elastic_dp.testing")]
@@ -321,3 +321,40 @@ def test_the_command_line_starts_without_torch_and_ray():
     command = [sys.executable, "-c", look]
     said = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
     assert said.stdout == "set()\n"
+
+
+# A failing line in CI is all that many see of a test: its name begins with what it is about.
+VAGUE = {
+    *("it", "its", "they", "them", "their", "he", "she", "this", "that", "these", "those", "there"),
+    *("who", "whose", "whom", "what", "which", "whoever", "whatever", "one", "other", "others"),
+    *("another", "nobody", "nothing", "everybody", "everyone", "everything", "somebody"),
+    *("and", "or", "nor", "but", "not", "so", "then", "than", "as", "if", "unless", "because"),
+    *("when", "where", "while", "once", "after", "before", "until", "since", "though"),
+    *("of", "on", "in", "at", "by", "to", "from", "with", "without", "for", "through", "across"),
+    *("below", "past", "under"),
+}
+
+
+def names_of_tests():
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                yield f"{path.name}::{node.name}", node.name.split("_")[1:]
+
+
+def test_names_of_tests_begin_with_their_unit_and_say_what_holds():
+    names = dict(names_of_tests())
+    assert len(names) > 1000
+    assert not [name for name, words in names.items() if words[0] in VAGUE]
+    assert not [name for name, words in names.items() if len(words) < 3]
+
+
+def test_files_of_tests_are_short_enough_to_read():
+    """Tables are left out: each of their entries is read alone."""
+    tables = {"mutants.py", "zoo.py", "habits.py", "mutations.py"}
+    long = {
+        str(path.relative_to(ROOT.parent)): lines
+        for path in (ROOT.parent / "tests").rglob("*.py")
+        if path.name not in tables and (lines := len(path.read_text().splitlines())) > 750
+    }
+    assert not long

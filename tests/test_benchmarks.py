@@ -61,7 +61,7 @@ def test_a_target_that_is_missed_is_named(benchmark, capsys):
 
 
 @pytest.mark.parametrize("peer", [None, "not measured: no module named torchft", {"pause": {}}])
-def test_without_torchft_beside_it_recovery_is_held_against_what_that_once_took(peer):
+def test_recovery_without_torchft_is_compared_with_its_recorded_time(peer):
     results = json.loads((report.RESULTS / "recovery.json").read_text())["results"]
     results |= {recovery.TORCHFT: peer}
     target = "3 workers: half the median pause of tuned torchft"

@@ -55,7 +55,7 @@ def found(folder, *names, **settings):
     return said
 
 
-def test_nothing_is_found_in_what_convert_writes(tmp_path):
+def test_inspect_has_no_findings_for_what_convert_writes(tmp_path):
     source = shard(tmp_path / "source", {"tokens": tokens(4096, fixed=False), "id": range(4096)})
     convert(str(source), str(tmp_path / "out"))
     result = inspect(str(tmp_path / "out"), virtual_workers=2, micro_batch_size=10)
@@ -179,14 +179,14 @@ def test_heavy_compression_and_dictionaries_of_tokens(tmp_path):
     found(shard(tmp_path / "c", columns, use_dictionary=["word"]))
 
 
-def test_large_footers(tmp_path):
+def test_inspect_finds_large_footers(tmp_path):
     raw = pa.array([bytes(4096)] * 4096, pa.binary(4096))
     found(shard(tmp_path / "a", {"tokens": raw}, write_statistics=True), "large_footers")
     found(shard(tmp_path / "b", {"tokens": raw}))
 
 
 @pytest.mark.parametrize("first", [(1, 2), (2, 2)])
-def test_ragged_lists(tmp_path, first):
+def test_inspect_finds_ragged_lists(tmp_path, first):
     """Also where each row group has a whole number of values per row."""
     lists = [[0] * first[0], [0] * first[1]] + [[0], [0, 0, 0]] * 4095
     folder = shard(tmp_path / "set", {"a": lists}, rows=1024)
@@ -256,7 +256,7 @@ def test_formats_without_row_groups(tmp_path, name, finding):
     assert "rows not counted" in run("data", "inspect", tmp_path).stdout
 
 
-def test_arrow_files(tmp_path):
+def test_inspect_reads_arrow_files(tmp_path):
     shard(tmp_path / "set", {"tokens": tokens(4096, kind=np.uint16)})
     convert(str(tmp_path / "set"), str(tmp_path / "out"), format="arrow", rows_per_group=256)
     result = inspect(str(tmp_path / "out"))
@@ -289,7 +289,7 @@ def test_convert_and_inspect_print_json_and_nothing_else(tmp_path):
     assert {f["name"] for f in said["findings"]} == {"few_row_groups"}
 
 
-def test_what_people_read(tmp_path):
+def test_convert_and_inspect_print_a_summary_for_people(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 100)
     arguments = ("data", "convert", tmp_path / "a.jsonl", tmp_path / "out")
     made = run(*arguments, "--tokenizer", "bytes", "--pack", 64, "--compression", "zstd")
@@ -470,7 +470,7 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
         (ended_run / "mine" / "away").rename(ended_run / "mine" / "result.json")
 
 
-def test_without_a_cluster_status_says_how_an_ended_run_is_found(monkeypatch):
+def test_status_without_a_cluster_says_how_an_ended_run_is_found(monkeypatch):
     """The local Ray of a script ends with it, so this is what its user meets who asks how the run ended."""
 
     def refuse(**settings):
@@ -494,7 +494,7 @@ def test_help_has_what_is_needed(tmp_path):
     assert "Default" in run("data", "convert", "--help").stdout
 
 
-def test_what_is_asked_wrongly(tmp_path):
+def test_inspect_of_an_unknown_column_names_those_there_are(tmp_path):
     with pytest.raises(DataError, match=r"no column 'b' in part-0\.parquet, which has 'a'"):
         inspect(str(shard(tmp_path, {"a": [1]})), columns=["b"])
 

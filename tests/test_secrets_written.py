@@ -228,7 +228,7 @@ def bucket_of_canary(moto):
     return moto
 
 
-def test_what_is_said_of_a_configuration(tmp_path, said):
+def test_messages_about_a_configuration_contain_no_secret(tmp_path, said):
     url = signed("s3://bucket", "data")
     said.append(repr(DataConfig(url, micro_batch_size=1, storage_options={"secret": CANARY})))
     said.append(repr(DataConfig({url: 1.0}, micro_batch_size=1)))

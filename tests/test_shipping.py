@@ -125,7 +125,7 @@ def test_a_package_with_a_compiled_part_is_left_to_the_others_disk(module, monke
     assert sent == {"ours_to_send"}
 
 
-def test_what_is_imported_already_stays(module):
+def test_module_that_is_imported_already_stays(module):
     assert pickle.loads(shipped(module.found)) is module.found
     assert (
         importlib.import_module("ours_by_folder.part").__loader__.__module__

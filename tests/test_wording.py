@@ -5,7 +5,7 @@ from elastic_dp.wording import counted
 from tests.coordinator.scenes import Scene
 
 
-def test_one_is_singular_and_none_is_plural() -> None:
+def test_counted_one_is_singular_and_zero_is_plural() -> None:
     assert [counted(n, "worker") for n in (0, 1, 2)] == ["0 workers", "1 worker", "2 workers"]
     assert counted(1, "loss", "losses") == "1 loss" and counted(2, "loss", "losses") == "2 losses"
 

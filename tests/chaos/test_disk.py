@@ -105,7 +105,7 @@ for words in sys.stdin:
 """
 
 
-def test_what_a_worker_prints_to_a_full_disk_is_lost_and_the_worker_is_not(disk):
+def test_worker_that_prints_to_a_full_disk_loses_the_output_and_goes_on(disk):
     command = [sys.executable, "-c", PRINTS]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

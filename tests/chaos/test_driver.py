@@ -60,7 +60,7 @@ def environment_of(pid):
         return []
 
 
-def test_everything_dies_with_it_and_the_same_command_goes_on(place):
+def test_local_ray_dies_with_its_driver_and_the_same_command_continues_the_run(place):
     calm = trainer(str(place), "calm", STEPS, body_s=0.0).fit(local=True)
     url = str(place / "mine")
     driver = start(place)

@@ -18,7 +18,7 @@ ALL = {"memory": "rocksdb", "disk_mib": 64, "cable": True}
 
 @pytest.mark.parametrize("cluster", [ALL], indirect=True, ids=["all"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind(kind, cluster, calm):
+def test_chaos_kind_ends_with_the_undisturbed_digest(kind, cluster, calm):
     run = start(cluster, kind.replace(" ", "-"), every_steps=20)
     host = cluster.host_of(run.members[1]) if kind in ON_NODES else cluster.head
     KINDS[kind](cluster, host, 4.0)

@@ -107,7 +107,7 @@ SLOW = (
     [cut_off, *(pytest.param(harm, marks=pytest.mark.slow) for harm in SLOW)],
     ids=lambda harm: harm.__name__,
 )
-def test_a_node_is(harm, cluster, calm):
+def test_node_fault_ends_with_the_undisturbed_digest(harm, cluster, calm):
     run = start(cluster, harm.__name__, every_steps=50)
     node = cluster.host_of(run.members[1])
     harm(cluster, run, node)

@@ -29,7 +29,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("case", CHAINS)
-def test_history(case):
+def test_history_follows_claims_back_to_the_start(case):
     committed, claims, expected = CHAINS[case]
     assert history(names(*committed), [Claim(*claim) for claim in claims]) == names(*expected)
 
@@ -41,7 +41,7 @@ def test_history(case):
     st.one_of(st.none(), st.sampled_from(["max", "min"])),
     st.data(),
 )
-def test_keeping(steps, num, every, order, data):
+def test_keep_retains_the_newest_every_nth_and_the_best(steps, num, every, order, data):
     committed = names(*((step, 1) for step in sorted(steps)))
     metrics = {
         name: {"m": data.draw(st.floats())} for name in committed if data.draw(st.booleans())
@@ -135,7 +135,7 @@ def test_a_claim_is_made_once_and_never_behind_another():
             catalog.claim(fence, CommitName(1, 1))
 
 
-def test_what_is_not_there_is_said_with_what_is():
+def test_find_without_a_match_names_the_checkpoints_there_are():
     catalog = Catalog(memory_store())
     with pytest.raises(CheckpointError, match="no committed checkpoint; it has: none at all"):
         catalog.find()

@@ -74,7 +74,7 @@ def test_a_training_state_is_adopted_from_a_checkpoint():
     assert same(here.tree([], None), there.tree([], None))
 
 
-def test_nothing_is_committed_without_every_part_and_equal_states():
+def test_commit_with_a_missing_part_or_unequal_states_is_refused():
     catalog, snapshot, other = Catalog(memory_store()), Snapshot(), Snapshot()
     tree = big_tree(3 << 20)
     snapshot.take(1, tree)

@@ -182,7 +182,7 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("make", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_cannot_be_stored_is_named(make, words):
+def test_encode_of_a_value_that_cannot_be_stored_names_its_path(make, words):
     with pytest.raises(StateError, match=words) as caught:
         encode({"body": {"user": {"ema": [0, {"inner": make()}]}}})
     assert caught.value.path.startswith("body.user.ema.1.inner")

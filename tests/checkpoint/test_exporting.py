@@ -36,7 +36,7 @@ def invoke(*words):
     return runner.invoke(app, ["checkpoints", *map(str, words)])
 
 
-def test_safetensors(run, tmp_path):
+def test_export_writes_safetensors(run, tmp_path):
     told = invoke("export", run, tmp_path / "model.safetensors", "--json").stdout
     assert json.loads(told) == {"step": 20, "destination": str(tmp_path / "model.safetensors")}
     opened = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -95,7 +95,7 @@ def test_a_distributed_checkpoint_of_others(tmp_path):
     assert found.keys() == model.keys() and all(same(found[key], model[key]) for key in model)
 
 
-def test_load_state(run):
+def test_load_state_finds_the_newest_a_step_and_the_best(run):
     newest = load_state(str(run))
     assert newest.step == 20 and newest.damaged == () and newest.metrics == {"accuracy": 0.05}
     train_state(1).model.load_state_dict(newest.model)
@@ -138,7 +138,7 @@ def test_damage_is_told_and_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["verify", "export"])
-def test_nothing_there(verb, tmp_path):
+def test_verbs_without_a_committed_checkpoint_say_so(verb, tmp_path):
     words = [tmp_path, tmp_path / "x.pt"] if verb == "export" else [tmp_path]
     result = invoke(verb, *words)
     assert result.exit_code == 2 and "no committed checkpoint" in result.stderr

@@ -39,7 +39,7 @@ def test_everywhere_the_same(store):
     assert not store.find(f"{catalog.folder}/trial")
 
 
-def test_at_the_root_of_a_bucket(bucket):  # noqa: F811
+def test_checkpoint_at_the_root_of_a_bucket_is_read_back(bucket):  # noqa: F811
     endpoint, name = bucket
     store = Store(f"s3://{name}", s3_options(endpoint))
     prove(store, "a1")
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         prove(Store(str(tmp_path / "file" / "run")), "a1")
 
 
-def test_through_faults(bucket):  # noqa: F811
+def test_checkpoints_through_a_faulty_store_are_complete(bucket):  # noqa: F811
     """Requests that fail, are cut, or are reset after the server did what was asked: nothing of it shows."""
     endpoint, name = bucket
     tree = big_tree(6 << 20)

@@ -70,7 +70,7 @@ def test_the_next_one_waits_for_the_last(uploader, monkeypatch):
     assert done[0].stall_s >= done[0].waited_s >= 0
 
 
-def test_one_that_is_late_is_waited_for_once(uploader, monkeypatch):
+def test_late_upload_is_waited_for_once(uploader, monkeypatch):
     """Parts that were asked for later count, too: they are read from the same snapshot."""
     monkeypatch.setattr("elastic_dp.checkpoint.uploader.PATIENCE_S", 0.05)
     go = held(uploader._catalog, monkeypatch)
@@ -89,7 +89,7 @@ def test_one_that_is_late_is_waited_for_once(uploader, monkeypatch):
     assert uploader.wait().step == 2 and not uploader.late
 
 
-def test_what_goes_wrong_is_raised_once_and_the_next_one_works(uploader, monkeypatch):
+def test_upload_error_is_raised_once_and_the_next_upload_works(uploader, monkeypatch):
     def refuse(*args, **kwargs):
         raise StorageError("403 AccessDenied")
 

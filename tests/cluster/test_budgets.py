@@ -94,7 +94,7 @@ def test_the_last_words_of_a_worker():
     assert short.cause is Cause.OUT_OF_MEMORY and "memory" in short.reason
 
 
-def test_what_the_kernel_counts(tmp_path):
+def test_oom_kills_are_those_that_the_kernel_counts(tmp_path):
     groups = tmp_path / "cgroup"
     (tmp_path / "pod").mkdir()
     (tmp_path / "memory" / "pod").mkdir(parents=True)

@@ -50,7 +50,7 @@ def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
 
 
 def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own(monkeypatch):
-    """And says so: that Ray ends with the driver, which ends with the run."""
+    """The driver's Ray ends with the driver, which ends with the run; the restart says so."""
     import ray
 
     run, left, given = Asked(), [], []
@@ -98,7 +98,7 @@ def result_of(url):
     return Result(**texts, **numbers, exact=True, inexact_because=(), skipped=(), metrics={})
 
 
-def test_who_follows_the_logs_of_a_run_that_ends_well_sees_them_end(monkeypatch, tmp_path):
+def test_followed_logs_end_when_the_run_ends(monkeypatch, tmp_path):
     url = str(tmp_path)
     run = Run(spec_of(), url, controller=object())
 

@@ -81,7 +81,7 @@ def test_an_exit_is_an_error_of_the_job_and_not_a_death(code):
     assert outcome.workers_lost == 0
 
 
-def test_who_was_asked_to_leave_is_not_lost():
+def test_worker_that_was_asked_to_leave_does_not_count_as_lost():
     def wait_for(run, size, gone=""):
         def so():
             status = run.controller.status()
@@ -108,7 +108,7 @@ def test_who_was_asked_to_leave_is_not_lost():
     assert [lost for lost in told if lost != asked] == [told[2]] and told[2][1] == "unknown", told
 
 
-def test_what_fails_while_data_is_opened_is_told_as_it_is():
+def test_error_while_data_is_opened_keeps_its_type_and_message():
     outcome, _ = group(spec_of(workers=2, rows=0), stops)
     error = error_of(outcome)
     assert type(error) is DataError and "is empty" in str(error)
@@ -130,7 +130,7 @@ def test_an_error_of_ours_arrives_as_it_was(raised, kind):
     assert type(error) is kind and error.args == raised.args
 
 
-def test_what_user_code_raises_in_a_data_process_is_its_own():
+def test_error_of_user_code_in_a_data_process_is_a_user_code_error():
     def collate(items):
         raise KeyError("not a column")
 

@@ -91,7 +91,7 @@ def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> No
         ("scaling.max_workers=0", "ScalingConfig.max_workers is 0, must be at least 1"),
     ],
 )
-def test_what_is_set_wrongly_is_said(text: str, said: str) -> None:
+def test_override_that_cannot_be_set_is_refused_with_the_reason(text: str, said: str) -> None:
     with pytest.raises(SpecError) as caught:
         made(text)
     assert said in str(caught.value)

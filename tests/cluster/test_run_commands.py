@@ -66,7 +66,7 @@ GCS = {"cmdline": ["gcs_server", "--gcs-address=no"], "create_time": 9.0, "uids"
         ([raylet("b:2", 2.0, OTHERS)], "b:2", ""),
     ],
 )
-def test_of_several_local_clusters_the_newest_is_taken_and_said(
+def test_connect_with_several_local_clusters_takes_the_newest_and_says_so(
     processes, taken, others, monkeypatch
 ):
     from elastic_dp.cluster.ray import cluster_connection

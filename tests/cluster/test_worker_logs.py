@@ -10,6 +10,7 @@ import pytest
 from elastic_dp.cluster import worker_logs
 from elastic_dp.cluster.worker_logs import HEAD_BYTES, TAIL_BYTES, WorkerLogUploader
 from elastic_dp.coordinator.messages import StopRequested
+from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from tests.patience import Stalls, eventually
 from tests.runs import ENDLESS, group, spec_of
@@ -38,9 +39,7 @@ def test_a_long_output_keeps_its_beginning_and_its_end(printed, tmp_path):
     assert len(copy) < HEAD_BYTES + TAIL_BYTES + 100
 
 
-def test_it_is_copied_while_the_worker_lives_and_only_if_there_is_more(
-    printed, tmp_path, monkeypatch
-):
+def test_log_is_copied_while_the_worker_lives_and_only_when_it_grew(printed, tmp_path, monkeypatch):
     monkeypatch.setattr(worker_logs, "EVERY_S", 0.01)
     file, keeper = printed
     writes = []
@@ -54,12 +53,29 @@ def test_it_is_copied_while_the_worker_lives_and_only_if_there_is_more(
     assert kept(tmp_path) == b"one two " and len(writes) == 2
 
 
-def test_a_store_that_fails_costs_the_copy_alone(tmp_path):
+def test_log_keeper_with_a_failing_store_goes_on_and_copies_when_it_is_back(
+    printed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(worker_logs, "EVERY_S", 0.01)
     (tmp_path / "run").write_text("a file, and no folder")
-    with open(tmp_path / "out", "w+b", buffering=0) as file:
-        file.write(b"words")
-        keeper = WorkerLogUploader(Store(str(tmp_path / "run")), "w1", [file.fileno()]).start()
-        keeper.close(60.0)
+    file, keeper = printed
+    file.write(b"words")
+    failed = []
+    write = Store.write
+
+    def fails_at_first(*args):
+        try:
+            return write(*args)
+        except (StorageError, OSError) as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr(Store, "write", fails_at_first)
+    keeper.start()
+    eventually(lambda: len(failed) >= 2)
+    (tmp_path / "run").unlink()
+    eventually(lambda: kept(tmp_path) == b"words")
+    keeper.close(60.0)
     assert not keeper._thread.is_alive()
 
 
@@ -102,7 +118,7 @@ def prints_the_time(ctx):
         hold(ctx, step)
 
 
-def test_whatever_was_printed_ten_seconds_ago_can_be_read_should_the_node_be_gone_now(tmp_path):
+def test_log_copy_of_a_live_worker_is_at_most_ten_seconds_old(tmp_path):
     ages = []
 
     def look(run):

@@ -150,3 +150,10 @@ class Scene:
     def members(self) -> list[str]:
         membership = self.coordinator.membership
         return [member.worker for member in membership.members] if membership else []
+
+
+def trio(**rules: Any) -> Scene:
+    """Three members that train."""
+    scene = Scene(size=3, **rules)
+    scene.running("w1", "w2", "w3")
+    return scene

@@ -20,21 +20,21 @@ def sizes(ranges):
 # ------------------------------------------------------------------------------------ the split
 
 
-def test_who_needs_twice_as_long_gets_half_as_many():
+def test_deal_gives_half_as_many_to_a_worker_that_needs_twice_as_long():
     assert deal([1.0, 2.0], 12) == ((0, 8), (8, 12))
     assert sizes(deal([3.0, 1.0, 3.0], 15)) == [3, 9, 3]
 
 
-def test_everybody_gets_one():
+def test_deal_gives_every_worker_at_least_one():
     assert sizes(deal([1.0, 1e6, 1.0], 10)) == [5, 1, 4]
 
 
-def test_where_nobody_is_measured_or_little_is_gained_all_get_as_many():
+def test_deal_without_measurements_or_with_little_gain_is_even():
     assert deal([0.0, 0.0, 0.0], 8) == shares(8, 3)
     assert deal([1.0, 1.05], 64) == shares(64, 2)
 
 
-def test_who_is_not_measured_counts_as_the_median():
+def test_deal_counts_an_unmeasured_worker_as_the_median():
     assert deal([1.0, 0.0, 4.0, 1.0], 26) == deal([1.0, 1.0, 4.0, 1.0], 26)
 
 
@@ -92,20 +92,20 @@ def test_a_generation_ends_for_a_faster_split():
     assert dealt(scene) == [8, 4]
 
 
-def test_not_before_all_are_measured():
+def test_rebalance_waits_until_all_members_are_measured():
     scene = pair()
     measured(scene, w1=0.0)
     assert scene.coordinator.phase == "running"
 
 
-def test_not_for_little():
+def test_rebalance_for_a_small_gain_does_not_happen():
     scene = pair()
     measured(scene, w2=0.0115)
     assert scene.coordinator.phase == "running"
 
 
-def test_not_by_what_was_measured_in_another_generation():
-    """It may be the other split that made them so slow."""
+def test_rebalance_ignores_measurements_of_another_generation():
+    """The other split may have made the workers so slow."""
     scene = pair(size=3)
     measured(scene, w1=0.02)
     assert scene.coordinator.phase == "running"
@@ -121,7 +121,7 @@ def test_not_by_what_was_measured_in_another_generation():
     assert scene.coordinator.phase == "ending"
 
 
-def test_not_one_after_the_other():
+def test_rebalance_again_waits_for_the_rest_time():
     scene = pair()
     measured(scene)
     change(scene)
@@ -146,7 +146,7 @@ def test_speeds_are_kept_in_the_next_generation():
     assert dealt(scene) == [7, 2, 3], "w3 counts as 20 ms"
 
 
-def test_who_joins_soon_ends_the_generation_anyhow():
+def test_rebalance_waits_for_a_worker_that_joins_soon():
     scene = pair(size=4, stabilization_s=5.0)
     scene.ready("w3")
     scene.tell(m.WorkerStarted("w4"))
@@ -158,7 +158,7 @@ def test_who_joins_soon_ends_the_generation_anyhow():
     assert scene.members == ["w1", "w2", "w3"]
 
 
-def test_not_where_one_has_finished_and_is_gone():
+def test_rebalance_does_not_happen_where_a_finished_member_is_gone():
     scene = pair()
     scene.hear("w2", step=20, virtual_s=0.02)
     scene.tell(m.WorkerFinished("w2", 1, m.TrainingPosition(20, 1), "digest"))
@@ -168,7 +168,7 @@ def test_not_where_one_has_finished_and_is_gone():
     assert scene.coordinator.phase == "running"
 
 
-def test_where_no_split_could_pay_none_is_made():
+def test_rebalance_computes_no_split_where_none_could_pay():
     """Of thousands of virtual workers, that takes long."""
     scene = pair()
     with mock.patch.object(balance, "_fastest", side_effect=AssertionError("dealt")):
@@ -192,7 +192,7 @@ def leaves(scene):
     return scene.coordinator.phase == "ending"
 
 
-def test_one_that_stays_slow_with_the_least_share_is_replaced_by_a_standby():
+def test_slow_worker_with_the_least_share_is_replaced_by_a_standby():
     scene = slowed(seconds=28.0)
     assert scene.coordinator.phase == "running"
     scene.wait(4.0, "w1", "w2", "w3", step=20)
@@ -206,11 +206,11 @@ def test_one_that_stays_slow_with_the_least_share_is_replaced_by_a_standby():
     assert m.StartWorker("w4") in scene.all, "the next standby"
 
 
-def test_not_one_that_is_slower_by_little():
+def test_slow_worker_by_a_small_margin_is_not_replaced():
     assert not leaves(slowed(w2=0.012, seconds=100.0))
 
 
-def test_not_where_no_standby_is_ready():
+def test_slow_worker_without_a_ready_standby_is_not_replaced():
     scene = slowed(seconds=10.0)
     scene.lost("w3")
     scene.wait(100.0, "w1", "w2", step=20)
@@ -220,7 +220,7 @@ def test_not_where_no_standby_is_ready():
     assert leaves(scene), "it was too slow all the time"
 
 
-def test_not_one_that_recovered_meanwhile():
+def test_slow_worker_that_recovered_is_not_replaced():
     scene = slowed(seconds=20.0)
     measured(scene, w2=0.01)
     measured(scene, w2=0.05)
@@ -228,14 +228,14 @@ def test_not_one_that_recovered_meanwhile():
     assert scene.coordinator.phase == "running"
 
 
-def test_not_one_that_can_be_given_less():
+def test_slow_worker_that_can_be_given_less_is_not_replaced():
     scene = slowed(virtual_workers=4, w2=0.01)
     scene.hear("w2", step=20, virtual_s=0.013)
     scene.wait(100.0, "w1", "w2", "w3", step=20)
     assert not leaves(scene), "two virtual workers each, and no split is better"
 
 
-def test_not_by_what_was_seen_in_another_generation():
+def test_slow_worker_is_not_replaced_for_another_generation():
     scene = slowed(seconds=20.0)
     scene.stopped("w1", step=20)
     scene.stopped("w2", step=20)
@@ -246,7 +246,7 @@ def test_not_by_what_was_seen_in_another_generation():
     assert leaves(scene)
 
 
-def test_one_after_the_other_only_after_a_while():
+def test_slow_worker_after_another_one_is_replaced_only_after_a_while():
     scene = slowed(seconds=32.0)
     change(scene)
     scene.hear("w1", "w3", step=21)
@@ -259,7 +259,7 @@ def test_one_after_the_other_only_after_a_while():
     assert leaves(scene)
 
 
-def test_not_one_for_the_time_that_another_was_slow():
+def test_slow_worker_does_not_inherit_the_slow_time_of_another():
     scene = slowed(seconds=20.0)
     scene.hear("w1", step=20, virtual_s=0.05)
     scene.hear("w2", step=20, virtual_s=0.01)

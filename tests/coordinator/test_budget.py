@@ -34,7 +34,7 @@ def test_a_loss_is_judged_anew_when_its_cause_is_known(cause: Cause, then: tuple
 
 
 @pytest.mark.parametrize("twice", [True, False])
-def test_the_stop_of_another_is_the_same_incident(twice: bool) -> None:
+def test_stop_of_another_member_belongs_to_the_same_incident(twice: bool) -> None:
     scene = running()
     scene.stopped("w2")
     assert counted(scene) == (1, 0)
@@ -44,14 +44,14 @@ def test_the_stop_of_another_is_the_same_incident(twice: bool) -> None:
     assert counted(scene) == (0, 0)
 
 
-def test_the_loss_of_another_stays_counted() -> None:
+def test_loss_of_another_worker_stays_counted() -> None:
     scene = running(size=3)
     scene.lost("w2")
     scene.tell(m.WorkerLost("w1", "node gone", Cause.PREEMPTED))
     assert counted(scene) == (1, 0)
 
 
-def test_one_that_was_taken_away_did_not_die_of_what_it_ran() -> None:
+def test_micro_batch_of_a_preempted_worker_is_not_blamed() -> None:
     scene = running(max_losses_of_micro_batch=1)
     for worker in ("w1", "w2"):
         scene.tell(m.WorkerLost(worker, "reset", micro_batch=(1, 3)))
@@ -59,8 +59,8 @@ def test_one_that_was_taken_away_did_not_die_of_what_it_ran() -> None:
     assert "died while" not in scene.coordinator.reason
 
 
-def test_what_it_ran_may_be_told_after_its_death() -> None:
-    """Its pipe ends before its sidecar speaks, or after; it counts once."""
+def test_micro_batch_reported_after_the_death_counts_once() -> None:
+    """A worker's pipe may end before its last heartbeat arrives, or after; the loss counts once."""
     scene = running(max_losses_of_micro_batch=1)
     for worker, reports in (("w1", [None, (1, 3), (1, 3)]), ("w2", [(1, 3), None])):
         assert "died while" not in scene.coordinator.reason
@@ -69,7 +69,7 @@ def test_what_it_ran_may_be_told_after_its_death() -> None:
     assert "2 workers died while they ran virtual worker 3 of step 1" in scene.coordinator.reason
 
 
-def test_one_that_was_taken_away_late_did_not_die_of_what_it_ran() -> None:
+def test_micro_batch_of_a_worker_preempted_later_is_not_blamed() -> None:
     scene = running(max_losses_of_micro_batch=1)
     for worker in ("w1", "w2"):
         for at in (None, (1, 3)):

@@ -51,7 +51,7 @@ def test_a_dead_builder_is_not_waited_for() -> None:
     assert joins(scene)
 
 
-def test_who_comes_after_a_dead_joiner_waits_from_its_own_coming_on() -> None:
+def test_joiner_after_a_dead_joiner_starts_a_new_join_window() -> None:
     scene = alone()
     scene.tell(m.WorkerStarted("w3"))
     scene.ready("w2")
@@ -61,7 +61,7 @@ def test_who_comes_after_a_dead_joiner_waits_from_its_own_coming_on() -> None:
     assert not joins(scene), "w3 will be ready soon"
 
 
-def test_nor_one_that_builds_for_long() -> None:
+def test_builder_that_takes_long_is_not_waited_for() -> None:
     scene = alone()
     scene.tell(m.WorkerStarted("w3"))
     scene.ready("w2")
@@ -71,7 +71,7 @@ def test_nor_one_that_builds_for_long() -> None:
     assert joins(scene)
 
 
-def test_nobody_is_waited_for_when_all_seats_are_taken() -> None:
+def test_full_group_waits_for_no_builder() -> None:
     scene = alone(size=2, standby=1)
     scene.tell(m.WorkerStarted("w3"))
     scene.ready("w2")
@@ -127,7 +127,7 @@ def test_a_smaller_run_gives_whole_nodes_back() -> None:
     assert stay_after(3, w1="a", w2="b", w3="b", w4="a", w5="c") == ["w2", "w3", "w5"]
 
 
-def test_what_may_be_taken_away_anyhow_goes_first() -> None:
+def test_scale_down_releases_spot_workers_first() -> None:
     assert stay_after(2, w1="s1", w2="a", w3="s2", w4="b") == ["w2", "w4"]
     assert stay_after(3, w1="a", w2="s1", w3="s1", w4="a") == ["w1", "w2", "w4"]
 
@@ -150,7 +150,7 @@ def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
     assert stay_after_a_drain(2, floor=1, w1="a", w2="a", w3="s1", w4="b") == ["w3", "w4"]
 
 
-def test_who_stands_by_on_a_node_that_somebody_leaves_goes_first() -> None:
+def test_scale_down_releases_standbys_on_a_draining_node_first() -> None:
     scene = Scene(size=2, standby=2)
     scene.running("w1", "w2")
     scene.ready("w3", "w4")
@@ -163,7 +163,7 @@ def test_who_stands_by_on_a_node_that_somebody_leaves_goes_first() -> None:
     assert released == m.ReleaseWorker("w3", "the size is 1 now; its node a becomes free")
 
 
-def test_who_leaves_a_node_that_stays_leaves_where_the_fewest_are() -> None:
+def test_scale_down_releases_from_the_node_with_the_fewest_workers() -> None:
     workers = [worker(n, node) for n, node in enumerate("aaabb", 1)]
     (first,) = choose_departing(workers, 1)
     assert (first[0].id, first[1]) == ("w5", "others stay on its node")
@@ -191,7 +191,7 @@ def test_standbys_count_for_the_floor_and_do_not_leave_below_it() -> None:
     assert [w.id for w, _ in choose_departing(workers[1:], 1, [worker(3, "s")], 1)] == ["w2"]
 
 
-def test_who_has_no_node_yet_goes_first() -> None:
+def test_scale_down_releases_workers_without_a_node_first() -> None:
     chosen = choose_departing([worker(1, "s"), worker(2, ""), worker(3, ""), worker(4, "a")], 3)
     assert [w.id for w, _ in chosen] == ["w3", "w2", "w1"]
     assert choose_departing([worker(1, "a")], 3)[0][0].id == "w1"

@@ -46,7 +46,7 @@ def test_the_time_that_is_left_is_for_the_checkpoint_and_not_for_further_steps()
     assert {command.after_step for command in scene.of(m.EndGeneration)} == {4}
 
 
-def test_one_that_can_be_spared_is_not() -> None:
+def test_drain_that_leaves_enough_workers_takes_no_checkpoint() -> None:
     scene = falling(min_workers=1)
     assert not scene.ever(m.TakeCheckpoint)
     scene.wait(7.1, "w1", "w2", step=5)
@@ -55,7 +55,7 @@ def test_one_that_can_be_spared_is_not() -> None:
     assert scene.members == ["w1"] and not scene.ever(m.WriteDrainCheckpoint)
 
 
-def test_who_must_go_leaves_when_what_it_holds_is_committed() -> None:
+def test_draining_worker_leaves_when_its_state_is_committed() -> None:
     scene = stopped()
     assert scene.of(m.WriteDrainCheckpoint) == [
         m.WriteDrainCheckpoint(w, 1, ("w1", "w2")) for w in ("w1", "w2")
@@ -84,7 +84,7 @@ def test_the_last_of_all_leave_the_run_to_others() -> None:
     assert not scene.ever(m.FailRun)
 
 
-def test_those_who_share_the_writing_are_told_anew_when_one_is_lost() -> None:
+def test_writers_are_told_again_when_one_of_them_is_lost() -> None:
     scene = stopped()
     scene.lost("w1")
     assert scene.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))]
@@ -102,15 +102,15 @@ def test_only_those_furthest_keep_their_state() -> None:
     assert scene.of(m.WriteDrainCheckpoint) == [m.WriteDrainCheckpoint("w2", 1, ("w2",))]
 
 
-def test_others_who_come_meanwhile_end_the_waiting() -> None:
+def test_joiner_meanwhile_ends_the_wait_for_the_commit() -> None:
     scene = stopped()
     scene.ready("w3")
     assert scene.members == ["w1", "w3"]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_one_of_two_notices_comes_later(keeps: bool) -> None:
-    """Who has time left goes on alone, if that is enough."""
+def test_second_notice_later_lets_the_worker_with_time_left_go_on(keeps: bool) -> None:
+    """The worker that has time left goes on alone, if one is enough."""
     scene = Scene(size=2, keeps=keeps, drain_margin_s=3.0)
     scene.running("w1", "w2", step=4)
     scene.tell(m.DrainNoticed("w2", scene.now + 10.0))
@@ -125,7 +125,7 @@ def test_one_of_two_notices_comes_later(keeps: bool) -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_without_a_step_or_a_storage_they_train_on(keeps: bool) -> None:
+def test_drain_without_a_step_or_a_storage_lets_training_go_on(keeps: bool) -> None:
     scene = falling(step=0 if keeps else 4, keeps=keeps)
     scene.wait(9.0, "w1", "w2", step=0 if keeps else 4)
     assert not scene.ever(m.EndGeneration)
@@ -136,7 +136,7 @@ def test_without_a_step_or_a_storage_they_train_on(keeps: bool) -> None:
     assert scene.members == ["w1", "w2"] and scene.coordinator.generation == 2
 
 
-def test_what_is_half_way_through_a_body_is_finished_first() -> None:
+def test_drain_checkpoint_waits_for_a_worker_inside_a_loop_body() -> None:
     scene = stopped("w1")
     scene.stopped("w2", position=TrainingPosition(7), at_head=False)
     assert not scene.ever(m.WriteDrainCheckpoint)
@@ -150,7 +150,7 @@ def test_the_end_of_the_run_is_not_held_up() -> None:
     assert scene.members == ["w1", "w2"] and scene.coordinator.generation == 2
 
 
-def test_what_was_committed_before_going_back_does_not_count() -> None:
+def test_commit_before_a_restore_does_not_count() -> None:
     """The newest one was damaged: the run goes on from the one before it, and makes the same steps again."""
     scene = Scene(size=1, keeps=True, drain_margin_s=3.0)
     scene.running("w1", step=4)
@@ -178,7 +178,7 @@ def test_a_storage_that_is_away_holds_nobody_up_for_longer_than_the_notice() -> 
     assert "are needed" in scene.coordinator.reason
 
 
-def test_one_that_is_asked_for_while_nobody_trains_is_made_later() -> None:
+def test_checkpoint_requested_while_no_worker_trains_is_taken_later() -> None:
     scene = Scene(size=1)
     scene.tell(m.CheckpointRequested())
     assert not scene.of(m.TakeCheckpoint)

@@ -36,7 +36,7 @@ def stay(scene: Scene, seconds: float, cpu_s: float = 0.0, **at: tuple[str, int]
     return list(dict.fromkeys(c.worker for c in evicted))
 
 
-def test_the_one_that_has_not_entered_is_the_suspect() -> None:
+def test_worker_that_has_not_entered_the_collective_is_the_suspect() -> None:
     scene = training("w1", "w2", "w3")
     at = {"w1": ("collective", 5), "w2": ("compute", 5), "w3": ("collective", 5)}
     assert stay(scene, LIMIT_S - 1, **at) == []
@@ -49,24 +49,24 @@ def test_the_one_that_has_not_entered_is_the_suspect() -> None:
     assert scene.members == ["w1", "w3"]
 
 
-def test_the_one_a_step_behind_is_the_suspect() -> None:
-    """It did not notice that the collective has ended."""
+def test_worker_a_step_behind_is_the_suspect() -> None:
+    """That worker did not notice that the collective has ended."""
     scene = training("w1", "w2")
     assert stay(scene, LIMIT_S + 5, w1=("collective", 6), w2=("collective", 5)) == ["w2"]
 
 
-def test_one_that_hangs_as_it_applies() -> None:
+def test_worker_that_hangs_in_apply_is_the_suspect() -> None:
     scene = training("w1", "w2")
     assert stay(scene, LIMIT_S + 5, w1=("apply", 5), w2=("collective", 6)) == ["w1"]
 
 
-def test_those_who_move_in_time_are_nobodys_suspects() -> None:
+def test_workers_that_move_in_time_are_no_suspects() -> None:
     scene = training("w1", "w2")
     for step in range(5, 9):
         assert stay(scene, LIMIT_S - 2, w1=("collective", step), w2=("compute", step)) == []
 
 
-def test_if_all_wait_in_one_collective_they_leave_it_and_nobody_is_evicted() -> None:
+def test_collective_in_which_all_wait_is_aborted_without_an_eviction() -> None:
     scene = training("w1", "w2")
     at = {"w1": ("collective", 5), "w2": ("collective", 5)}
     assert stay(scene, LIMIT_S + 2, **at) == []
@@ -77,7 +77,7 @@ def test_if_all_wait_in_one_collective_they_leave_it_and_nobody_is_evicted() -> 
     assert stay(scene, 3, w2=("collective", 5), w1=("wait", 5)) == ["w2"]  # nor can it leave
 
 
-def test_who_waited_for_one_that_came_late_has_time_to_go_on() -> None:
+def test_worker_that_waited_for_a_late_member_has_time_to_go_on() -> None:
     """Of a collective that begins only now, not all can have stood still for long."""
     for phase, waited_s in (("data", 2 * LIMIT_S), ("compute", LIMIT_S - 2)):
         scene = training("w1", "w2", "w3")
@@ -106,7 +106,7 @@ def test_the_body_an_evaluation_and_waits_for_data_are_said_and_last_as_long_as_
         assert scene.coordinator.phase == "running"
 
 
-def test_who_is_in_its_body_may_finish_it_though_all_were_told_to_leave() -> None:
+def test_worker_inside_a_loop_body_may_finish_it_after_an_abort() -> None:
     scene = training("w1", "w2", "w3")
     scene.lost("w3")
     scene.stopped("w1", step=5)
@@ -123,7 +123,7 @@ def test_a_process_that_computes_has_longer() -> None:
 
 
 def test_the_first_step_of_a_process_has_longer() -> None:
-    """It may compile, in processes of its own. A joiner's first step is not the run's."""
+    """The first step may compile, in processes of its own. A joiner's first step is not the run's."""
     scene = Scene(size=2, hang_timeout_s=LIMIT_S)
     scene.running("w1", "w2")
     at = {"w1": ("collective", 0), "w2": ("compute", 0)}
@@ -155,7 +155,7 @@ def test_a_hand_over_in_which_nothing_moves_is_left() -> None:
     assert stay(scene, LIMIT_S + 1, w1=("give", 5), w3=("wait", 0)) == ["w1"]
 
 
-def test_who_hangs_when_a_new_controller_asks_is_not_waited_for() -> None:
+def test_worker_that_hangs_at_takeover_is_evicted() -> None:
     scene = Scene.recovered(["w1", "w2"], 3, hang_timeout_s=LIMIT_S)
     scene.tell(m.WorkerReported("w1", 3, TrainingPosition(4), True, False, None, True))
     assert stay(scene, LIMIT_S + 2, w2=("compute", 4), w1=("collective", 4)) == ["w2"]
@@ -188,7 +188,7 @@ def test_a_controller_that_slept_judges_nobody_by_what_waits_to_be_read() -> Non
     assert stay(scene, LIMIT_S + 5, w1=("collective", 6), w2=("compute", 6)) == ["w2"]
 
 
-def test_without_a_limit_of_the_jobs_it_grows_with_the_steps() -> None:
+def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
     progress = scene.coordinator._hang_detector
@@ -199,7 +199,7 @@ def test_without_a_limit_of_the_jobs_it_grows_with_the_steps() -> None:
     assert progress.limit_s == STEPS * 40.0
 
 
-def test_what_was_used_before_an_abort_does_not_count_after_it() -> None:
+def test_cpu_time_before_an_abort_does_not_count_after_it() -> None:
     standing = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
         standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))

@@ -21,14 +21,14 @@ def differing(
     return scene
 
 
-def test_the_odd_one_is_evicted_and_all_others_are_replaced() -> None:
+def test_mismatched_replica_is_evicted_and_all_others_are_replaced() -> None:
     scene = differing()
     assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w2"]
     assert {c.worker for c in scene.ever(m.ReleaseWorker)} == {"w1", "w3"}
     assert len(scene.ever(m.StartWorker)) == 7  # three for them, and the one that waits
 
 
-def test_it_goes_back_to_the_newest_checkpoint_of_when_they_agreed() -> None:
+def test_mismatch_restores_the_newest_checkpoint_at_which_all_agreed() -> None:
     scene = differing()
     assert scene.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(10)
     scene.ready("w4", "w5", "w6")
@@ -43,19 +43,19 @@ def test_it_goes_back_to_the_newest_checkpoint_of_when_they_agreed() -> None:
     assert scene.ever(m.FindCheckpoint)[-1] == m.FindCheckpoint(None)
 
 
-def test_without_a_majority_all_are_evicted() -> None:
+def test_mismatch_without_a_majority_evicts_all() -> None:
     scene = differing(10, "w1", "w2", "w3")
     assert {c.worker for c in scene.ever(m.EvictWorker)} == {"w1", "w2", "w3"}
 
 
-def test_without_a_checkpoint_of_then_the_run_fails_and_says_so() -> None:
+def test_mismatch_without_an_old_enough_checkpoint_fails_the_run() -> None:
     scene = differing(older=None)
     (failed,) = scene.ever(m.FailRun)
     assert "there is no checkpoint of step 10 or before" in failed.error
     assert "CheckpointConfig" in failed.error
 
 
-def test_one_word_of_it_is_enough_and_who_has_not_noticed_is_replaced_too() -> None:
+def test_mismatch_reported_by_one_member_replaces_all() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
     scene.hear("w1", "w2", step=15)
@@ -65,7 +65,7 @@ def test_one_word_of_it_is_enough_and_who_has_not_noticed_is_replaced_too() -> N
     assert {c.worker for c in scene.ever(m.EvictWorker)} == {"w1", "w2"}
 
 
-def test_who_lost_its_seat_and_holds_state_is_replaced_too() -> None:
+def test_mismatch_replaces_a_retained_worker_with_state() -> None:
     scene = Scene(size=2, min_workers=1)
     scene.running("w1", "w2")
     scene.hear("w1", "w2", step=4)
@@ -79,7 +79,7 @@ def test_who_lost_its_seat_and_holds_state_is_replaced_too() -> None:
     assert [c.worker for c in scene.ever(m.ReleaseWorker)] == ["w2"]
 
 
-def test_who_was_void_may_stay() -> None:
+def test_mismatch_keeps_a_worker_without_state() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
     scene.hear("w1", "w2", step=15)
@@ -90,7 +90,7 @@ def test_who_was_void_may_stay() -> None:
     assert not scene.ever(m.ReleaseWorker)
 
 
-def test_if_it_happens_again_and_again_the_job_is_to_blame() -> None:
+def test_mismatch_again_and_again_fails_the_run() -> None:
     scene = differing()
     for round_ in range(MAX_IN_A_ROW):
         assert not scene.ever(m.FailRun), round_

@@ -21,7 +21,7 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def test_what_nobody_refers_to_is_used_again():
+def test_block_without_references_is_used_again():
     blocks = Blocks(2)
     first = blocks.empty((ROWS, 8), INT32)
     where = address(first)

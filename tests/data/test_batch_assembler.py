@@ -101,7 +101,7 @@ def test_texts_are_lists_of_objects():
     assert gathered(columns, [0, 1, 0, 0], [2, 0, 0, 1]).cut(0, 3)["x"] == [None, "c", "a"]
 
 
-def test_what_is_left_out():
+def test_gathering_leaves_out_rows_of_a_bad_row_group():
     columns = [np.arange(4), np.arange(4) + 10, np.arange(4) + 20]
     gathering = Gathering(np.array([0, 1, 2, 1, 1]), np.array([3, 2, 1, 0, 1]), Blocks(4))
     for group in (0, 2):
@@ -112,7 +112,7 @@ def test_what_is_left_out():
     assert gathering.cut(3, 5) is None
 
 
-def test_what_one_micro_batch_writes_no_other_sees():
+def test_micro_batch_that_is_written_to_changes_no_other():
     gathering = gathered([np.arange(6)], [0] * 6, range(6))
     first, second = gathering.cut(0, 3)["x"], gathering.cut(3, 6)["x"]
     first[:] = -1

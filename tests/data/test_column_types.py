@@ -86,7 +86,7 @@ def test_strings_of_polars_are_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["parquet", "arrow"])
-def test_what_polars_and_duckdb_write_is_converted(to, tmp_path):
+def test_convert_reads_files_of_polars_and_duckdb(to, tmp_path):
     (tmp_path / "polars").mkdir()
     frame().write_ipc(tmp_path / "polars" / "a.arrow")
     (tmp_path / "duckdb").mkdir()

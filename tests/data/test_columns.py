@@ -21,7 +21,7 @@ def decoded(values, kind=None):
         ([[1, 2]], pa.list_view(pa.int64()), r"list_view<item: int64>, which has no tensor"),
     ],
 )
-def test_what_has_no_tensor(values, kind, said):
+def test_decode_of_a_type_without_a_tensor_is_refused(values, kind, said):
     with pytest.raises(DataError, match=said):
         decoded(values, kind)
 

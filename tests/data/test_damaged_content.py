@@ -203,7 +203,7 @@ def test_columns_that_parquet_cannot_hold_are_named_by_convert(tmp_path):
 
 
 def test_lists_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
-    """What it wrote could not be read."""
+    """Parquet files of such lists could not be read."""
     batch = pa.record_batch({"v": pa.array([[], None], pa.list_(pa.int64(), 0))})
     with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
@@ -230,7 +230,7 @@ def test_sparse_tar_member_is_refused(tmp_path):
 
 
 def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
-    """Its content became the sample's key, and two samples one."""
+    """The member's content became the sample's key, and two samples became one."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name in ("1.__key__", "1.txt"):
             member = tarfile.TarInfo(name)

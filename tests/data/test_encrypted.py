@@ -106,7 +106,7 @@ from elastic_dp.config import DataConfig
 path = sys.argv[1]
 content = open(path, "rb").read()
 length = 8 * int.from_bytes(content[-8:-4], "little")
-kinds = set()
+refused = 0
 for bit in range(int(sys.argv[2]), length, int(sys.argv[3])):
     flipped, at = bytearray(content), len(content) - 8 - length // 8 + bit // 8
     flipped[at] ^= 1 << bit % 8
@@ -116,8 +116,8 @@ for bit in range(int(sys.argv[2]), length, int(sys.argv[3])):
         try:
             read()
         except DataError:
-            pass
-print("done")
+            refused += 1
+print("done" if refused else "no flipped bit was refused")
 """
 
 

@@ -528,7 +528,7 @@ ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})
         ({"a": ONE.rename_columns(["x", "x"])}, {}, r"several columns named 'x'"),
     ],
 )
-def test_what_cannot_be_read(shards, changes, said, tmp_path):
+def test_read_index_of_unreadable_shards_is_refused(shards, changes, said, tmp_path):
     for name, content in shards.items():
         pq.write_table(content, tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=said):
@@ -632,7 +632,7 @@ def test_a_footer_that_the_index_kept_is_not_asked_for_again(tmp_path, monkeypat
 
 
 def test_footers_are_kept_where_each_read_asks_for_the_same_version(tmp_path):
-    """And asking takes a request."""
+    """Asking for a version takes a request."""
     parquet(tmp_path / "a", nested(0, 20))
     assert read_index(config(tmp_path)).footer(0) is None
     store = Store(in_memory(tmp_path))
@@ -693,7 +693,7 @@ class Bucket:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "csv"])
 def test_two_buckets_with_objects_of_one_path(kind, tmp_path):
-    """What is kept of one, a footer or a header, is not that of the other."""
+    """A footer or header that is kept of one object is not used for the other."""
     both = []
     for columns in (("a", "b"), ("b", "a")):
         written = pa.table({name: [ord(name)] * 20 for name in columns})

@@ -160,7 +160,7 @@ def test_difference_names_the_column(folder):
     assert difference(old, new) == "column 'half' was float, and is not read"
 
 
-def test_several_sources(folder, tmp_path_factory):
+def test_read_index_of_several_sources_keeps_weights_and_ranges(folder, tmp_path_factory):
     copy = copied(folder, tmp_path_factory.mktemp("a") / "copy")
     wanted = config({str(folder): 3, f"{copy}/part-[01].parquet": 1})
     index = read_index(wanted)
@@ -287,7 +287,7 @@ def test_a_signed_url_names_its_shard_without_the_signature():
     assert prefix_of("s3://bucket/a/*.parquet", False) == prefix_of("s3://bucket/a", False)
 
 
-def test_what_a_large_row_group_took_beside_its_columns_is_given_back_at_once(tmp_path):
+def test_large_row_group_gives_back_the_memory_beside_its_columns(tmp_path):
     numbers = np.arange(8 << 20)
     path = tmp_path / "part-0.parquet"
     pq.write_table(
@@ -343,7 +343,7 @@ print(peak_kib() - before, groups.reading_bytes[0])
     assert grown_kib << 10 <= 1.1 * said
 
 
-def test_what_small_columns_hold_is_all_of_their_buffers(tmp_path):
+def test_small_columns_count_all_of_their_buffers(tmp_path):
     """Whose lengths are powers of two; but for offsets, which are made anew."""
     numbers = np.arange(5 << 18, dtype=np.int32)
     offsets = np.arange(0, len(numbers) + 1, 20, dtype=np.int32)

@@ -116,7 +116,7 @@ def test_evaluation_in_order_with_a_short_last_batch():
     assert numbers.tolist() == list(range(50))
 
 
-def test_fingerprint():
+def test_fingerprint_changes_with_data_and_settings():
     def fingerprint(rows: int = 50, virtual_workers: int = 2, **changes) -> str:
         config = MapStyleData(list(range(rows)), **({"micro_batch_size": 4} | changes))
         return open_data(config, virtual_workers=virtual_workers).fingerprint
@@ -128,7 +128,7 @@ def test_fingerprint():
     assert open_data(tuple_of_them, virtual_workers=2).fingerprint != fingerprint()
 
 
-def test_too_small():
+def test_map_style_data_with_too_few_rows_is_refused():
     with pytest.raises(DataError, match="is empty"):
         open_data(MapStyleData([], micro_batch_size=4), virtual_workers=2)
     with pytest.raises(DataError, match="3 rows, fewer than one global batch of 8"):

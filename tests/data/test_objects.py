@@ -178,7 +178,7 @@ def test_ragged_lists_of_lists_are_lists_of_arrays(kind, tmp_path):
 
 
 def test_a_row_of_lists_is_the_same_beside_ragged_ones_and_beside_none():
-    """It depends on the row alone, not on its row group."""
+    """The form of a list depends on its row alone, not on the row group."""
     kind = pa.list_(pa.list_(pa.int32()))
     whole, ragged, empty = [[[1, 2], [3, 4]]], [[[1, 2], [3, 4]], [[1], []], []], [[], []]
     columns = [
@@ -189,7 +189,7 @@ def test_a_row_of_lists_is_the_same_beside_ragged_ones_and_beside_none():
     assert rows[0].shape == rows[1].shape == (2, 2) and rows[3].shape == rows[4].shape == (0, 0)
 
 
-def test_without_user_code_objects_are_lists_as_text_is(tmp_path):
+def test_objects_without_user_code_are_lists_as_text_is(tmp_path):
     BINARY["parquet"](tmp_path / "a", TABLE)
     data = open_data(
         config(tmp_path, micro_batch_size=3, columns=["chat", "us"], shuffle="none"),
@@ -240,7 +240,7 @@ def test_objects_are_the_same_on_any_fleet(workers, options, tmp_path):
     assert seen == Counter(OBJECTS["price"].to_pylist() * 2)
 
 
-def test_what_is_made_ahead_of_objects_counts(tmp_path):
+def test_objects_made_ahead_count_towards_memory(tmp_path):
     """Text counted as nothing: as much of it was made ahead as there were chunks for."""
     chats = [[{"role": "user", "content": "x" * 1000}] * 4] * 64
     column = decode_column(pa.chunked_array([pa.array(chats)]), "x")
@@ -278,7 +278,7 @@ def test_chat_messages_of_json_lines_whose_keys_come_and_go(tmp_path, monkeypatc
         (pa.nulls(3, pa.list_view(pa.int64())), r"'x' is list_view<.*which has no tensor"),
     ],
 )
-def test_what_has_neither_a_tensor_nor_objects_is_refused_at_open(column, said, tmp_path):
+def test_column_without_a_tensor_or_objects_is_refused_at_open(column, said, tmp_path):
     BINARY["arrow file"](tmp_path / "a", pa.table({"x": column}))
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path))

@@ -248,7 +248,9 @@ def not_parquet(folder: Path) -> DataConfig:
         (not_parquet, r"cannot read the footer of a\.parquet"),
     ],
 )
-def test_what_cannot_be_opened(make: Callable[[Path], DataConfig], said: str, tmp_path: Path):
+def test_open_data_of_an_unreadable_source_is_refused(
+    make: Callable[[Path], DataConfig], said: str, tmp_path: Path
+):
     with pytest.raises(DataError, match=said):
         open_data(make(tmp_path), virtual_workers=2)
 

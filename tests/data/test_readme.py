@@ -41,7 +41,7 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers.Tokenizer, "from_pretrained", lambda name: asked[name])
 
 
-def test_every_command_does_what_it_says(raw):
+def test_readme_commands_do_what_they_say(raw):
     assert len(COMMANDS) == 8
     for command in COMMANDS:
         result = CliRunner().invoke(cli.app, shlex.split(command))
@@ -55,7 +55,7 @@ def test_every_command_does_what_it_says(raw):
     assert rows == expected | {"bytes": books // 2049, "gpt2": 10_001 // 2049, "code": 8001 // 2049}
 
 
-def test_the_python_of_it(raw, capsys):
+def test_readme_python_runs_as_written(raw, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     exec(code, {})
     assert 'shuffle="full"' in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_row_groups_are_read_in_the_order_in_which_they_are_needed():
 
 
 @pytest.mark.parametrize(("fit", "at_once"), [(80, READ_THREADS), (5, 5)])
-def test_as_many_are_on_their_way_as_there_are_threads_or_as_fit(fit, at_once):
+def test_reads_in_flight_are_limited_by_threads_and_memory(fit, at_once):
     groups, lock, opens = FakeRowGroups([10] * 80), threading.Lock(), threading.Event()
     inside = most = 0
 
@@ -70,7 +70,7 @@ def test_as_many_are_on_their_way_as_there_are_threads_or_as_fit(fit, at_once):
     assert most == at_once
 
 
-def test_what_no_plan_needs_is_dropped_and_what_is_still_needed_stays():
+def test_row_group_that_no_plan_needs_is_dropped_and_a_needed_one_stays():
     groups = FakeRowGroups([10] * 4)
     reader = opened(groups, 1 << 20)
     reader.plan([((1, 0), [0, 1]), ((2, 0), [1])])
@@ -114,7 +114,7 @@ def test_a_row_group_that_two_hold_is_neithers_own():
     reader.close()
 
 
-def test_what_stays_for_who_comes_back_is_nobodys_own():
+def test_row_group_that_is_kept_for_later_has_no_owner():
     groups = FakeRowGroups([10])
     reader = opened(groups, 1 << 20, keep=True)
     reader.take((1, 0), [0])
@@ -134,7 +134,7 @@ def test_kept_ones_give_way_when_memory_is_wanted():
     reader.close()
 
 
-def test_who_needs_it_first_gets_memory_from_what_is_needed_later():
+def test_urgent_row_group_takes_memory_from_those_needed_later():
     groups = FakeRowGroups([10] * 4)
     reader = opened(groups, int(groups.nbytes[0]) * 2)
     reader.plan([((9, 0), [0, 1])])
@@ -224,7 +224,7 @@ def test_an_estimate_that_was_too_low_stops_nobody():
     reader.close()
 
 
-def test_what_cannot_be_decoded_is_handed_out_as_such_and_not_read_again():
+def test_undecodable_row_group_is_handed_out_as_bad_and_not_read_again():
     groups = FakeRowGroups([10] * 3, bad=[1])
     reader = opened(groups, 1 << 20)
     reader.plan([((1, 0), [0, 1]), ((2, 0), [1, 2])])
@@ -234,7 +234,7 @@ def test_what_cannot_be_decoded_is_handed_out_as_such_and_not_read_again():
     reader.close()
 
 
-def test_what_a_store_refused_is_raised_and_tried_again_the_next_time():
+def test_store_error_is_raised_and_the_read_is_tried_again_next_time():
     refused = [StorageError("403 AccessDenied")]
 
     def before(number: int) -> None:

@@ -114,7 +114,7 @@ def test_rows_are_equal_and_in_order(tmp_path, monkeypatch, write, format):
         assert group_rows(tmp_path / "out") == [64] * 15 + [40]
 
 
-def test_what_was_converted_can_be_trained_on(tmp_path):
+def test_convert_output_can_be_trained_on(tmp_path):
     write_jsonl(tmp_path)
     convert(str(tmp_path), str(tmp_path / "out"), rows_per_group=64, columns=["x", "id"])
     data = open_data(DataConfig(str(tmp_path / "out"), micro_batch_size=10), virtual_workers=4)
@@ -399,7 +399,7 @@ def _break_off(after: int):
 
 
 @pytest.mark.parametrize("empty", ["file", "memory", "s3"], indirect=True)
-def test_what_was_broken_off_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch, empty):
+def test_convert_that_fails_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch, empty):
     out, system, path = empty
     monkeypatch.setattr(text_format, "GROUP_BYTES", 2000)
     write_jsonl(tmp_path)
@@ -415,6 +415,7 @@ def test_what_was_broken_off_leaves_nothing_and_can_be_repeated(tmp_path, monkey
     system.invalidate_cache()
     assert system.find(path) == [] and not list(tmp_path.glob(".*"))
     made = convert(str(tmp_path), out, on_progress=look, **shape)
+    assert len(while_there) > 1
     for names in while_there:
         assert names == [] if out.startswith("/") else "_incomplete" in names
     system.invalidate_cache()
@@ -422,7 +423,7 @@ def test_what_was_broken_off_leaves_nothing_and_can_be_repeated(tmp_path, monkey
 
 
 @pytest.mark.parametrize("empty", ["file", "memory", "s3"], indirect=True)
-def test_what_was_killed_does_not_read_as_a_data_set(tmp_path, empty):
+def test_convert_that_was_killed_leaves_no_readable_data_set(tmp_path, empty):
     """A kill is an exception that nobody handles: what lies there in the middle is looked at."""
     write_jsonl(tmp_path)
     out = empty[0]
@@ -585,7 +586,7 @@ def test_opening_a_folder_for_training_says_what_is_not_read_in_it(tmp_path, cap
         ({"a.csv": "a\n1\n"}, {"format": "arrow", "compression": "snappy"}, "none, lz4, zstd"),
     ],
 )
-def test_what_cannot_be_converted_is_said(tmp_path, files, asked, words):
+def test_convert_of_an_unreadable_source_says_why_and_leaves_nothing(tmp_path, files, asked, words):
     source = tmp_path / "source"
     for name, content in files.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ def text(gpt, tmp_path_factory) -> Path:
     return folder
 
 
-def test_text_shards(gpt, text):
+def test_text_shards_have_blocks_in_several_row_groups(gpt, text):
     shards = sorted(text.iterdir())
     assert len(shards) == 8
     assert pq.ParquetFile(shards[0]).num_row_groups > 3
@@ -47,7 +47,7 @@ def test_a_crash_leaves_nothing_half(gpt, tmp_path, monkeypatch):
 
 
 def test_gpt_learns_and_samples(gpt, text, tmp_path):
-    """Its loss falls well below what any model could reach that does not look at the context."""
+    """The loss falls well below what any model could reach that does not look at the context."""
     trainer = gpt.make_trainer(
         name="a",
         storage_path=str(tmp_path),

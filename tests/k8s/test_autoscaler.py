@@ -59,7 +59,7 @@ def test_spot_comes_first(spec, monkeypatch, told):
     assert told(there.until(lambda state: not state.pending_instances)) == ""
 
 
-def test_on_demand_when_spot_is_exhausted(spec, monkeypatch):
+def test_autoscaler_takes_on_demand_when_spot_is_exhausted(spec, monkeypatch):
     there = Cluster(spec, monkeypatch, "allocate_status_timeout_s")
     there.kubernetes.capacity["spot"] = 1
     there.gcs.demand = wants("spot-first", 2)
@@ -67,7 +67,7 @@ def test_on_demand_when_spot_is_exhausted(spec, monkeypatch):
     assert [pod.group for pod in there.kubernetes.workers()] == ["spot", "on-demand"]
 
 
-def test_what_is_pending_is_said(spec, monkeypatch, told):
+def test_autoscaler_says_which_nodes_are_pending(spec, monkeypatch, told):
     there = Cluster(spec, monkeypatch)
     there.kubernetes.capacity["spot"] = 0
     there.gcs.demand = wants("spot-first", 2)
@@ -75,7 +75,7 @@ def test_what_is_pending_is_said(spec, monkeypatch, told):
     assert said == "it has asked for nodes that are not up yet: 2 of group spot"
 
 
-def test_without_the_right_to_patch(spec, monkeypatch, told):
+def test_autoscaler_without_the_right_to_patch_says_so(spec, monkeypatch, told):
     there = Cluster(spec, monkeypatch)
     there.kubernetes.refuses["PATCH"] = 403
     there.gcs.demand = wants("spot-first", 2)
@@ -86,7 +86,7 @@ def test_without_the_right_to_patch(spec, monkeypatch, told):
     assert there.kubernetes.patches == [] == there.kubernetes.workers()
 
 
-def test_without_a_token(spec, monkeypatch, caplog):
+def test_autoscaler_without_a_token_says_so_in_its_log(spec, monkeypatch, caplog):
     there = Cluster(spec, monkeypatch)
     there.gcs.demand = wants("spot-first")
     there.kubernetes.refuses["GET"] = 401
@@ -116,7 +116,7 @@ def test_a_kind_of_gpu_that_nobody_has(spec, monkeypatch, told):
     assert "8.0" not in said  # another job's
 
 
-def test_on_demand_only_where_there_is_only_spot(spec, monkeypatch, told):
+def test_autoscaler_without_an_on_demand_group_says_what_it_cannot_place(spec, monkeypatch, told):
     spec["workerGroupSpecs"] = [group for group in spec["workerGroupSpecs"] if group["groupName"] == "spot"]  # fmt: skip
     there = Cluster(spec, monkeypatch)
     there.gcs.demand = wants("on-demand")

@@ -343,7 +343,7 @@ def test_pods_are_let_into_their_namespace(folder):
         assert level == ("privileged" if name == "gke-gpudirect" else "restricted")
 
 
-def test_on_minio_keys_come_from_a_secret_and_its_address_is_let_out():
+def test_minio_overlay_takes_keys_from_a_secret_and_lets_its_address_out():
     objects = build("overlays/minio")
     for template in templates(objects).values():
         [container] = template["spec"]["containers"]
@@ -357,7 +357,7 @@ def test_on_minio_keys_come_from_a_secret_and_its_address_is_let_out():
         }
 
 
-def test_on_nfs_all_pods_mount_the_runs_and_go_out_by_the_proxy():
+def test_nfs_overlay_mounts_the_runs_and_goes_out_by_the_proxy():
     """gRPC takes a proxy from https_proxy, in small letters, alone (doc/environment_variables.md of grpc/grpc)."""
     for template in templates(build("overlays/nfs")).values():
         [container] = template["spec"]["containers"]
@@ -381,7 +381,7 @@ def test_priorities_are_classes_that_there_are_and_spot_yields_to_all(folder):
     assert spot["preemptionPolicy"] == "Never"
 
 
-def test_other_clouds_name_no_class():
+def test_cloud_overlays_name_no_priority_class():
     """A class that is not there keeps a pod from being made at all."""
     for folder in set(OVERLAYS) - {"overlays/minio", "overlays/nfs"}:
         assert not any("priorityClassName" in t["spec"] for t in templates(build(folder)).values())

@@ -96,7 +96,9 @@ def test_dockerfile_obeys_hadolint():
             assert "--yes" in run and "--no-install-recommends" in run
             assert "rm -rf /var/lib/apt/lists/*" in run and "apt-get update" in run
             assert "apt-get upgrade" not in run  # DL3005
-        for command in re.findall(r"pip install[^;&]*", run):
+        installs = re.findall(r"pip install[^;&]*", run)
+        assert bool(installs) == ("pip install" in run)
+        for command in installs:
             assert "--no-cache-dir" in command  # DL3042
             pinned = "==" in command or "-c constraints.txt" in command or "--no-deps" in command
             assert pinned, command  # DL3013

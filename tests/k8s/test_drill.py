@@ -38,7 +38,7 @@ def asked(*words, code=0):
 
 @pytest.mark.parametrize("late", [False, True], ids=["whole", "a part is late"])
 @pytest.mark.filterwarnings("ignore:since the last start of this run")
-def test_the_drill(tmp_path, late):
+def test_drill_on_a_copied_run_ends_with_the_undisturbed_weights(tmp_path, late):
     fit(tmp_path / "runs", 6)
     west = tmp_path / "west" / "runs" / "gpt"
     shutil.copytree(tmp_path / "runs" / "gpt", west)

@@ -7,13 +7,13 @@ from tests.k8s.manifests import OVERLAYS, build
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=str)
-def test_every_overlay_has(field):
+def test_overlays_have_every_needed_field(field):
     for folder in OVERLAYS:
         assert str(field) not in broken(build(folder)), f"{folder}: {field.why}"
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=str)
-def test_without_it_a_test_fails(field):
+def test_overlay_without_a_needed_field_fails_a_test(field):
     objects = build("overlays/eks-spot")
     for owner in owners(objects, field):
         take_away(owner, field)

@@ -52,7 +52,7 @@ def test_a_spot_worker_is_done_before_its_machine_goes(folder):
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_one_name_selects_the_pods_of_one_run(folder):
+def test_pods_of_a_run_are_selected_by_its_name(folder):
     objects = build(folder)
     name = ray_object(objects)["metadata"]["name"]
     for template in templates(objects).values():
@@ -151,7 +151,7 @@ def test_service_accounts_are_made_for_the_namespace(folder):
     assert pods["head"]["spec"]["serviceAccountName"] != pods["spot"]["spec"]["serviceAccountName"]
 
 
-def test_what_is_bound_are_roles_that_there_are():
+def test_role_bindings_bind_roles_that_exist():
     made = build("namespaces/base")
     roles = {role["metadata"]["name"]: role for role in of_kind(made, "Role")}
     assert {binding["roleRef"]["name"] for binding in of_kind(made, "RoleBinding")} == set(roles)
@@ -166,7 +166,7 @@ def test_what_is_bound_are_roles_that_there_are():
     ("role", "folder"),
     [("engineer", folder) for folder in RUNS] + [("operator", folder) for folder in OVERLAYS],
 )
-def test_who_applies_an_overlay_may(role, folder):
+def test_roles_allow_applying_their_overlay(role, folder):
     """`kubectl apply` looks, creates what is not there and patches what is."""
     roles = of_kind(build("namespaces/base"), "Role")
     (rules,) = (r["rules"] for r in roles if r["metadata"]["name"] == f"elastic-dp-{role}")
@@ -190,7 +190,7 @@ def test_the_image_is_one_and_its_tag_says_which(folder):
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_what_rays_autoscaler_reads(folder):
+def test_rays_autoscaler_reads_the_groups_as_meant(folder):
     objects = build(folder)
     resource = {"metadata": {"name": "c", "namespace": "n"}, "spec": cluster(objects)}
     config = _derive_autoscaling_config_from_ray_cr(resource)

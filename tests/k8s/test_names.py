@@ -67,7 +67,7 @@ def test_a_manifest_names_no_other_port(folder):
                 assert port["port"] in KNOWN["ports"], port
 
 
-def test_nothing_is_known_that_no_manifest_names():
+def test_known_variables_and_ports_are_all_in_a_manifest():
     objects = [build(folder) for folder in OVERLAYS]
     named = {name for made in objects for _, c in containers(made) for name in environment(c)}
     assert named == set(KNOWN["environment"])
@@ -109,9 +109,9 @@ def test_secrets_only_by_reference(folder):
     assert not of_kind(objects, "Secret")
     text = yaml.safe_dump(objects)
     assert "runtimeEnvYAML" not in text  # Ray logs what is in it
-    for line in re.findall(
-        r".*(?:password|token|secret|credential|_key):[ ]*\S+$", text, re.I | re.M
-    ):
+    lines = re.findall(r".*(?:password|token|secret|credential|_key):[ ]*\S+$", text, re.I | re.M)
+    assert lines or folder in SHARED, "each run says at least how it authenticates"
+    for line in lines:
         field = line.strip().partition(":")[0]
         assert field in ("mode", "automountServiceAccountToken"), line
 

@@ -50,7 +50,7 @@ def test_each_component_is_in_an_overlay():
 
 
 @pytest.mark.parametrize("folder", OVERLAYS)
-def test_what_the_operator_refuses(folder):
+def test_overlays_have_nothing_that_the_operator_refuses(folder):
     objects = build(folder)
     thing, spec = ray_object(objects), cluster(objects)
     assert len(thing["metadata"]["name"]) <= LONGEST_NAME

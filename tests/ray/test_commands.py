@@ -190,8 +190,8 @@ input()
 """
 
 
-def test_another_terminal_reaches_the_ray_that_a_script_started(tmp_path):
-    """Which asks for the token that Ray has saved in the user's home."""
+def test_second_terminal_reaches_the_ray_that_a_script_started(tmp_path):
+    """The first Ray asks for the token that it has saved in the user's home."""
     env = os.environ | {"HOME": str(tmp_path)}
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE"):
         env.pop(name, None)

@@ -145,7 +145,7 @@ def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
 
 
 def test_a_run_outlives_the_gcs(two, tmp_path):
-    """And its controller, which dies meanwhile."""
+    """The controller dies meanwhile, too."""
     run = trainer(tmp_path, "head", steps=FOR_EVER, workers=2, body_s=0.05).start()
     whole = wait_for(run, lambda s: is_whole(s, 2) and s["step"] >= 5)
     pids, controller = pids_of(run, members(whole)), pid_of_controller("head")

@@ -53,7 +53,7 @@ def test_a_killed_worker_costs_nothing_but_its_step(tmp_path):
 
 
 def test_all_workers_are_killed_and_the_run_goes_on_from_its_newest_checkpoint(tmp_path):
-    """It costs the steps since then, and no more."""
+    """The loss costs the steps since that checkpoint, and no more."""
     url = tmp_path / "all"
     run = trainer(tmp_path, "all", steps=FOR_EVER, workers=2, every_steps=10, body_s=0.05).start()
     catalog = Catalog(Store(str(url)))

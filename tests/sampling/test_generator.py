@@ -19,7 +19,7 @@ def permutation(size: int, key: int) -> list[int]:
     return permute(np.arange(size), sizes, keys).tolist()
 
 
-def test_golden_words():
+def test_golden_words_are_unchanged():
     assert mix64(0x1) == 0x5692161D100B05E5
     assert mix64(0x8000000000000000) == 0x25C26EA579CEA98A
     assert derive(0) == 0x910A2DEC89025CC1
@@ -28,14 +28,14 @@ def test_golden_words():
     assert derive(18446744073709551616, 5) == 0x8728E6207EE3BEE5
 
 
-def test_golden_permutations():
+def test_golden_permutations_are_unchanged():
     assert permutation(1, 0) == [0]
     assert permutation(2, 1) == [0, 1]
     assert permutation(5, 2) == [2, 4, 0, 3, 1]
     assert permutation(16, 3) == [2, 9, 5, 1, 6, 12, 13, 0, 8, 4, 11, 15, 3, 7, 10, 14]
 
 
-def test_golden_seeds():
+def test_golden_seeds_are_unchanged():
     assert seed_for(0, 1, 0) == 0x40268385D4FCF1A3
     assert seed_for(0, 1, 1) == 0xF541939D51746FCD
     assert seed_for(7, 1000, 3) == 0x5402D01BFEF7AF2B
@@ -43,13 +43,13 @@ def test_golden_seeds():
     assert body_seed(7, 1000) == 0x348EE6C2088ECEDC
 
 
-def test_what_makes_a_batch_and_the_forward_pass_draw_different_numbers():
+def test_batch_and_forward_pass_draw_from_different_seeds():
     places = list(product(range(3), range(1, 20), range(8)))
     seeds = [made(*place) for place in places for made in (seed_for, batch_seed)]
     assert len(set(seeds)) == 2 * len(places)
 
 
-def test_golden_generators():
+def test_golden_generators_are_unchanged():
     """The bits of Philox, which NumPy keeps; no method of the generator is pinned, since it keeps none."""
     words = [0xF1CED3E4AB64D674, 0x188CFF074D7E584E, 0x53A0293C6EAB2831]
     for (step, v), word in zip([(1, 0), (1, 1), (1000, 3)], words, strict=True):
@@ -66,7 +66,7 @@ def test_words_agree_with_the_scalar():
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-def test_permutes(size, key):
+def test_permutation_contains_each_index_once(size, key):
     assert sorted(permutation(size, key)) == list(range(size))
 
 

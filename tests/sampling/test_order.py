@@ -76,7 +76,7 @@ def located(order: Order, places: list[tuple[int, int]]) -> list[list[tuple[int,
     return [list(zip(groups.tolist(), rows.tolist(), strict=True)) for groups, rows in found]
 
 
-def test_golden_order():
+def test_golden_order_is_unchanged():
     """Pinned anew with "order 2": streams by the size of row groups, the turn without cuts, faster rounds."""
     settings = dict(group_rows=[5, 0, 7, 3, 9], virtual_workers=2, micro_batch_size=3, seed=42)
     order = Order(**settings)

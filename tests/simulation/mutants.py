@@ -4,6 +4,9 @@ A mutant replaces one expression, or one or several statements, in the syntax tr
 code must be there exactly once, so a guard cannot be lost unnoticed; how it is laid out and in which file it stands does
 not matter. It is caught by the scripted scenes of tests/coordinator (for guards that take a rare coincidence to matter),
 or by a seed of the simulator.
+
+The table is one file, longer than others: each entry is read alone and found by the function it names, a guard often
+belongs to several parts of the coordinator, and a guard that moves to another part needs no change here.
 """
 
 from __future__ import annotations
@@ -25,7 +28,16 @@ from elastic_dp.coordinator import membership, messages
 
 WORKERS = "tests.simulation.workers"
 SCENES = (
-    "test_coordinator",
+    "test_startup",
+    "test_generations",
+    "test_leases",
+    "test_leadership",
+    "test_scaling",
+    "test_failures",
+    "test_finishing",
+    "test_takeover",
+    "test_restore",
+    "test_old_messages",
     "test_hang_detector",
     "test_replica_mismatch",
     "test_drain_checkpointer",

@@ -57,14 +57,14 @@ def objects(words: str) -> Iterator[None]:
         yield
 
 
-def test_one_that_was_given_up_may_complete_what_the_others_left() -> None:
+def test_late_commit_of_an_evicted_worker_is_allowed() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     beside.commit("w1", 1)
     assert beside.world.check.marks["late commit"] == 1
 
 
-def test_once() -> None:
+def test_late_commit_a_second_time_violates() -> None:
     beside = Beside()
     for step in (1, 2):
         for name in beside.workers:
@@ -77,7 +77,7 @@ def test_once() -> None:
         beside.commit("w1", 1)
 
 
-def test_with_other_weights_it_may_not() -> None:
+def test_late_commit_with_other_weights_violates() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     worker = beside.workers["w1"]
@@ -86,22 +86,22 @@ def test_with_other_weights_it_may_not() -> None:
         beside.world.check.committed(worker, beside.groups[1])
 
 
-def test_nor_one_that_was_not_given_up() -> None:
+def test_late_commit_of_a_worker_that_was_not_evicted_violates() -> None:
     beside = Beside(given_up="")
     beside.enter("w1", 1)
     with objects("was not given up"):
         beside.commit("w1", 1)
 
 
-def test_nor_where_nobody_had_left() -> None:
-    """Nothing but the lease keeps it from going on for ever then."""
+def test_late_commit_before_any_member_left_violates() -> None:
+    """Only the lease keeps such a worker from going on for ever."""
     beside = Beside(given_up="w1 w2 w3", left="")
     beside.enter("w1", 1)
     with objects("nobody had left it"):
         beside.commit("w1", 1)
 
 
-def test_nor_with_one_that_had_left() -> None:
+def test_late_commit_together_with_a_member_that_had_left_violates() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     beside.enter("w3", 1)
@@ -109,7 +109,7 @@ def test_nor_with_one_that_had_left() -> None:
         beside.commit("w1", 1)
 
 
-def test_nor_with_one_that_is_there_and_was_not_given_up() -> None:
+def test_late_commit_together_with_a_member_that_was_not_evicted_violates() -> None:
     beside = Beside(left="w2")
     beside.enter("w1", 1)
     beside.enter("w3", 1)
@@ -117,7 +117,7 @@ def test_nor_with_one_that_is_there_and_was_not_given_up() -> None:
         beside.commit("w1", 1)
 
 
-def test_nor_a_step_beyond_the_one_in_flight() -> None:
+def test_late_commit_beyond_the_step_in_flight_violates() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     beside.workers["w1"].step = 1
@@ -126,7 +126,7 @@ def test_nor_a_step_beyond_the_one_in_flight() -> None:
         beside.commit("w1", 1)
 
 
-def test_nobody_takes_it_over() -> None:
+def test_hand_over_of_a_late_commit_violates() -> None:
     beside = Beside()
     beside.enter("w1", 1)
     beside.commit("w1", 1)

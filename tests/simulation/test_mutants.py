@@ -35,7 +35,7 @@ def test_a_missing_guard_is_noticed(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda mutant: mutant.name)
-def test_what_is_not_broken_passes(control: Mutant) -> None:
+def test_unbroken_control_passes(control: Mutant) -> None:
     """Else a mutant may be caught by the way it is made, and not for what it lacks."""
     assert caught_in_a_scene(control) is None
     assert caught(control, range(60)) is None

@@ -77,7 +77,7 @@ def test_a_folder_whose_name_another_begins_with_is_not_mixed_up(place):
     assert names(store, store.find(store.path)) == ["1"]
 
 
-def test_one_file_is_found_as_itself(place):
+def test_find_of_a_file_gives_that_file(place):
     place.plant("one.parquet", CONTENT)
     store = place.open("one.parquet")
     (entry,) = store.find(store.path)
@@ -85,7 +85,7 @@ def test_one_file_is_found_as_itself(place):
     assert bytes(store.read_all(entry.path, entry.version)) == CONTENT
 
 
-def test_nothing_is_found_where_nothing_is(place):
+def test_find_of_a_missing_path_gives_no_entries(place):
     need_lists(place)
     store = place.open("nowhere")
     assert store.find(store.path) == []
@@ -105,7 +105,7 @@ def test_nothing_is_found_where_nothing_is(place):
         ("a*", ["a.parquet"]),
     ],
 )
-def test_globs(place, pattern, expected):
+def test_find_expands_globs(place, pattern, expected):
     need_lists(place)
     for name in ["a.parquet", "b.parquet", "x.txt", "sub/c.parquet", "sub/d/e.parquet"]:
         place.plant(name, b"x")
@@ -126,7 +126,7 @@ def test_ranges_are_exact(place):
 
 
 @pytest.mark.parametrize("start", [len(CONTENT) - 10, len(CONTENT), len(CONTENT) + 10])
-def test_past_the_end_is_an_error(place, start):
+def test_read_past_the_end_is_an_error(place, start):
     place.plant("shard", CONTENT)
     store = place.open("shard")
     with pytest.raises(ObjectRewritten, match="shard"):
@@ -167,7 +167,7 @@ def test_a_rewritten_object_is_not_read_as_the_old_one(place):
     assert bytes(store.read(store.path, 3, 9, after.version)) == CONTENT[::-1][3:9]
 
 
-def test_what_is_written_is_read(place):
+def test_write_is_read_back(place):
     need_lists(place)
     store = place.open()
     path = store.path.rstrip("/") + "/deep/er/part-0"
@@ -190,7 +190,7 @@ def test_create_only_refuses_the_second(place):
     assert names(store, store.find(store.path)) == ["seal"]  # nothing is left aside
 
 
-def test_of_many_creators_one_wins(place):
+def test_create_only_by_many_writers_has_one_winner(place):
     need_lists(place)
     store = place.open()
     path = store.path.rstrip("/") + "/seal"
@@ -208,7 +208,7 @@ def test_of_many_creators_one_wins(place):
     assert bytes(store.read_all(path)) == f"creator {winners[0]}".encode()
 
 
-def test_delete(place):
+def test_delete_removes_a_file(place):
     need_lists(place)
     place.plant("old", b"x")
     store = place.open()
@@ -242,7 +242,7 @@ def test_names_with_odd_characters(place):
     assert bytes(store.read(entry.path, 1, 5, entry.version)) == CONTENT[1:5]
 
 
-def test_counts(place):
+def test_counts_add_up_requests_and_bytes(place):
     place.plant("shard", CONTENT)
     store = place.open("shard")
     for start in range(7):

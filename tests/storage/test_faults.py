@@ -45,7 +45,7 @@ def read_exactly(store, path, number, threads, version=""):
         assert all(pool.map(read, spans(number)))
 
 
-def test_with_5_percent_of_each_fault_every_read_is_exact(bucket):
+def test_reads_with_5_percent_of_each_fault_are_exact(bucket):
     endpoint, name = bucket
     with FaultProxy(endpoint, dict.fromkeys(FAULTS, 0.05), seed=3) as proxy:
         store = s3(proxy.url, f"s3://{name}", timeout_s=8.0)
@@ -64,8 +64,8 @@ def test_with_5_percent_of_each_fault_every_read_is_exact(bucket):
 
 
 @pytest.mark.parametrize("kind", ["s3fs", "http"])
-def test_through_other_libraries_too(kind, request, tmp_path):
-    """They cannot tell a stale answer; see fsspec_backend.py."""
+def test_reads_through_s3fs_and_http_with_faults_are_exact(kind, request, tmp_path):
+    """These libraries cannot tell a stale answer; see fsspec_backend.py."""
     rates = dict.fromkeys(("error", "stall", "cut", "reset"), 0.05)
     (tmp_path / "shard").write_bytes(NEW)
     with http_server(tmp_path) as files:
@@ -102,7 +102,7 @@ def test_a_store_that_is_away_is_waited_for_and_said_once(bucket):
         assert said[1] == f"s3://{name} is back"
 
 
-def test_without_anyone_to_tell_it_raises(bucket):
+def test_store_without_a_wait_callback_raises_when_the_time_is_up(bucket):
     endpoint, name = bucket
     with FaultProxy(endpoint) as proxy:
         store = s3(proxy.url, f"s3://{name}", timeout_s=0.5, on_wait=None)
@@ -216,7 +216,7 @@ KINDS = ["s3", "s3fs", "http", "http-fsspec"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_pass_is_raised_at_once(kind):
+def test_permanent_http_status_is_raised_at_once(kind):
     for status in (301, 400, 401, 403, 405, 416, 501):
         with answering_server(status, XML) as url:
             store = answered(kind, url)
@@ -228,7 +228,7 @@ def test_what_cannot_pass_is_raised_at_once(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_pass_is_tried_again(kind):
+def test_transient_http_status_is_tried_again(kind):
     for status in (429, 503) if kind == "s3fs" else (408, 429, 500, 502, 503, 504):
         with answering_server(status, XML) as url:
             store = answered(kind, url)

@@ -48,7 +48,7 @@ def test_a_link_to_itself_is_not_listed_and_is_named_where_it_is_read(tmp_path):
         store.read_all(f"{store.path}/loop")
 
 
-def test_what_is_no_file_is_named_and_nothing_is_waited_for(tmp_path):
+def test_folder_or_pipe_in_place_of_a_file_is_named_without_waiting(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     store = Store(str(tmp_path))

@@ -31,7 +31,7 @@ def backend(url, options=None):
         ("memory://a/b", "/a/b"),
     ],
 )
-def test_paths(url, path):
+def test_store_path_is_that_of_its_url(url, path):
     assert Store(url).path == path
 
 
@@ -62,7 +62,7 @@ def test_the_words_of_gcsfs_and_adlfs():
     assert az("c", {"connection_string": "x"}) is None
 
 
-def test_what_obstore_has_no_word_for_goes_through_fsspec():
+def test_option_that_obstore_lacks_goes_through_fsspec():
     assert backend("s3://bucket", {"key": "k", "secret": "s"}) == "ObstoreBackend"
     assert backend("s3://bucket", {"profile": "p"}) == "FsspecBackend"
     assert backend("s3://bucket", {"client_kwargs": {"verify": False}}) == "FsspecBackend"

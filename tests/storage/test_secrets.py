@@ -157,7 +157,7 @@ def test_a_url_for_people():
     assert redact_url("simplecache::https://h/x?sig=1") == "simplecache::https://h/x"
 
 
-def test_what_is_not_secret_is_still_said():
+def test_redact_keeps_options_that_are_no_secrets():
     opts = {"key": "user-1", "client_kwargs": {"endpoint_url": "http://store:9000"}}
     assert (
         redact("http://store:9000/bucket denied user-1", opts)

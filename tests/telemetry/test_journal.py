@@ -49,7 +49,7 @@ def test_a_clock_that_is_set_back_hides_no_line_and_turns_none_round(url, monkey
     assert [line["step"] for line in again.recorded()] == [1, 2, 3]
 
 
-def test_who_follows_hears_each_line_once(url):
+def test_follower_of_a_journal_reads_each_line_once(url):
     earlier = Journal(url)
     earlier.command(Explain("an earlier start"))
     earlier.close()
@@ -176,7 +176,7 @@ def test_a_line_of_which_only_the_end_did_not_fit_is_there_once(monkeypatch, tmp
     assert refused and (tmp_path / "events.jsonl").read_text().count('"one"') == 1
 
 
-def test_what_a_worker_shows_is_recorded_without_what_only_programs_read():
+def test_journal_of_a_signature_leaves_out_the_compressed_layout():
     journal = Journal(None)
     journal.event(WorkerReady("w1", Signature("layout", "data", "kind", (), b"lines"), True))
     [(*_, line)] = journal._kept

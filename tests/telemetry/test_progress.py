@@ -83,7 +83,7 @@ def test_each_step_is_shown_where_there_is_no_limit():
     assert len(shown(*({"step": n, "loss": 0.5} for n in range(9)), interval_s=0.0)) == 9
 
 
-def test_who_leaves_as_asked_is_not_called_gone():
+def test_progress_does_not_call_a_released_worker_gone():
     left = {"event": "WorkerLost", "worker": "w1", "reason": "left, as it was asked to"}
     died = {"event": "WorkerLost", "worker": "w2", "reason": "killed", "cause": "unknown"}
     assert shown(left | {"cause": "released"}, died) == [

@@ -35,7 +35,7 @@ def test_a_worker_of_half_the_speed_runs_half_as_many():
     assert outcome.digest == local(spec, second_is_slow).digest
 
 
-def test_what_is_told_is_the_median_of_the_last_steps_of_a_generation():
+def test_speed_told_is_the_median_of_the_last_steps_of_a_generation():
     told = []
     speed = Speed(torch.device("cpu"), told.append)
     speed._instant = iter(x for n in range(100) for x in (n, n + (50 if n == 0 else 2))).__next__
@@ -71,7 +71,7 @@ def test_a_step_that_is_done_again_counts_once():
     assert told == [3.0]
 
 
-def test_nothing_is_measured_where_nobody_asks():
+def test_speed_without_a_listener_is_not_measured():
     speed = Speed(torch.device("cpu"), None)
     speed.open()
     speed.begin()

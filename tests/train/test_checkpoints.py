@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(calm, tmp_pa
     assert any("step 20 is damaged" in text for text in texts_of(run))
 
 
-def test_one_that_is_asked_for_is_made_at_one_step_by_all(tmp_path):
+def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
     spec = job(ENDLESS, checkpoint=CheckpointConfig())
     script = [
         (3, CheckpointRequested()),
@@ -163,7 +163,7 @@ def test_one_that_is_asked_for_is_made_at_one_step_by_all(tmp_path):
 def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     monkeypatch, kept, has_state
 ):
-    """One that joins keeps nothing of this step: its wish stays."""
+    """A worker that joins keeps nothing of this step: its wish stays."""
     record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
     tree = dict(
         position=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
@@ -177,7 +177,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     assert one.control.checkpoint_wanted is not (kept and has_state)
 
 
-def test_by_time(tmp_path):
+def test_checkpoints_by_time_keep_their_interval(tmp_path):
     every_s = 0.3
     spec = job(ENDLESS, checkpoint=CheckpointConfig(every_s=every_s, num_to_keep=None))
     script = [

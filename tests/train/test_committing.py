@@ -89,7 +89,7 @@ def test_committed_when_all_have_written(stage):
     assert stage.asked.empty()
 
 
-def test_nothing_wakes_it_for_nothing(tmp_path, monkeypatch):
+def test_committer_without_work_sleeps(tmp_path, monkeypatch):
     monkeypatch.setattr(committing, "_PATIENCE_S", 5.0)
     stage = Stage(str(tmp_path), lease_s=1e6)
     assert stage.goes_on_from() is None
@@ -100,7 +100,7 @@ def test_nothing_wakes_it_for_nothing(tmp_path, monkeypatch):
     stage.committer.close()
 
 
-def test_what_was_made_of_wrong_weights_is_no_part_of_history_and_never_committed(stage):
+def test_rejected_checkpoint_leaves_the_history_and_is_never_committed(stage):
     everything = [0, 1, 2, 3, 4, 5]
     for step in (5, 10):
         stage.write("w1", ("w1",), everything, step, lineage_id=1)
@@ -116,7 +116,7 @@ def test_what_was_made_of_wrong_weights_is_no_part_of_history_and_never_committe
 
 
 @pytest.mark.parametrize("lost_first", [True, False])
-def test_what_a_lost_one_owes_is_asked_of_another(stage, lost_first):
+def test_parts_of_a_lost_worker_are_requested_of_another(stage, lost_first):
     members = ("w1", "w2", "w3")
     if lost_first:
         stage.committer.lost("w3")
@@ -133,8 +133,8 @@ def test_what_a_lost_one_owes_is_asked_of_another(stage, lost_first):
     assert stage.asked.empty()
 
 
-def test_what_nobody_owes_is_asked_for_in_the_end(stage, monkeypatch):
-    """One that is a step behind shares the writing with the members of the next generation."""
+def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
+    """A worker a step behind shares the writing with the members of the next generation."""
     stage.write("w1", ("w1", "w2"), [0, 1, 2])
     stage.write("w2", ("w1", "w2", "w3"), [2, 3])
     stage.comes_to_rest()
@@ -146,7 +146,7 @@ def test_what_nobody_owes_is_asked_for_in_the_end(stage, monkeypatch):
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 
 
-def test_what_is_told_late_of_an_older_step_is_not_committed_any_more(stage):
+def test_late_parts_of_an_older_step_are_not_committed(stage):
     everything = [0, 1, 2, 3, 4, 5]
     stage.write("w1", ("w1", "w2"), [0, 1, 2], step=5)
     stage.write("w1", ("w1",), everything, step=7)
@@ -157,8 +157,8 @@ def test_what_is_told_late_of_an_older_step_is_not_committed_any_more(stage):
     assert [name.step for name in stage.catalog.names()] == [7]
 
 
-def test_what_is_whole_at_last_is_committed_in_the_order_of_steps(stage):
-    """One that is lost was the last that the newer one waited for, and the older one, told later, as well."""
+def test_completed_checkpoints_are_committed_in_the_order_of_steps(stage):
+    """The lost worker was the last that the newer checkpoint waited for, and the older one, reported later, as well."""
     everything = [0, 1, 2, 3, 4, 5]
     stage.write("w1", ("w1", "w2"), everything, step=7)
     stage.write("w3", ("w3", "w2"), everything, step=5)
@@ -168,7 +168,7 @@ def test_what_is_whole_at_last_is_committed_in_the_order_of_steps(stage):
     assert [name.step for name in stage.catalog.names()] == [7]
 
 
-def test_what_was_asked_of_one_that_is_lost_then_is_asked_of_another(stage):
+def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage):
     members = ("w1", "w2", "w3")
     stage.committer.lost("w3")
     stage.write("w2", members, [2, 3])
@@ -180,7 +180,7 @@ def test_what_was_asked_of_one_that_is_lost_then_is_asked_of_another(stage):
     assert stage.committed.get(timeout=PATIENCE_S) == 5
 
 
-def test_what_lies_uncommitted_is_given_up_with_those_who_wrote_it(stage):
+def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
     """The next ones may hold another state of the same step, where rounding depends on the fleet."""
     members = ("w1", "w2")
     stage.write("w1", members, [0, 1, 2])
@@ -223,7 +223,7 @@ def test_losses_of_everyone_are_known_to_later_starts(tmp_path):
     third.committer.close()
 
 
-def test_one_is_asked_for_in_time_and_knows_the_metrics_of_its_step(tmp_path):
+def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(tmp_path):
     stage = Stage(str(tmp_path), config=CheckpointConfig(every_s=2.0))
     assert stage.goes_on_from() is None
     for step in (4, 5, 6):
@@ -270,7 +270,7 @@ def test_members_that_differ_are_told_and_nothing_is_committed(stage):
     assert stage.catalog.names() == []
 
 
-def test_who_has_nothing_to_write_is_heard_before_the_commit_record(stage):
+def test_commit_waits_for_the_digest_of_members_without_parts(stage):
     """A small state is one part: who writes it may be the one that is wrong."""
     members = ("w1", "w2", "w3")
     stage.write("w3", members, range(6))
@@ -286,7 +286,7 @@ def test_who_has_nothing_to_write_is_heard_before_the_commit_record(stage):
 
 
 def test_a_silent_one_is_not_waited_for_without_end(stage, monkeypatch):
-    """It joined at this step; or the run ends."""
+    """The silent member joined at this step, or the run ends."""
     stage.write("w1", ("w1", "w2"), range(6))
     monkeypatch.setattr(committing, "_PATIENCE_S", 0.2)
     stage.committer.lost("w9")  # wakes it
@@ -313,7 +313,7 @@ def test_a_second_one_waits_and_goes_on_from_what_was_committed(tmp_path):
     second.committer.close()
 
 
-def test_who_knows_the_token_goes_on_with_the_lease_of_one_that_is_gone(tmp_path):
+def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(tmp_path):
     """On another machine nobody can see that the holder is gone; a minute would be lost."""
     first = Stage(str(tmp_path), lease_s=60.0, token="of the run")
     assert first.goes_on_from() is None
@@ -329,7 +329,7 @@ def test_who_knows_the_token_goes_on_with_the_lease_of_one_that_is_gone(tmp_path
     first.committer.close()
 
 
-def test_one_that_slept_over_its_lease_stands_down(tmp_path):
+def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
     first = Stage(str(tmp_path), lease_s=0.6)
     assert first.goes_on_from() is None
     asleep = threading.Event()

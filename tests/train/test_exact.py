@@ -50,7 +50,7 @@ def evaluation():
     [(plain, lambda train: train), (batch_norm, in_small_buckets)],
     ids=["plain", "batch_norm in small buckets"],
 )
-def test_fixed_sizes(train, cut):
+def test_fixed_size_has_the_local_digest(train, cut):
     digests = {0: local(spec_of(steps=10), train).digest}
     for workers in (1, 2, 3, 4, 5, 8):
         outcome, _ = group(spec_of(steps=10, workers=workers, min_workers=workers), cut(train))
@@ -67,7 +67,7 @@ def test_fixed_sizes(train, cut):
     ],
     ids=[*ZOO, *(f"{name} in small buckets" for name in IN_BUCKETS)],
 )
-def test_zoo(name, cut):
+def test_zoo_model_through_changing_sizes_has_the_local_digest(name, cut):
     """1 → 3 → 2 workers while it trains; the bodies wait until each size is there."""
     sizes = {2: 3, 13: 2}
     shape = (3, 8, 8) if name == "channels_last" else ()
@@ -149,7 +149,7 @@ def test_an_uneven_number_of_virtual_workers():
     assert group(spec, plain)[0].digest == local(spec, plain).digest
 
 
-def test_another_step_is_another_result():
+def test_digest_differs_between_steps():
     """The equalities above could not fail if all runs gave the same weights anyway."""
     assert local(spec_of(steps=3), plain).digest != local(spec_of(steps=2), plain).digest
 
@@ -165,7 +165,7 @@ def holders(run, now):
 @pytest.mark.parametrize(
     "seed", [*range(10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 20))]
 )
-def test_random_histories(seed):
+def test_random_history_has_the_local_digest(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
 
     Someone who holds the state always stays: what is lost with all of them is a matter for checkpoints.

@@ -123,7 +123,7 @@ def given(folder: Path) -> tuple[Batches, dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("where", ["disk", "s3"])
-def test_exactly_once(where, tmp_path, request):
+def test_rows_are_trained_on_exactly_once_on_every_fleet(where, tmp_path, request):
     if where == "s3":
         endpoint = request.getfixturevalue("moto")
         send(endpoint, "exactly-once", b"")
@@ -197,7 +197,7 @@ def go_on(folder: Path, step: int) -> None:
     (folder / f"go-{step}").touch()
 
 
-def test_another_process_goes_on_in_the_middle_of_an_epoch(tmp_path):
+def test_second_process_continues_in_the_middle_of_an_epoch(tmp_path):
     """The cursor is the step: whoever opens the data set later gets the same rows from any step on."""
     rows = shards(lambda name, content: (tmp_path / name).write_bytes(content))
     data = DataConfig(str(tmp_path), micro_batch_size=B, epochs=EPOCHS, tail="short")

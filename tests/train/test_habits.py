@@ -69,6 +69,7 @@ def test_exact_habit_gives_one_digest_on_every_fleet_without_a_word(name, tmp_pa
     local, session, heard = alone(habit)
     outcome, run = disturbed(habit, tmp_path)
     assert outcome.digest == local.digest
+    assert texts_of(run)
     assert not [text for text in [*heard, *texts_of(run)] if "WARNING" in text]
     assert not session.inexact_because and not outcome.inexact_because
 

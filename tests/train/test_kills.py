@@ -108,7 +108,7 @@ def check(outcome, run, train, kills):
 @pytest.mark.parametrize(
     "point", [p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS)]
 )
-def test_killed_at(point, tmp_path):
+def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
     """Each of VICTIMS in turn, the group back at full size in between."""
     train = batch_norm if point == "buffers" else average_and_plateau
     faults = one_after_another(point, tmp_path)
@@ -230,7 +230,7 @@ def held_before_its_commit(train, step, rank, committed):
     ("late", "train"),
     [(0, average_and_plateau), (1, average_and_plateau), (0, scheduler_in_the_body)],
 )
-def test_one_ran_the_next_body_and_one_is_still_behind(late, train, tmp_path):
+def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(late, train, tmp_path):
     """Rank `late` is held before its commit of step 22; rank 2 commits, runs the body, and dies in step 23."""
     fault = Fault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
     held = held_before_its_commit(train, 22, late, tmp_path / "committed")

@@ -58,7 +58,7 @@ def told(run, kind, **fields):
     raise AssertionError(f"no {kind} {fields}")
 
 
-def test_when_all_must_go_no_step_is_made_twice(tmp_path, monkeypatch):
+def test_drain_of_all_workers_repeats_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr(
         drain_checkpointer, "NOTICES_S", PATIENCE_S
     )  # both notices are of one moment
@@ -73,8 +73,8 @@ def test_when_all_must_go_no_step_is_made_twice(tmp_path, monkeypatch):
     assert outcome.workers_lost == 0
 
 
-def test_when_too_few_are_left_they_wait_and_the_state_is_committed(tmp_path):
-    """And who holds it goes on, when another has come."""
+def test_drain_below_min_workers_commits_the_state_and_waits(tmp_path):
+    """The worker that holds the state goes on when another has joined."""
     script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))

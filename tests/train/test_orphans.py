@@ -44,7 +44,7 @@ def control(renewed_s_ago, **timeouts):
     return Control(renewed_at=lambda: renewed_at, **timeouts)
 
 
-def test_who_waits_for_a_generation_in_vain_is_an_orphan():
+def test_worker_that_waits_for_a_generation_in_vain_is_an_orphan():
     left = control(0.0, lease_s=0.01, orphan_timeout_s=0.05)
     assert left.wait() == Orphaned()
     assert fail_worker("w1", Nobody(), left, ValueError()) == ORPHANED

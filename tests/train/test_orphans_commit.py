@@ -56,7 +56,7 @@ def long_gone(tmp_path, gone):
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"at": 0.0}))
 
 
-def test_it_is_committed_and_another_start_goes_on_from_it(tmp_path, gone):
+def test_orphan_commits_its_state_and_the_next_start_continues_from_it(tmp_path, gone):
     assert orphan(tmp_path, 9) == "checkpoint of step 9 is committed, without a controller"
     assert steps_of(tmp_path) == [5, 9]
     later = Stage(str(tmp_path))
@@ -77,7 +77,7 @@ def test_a_controller_that_comes_back_after_it_commits_nothing_beside_it(tmp_pat
     assert steps_of(tmp_path) == [5, 9], "what it committed is not in the history"
 
 
-def test_where_a_controller_leads_nothing_is_written(tmp_path):
+def test_orphan_writes_nothing_where_a_controller_leads(tmp_path):
     stage = Stage(str(tmp_path), token=TOKEN)
     assert stage.goes_on_from() is None
     with ThreadPoolExecutor() as pool:
@@ -96,7 +96,7 @@ def test_where_a_controller_leads_nothing_is_written(tmp_path):
     assert steps_of(tmp_path) == []
 
 
-def test_of_several_one_does_it(tmp_path, long_gone):
+def test_orphans_at_one_step_commit_once(tmp_path, long_gone):
     three = (("w1", 9), ("w2", 9), ("w3", 10))
     with ThreadPoolExecutor(3) as pool:
         said = list(pool.map(lambda one: orphan(tmp_path, one[1], one[0], lease_s=60.0), three))
@@ -104,7 +104,7 @@ def test_of_several_one_does_it(tmp_path, long_gone):
     assert sum("without a controller" in text for text in said) <= 2, said
 
 
-def test_one_that_came_and_went_while_another_looked_stops_nobody(tmp_path, long_gone, monkeypatch):
+def test_orphan_that_commits_while_another_looks_does_not_stop_it(tmp_path, long_gone, monkeypatch):
     looked, newest = [], orphans.Holder.newest
 
     def and_then_the_other(holder):
@@ -120,7 +120,7 @@ def test_one_that_came_and_went_while_another_looked_stops_nobody(tmp_path, long
 
 
 def test_an_orphan_that_slept_while_others_went_on_changes_nothing(tmp_path, gone):
-    """Its lease ran out before it committed."""
+    """The orphan's lease ran out before it committed."""
     store = Store(str(tmp_path))
     sleeper = Holder(store, Lease("orphan", f"{TOKEN}.w1", LEASE_S), time.monotonic, time.time)
     while not hasattr(sleeper.acquire(), "state"):

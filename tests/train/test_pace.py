@@ -16,7 +16,7 @@ def test_fixed_steps_alone_are_never_asked_for():
     assert Pace(CheckpointConfig(every_steps=5), 0.0).due_at(1e6) == math.inf
 
 
-def test_by_time_since_the_last_one():
+def test_pace_by_time_counts_from_the_last_checkpoint():
     pace = Pace(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
     assert pace.due_at(100.0) == 160.0
     pace.committed(0.1, 120.0)  # of a fixed step

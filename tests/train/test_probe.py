@@ -38,13 +38,13 @@ def _settings():
     torch.use_deterministic_algorithms(False)
 
 
-def test_another_loss_is_refused_by_name():
+def test_probe_with_another_loss_is_refused_by_name():
     with pytest.raises(LossError, match=r"gave the loss \(1, then 2\)"):
         probe(Unsteady(), [], print)
 
 
 @pytest.mark.parametrize(("device", "because"), [(GPU, []), (CPU, ["scatter has no such kernel"])])
-def test_another_loss_where_kernels_may_be_the_reason_is_no_error_but_not_exact(device, because):
+def test_probe_with_another_loss_on_nondeterministic_kernels_makes_the_run_inexact(device, because):
     told, before = [], len(because)
     probe(Unsteady(device=device), because, told.append)
     assert because[before:] == ["one micro-batch, run twice, gave the loss (1, then 2)"]
@@ -82,7 +82,7 @@ def test_a_count_of_an_object_that_is_the_loss_function_is_said(of):
     assert any("loss_fn.calls (1, then 2) changes" in text for text in texts_of(run))
 
 
-def test_another_loss_is_a_warning_where_exactness_is_not_asked_for():
+def test_probe_with_another_loss_in_fast_mode_warns():
     told, because = [], []
     probe(Unsteady(exact=False), because, told.append)
     assert because == [] and "gave the loss (1, then 2)" in told[0]

@@ -135,7 +135,7 @@ def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
     assert len(told) == 1 and last.name in told[0]
 
 
-def test_when_none_is_whole_the_run_fails_and_says_so(there):
+def test_restore_without_an_undamaged_checkpoint_fails_the_run(there):
     for part in there.glob("checkpoints/step-*/*/part-*"):
         part.write_bytes(bytes(part.stat().st_size))
     outcome, _ = group(spec_for(2), wide, url=str(there))

@@ -86,7 +86,7 @@ def put(proxy: FaultProxy, bucket: str, *, twice: bool) -> DataConfig:
     return config(f"s3://{bucket}", storage_options=s3_options(proxy.url))
 
 
-def test_one_request_in_twenty_fails_in_each_way(undisturbed, moto):
+def test_run_with_one_faulty_request_in_twenty_has_the_undisturbed_digest(undisturbed, moto):
     """The index has nobody to tell that the store is away, so it is given a minute: a stall ends by itself before."""
     with FaultProxy(moto, dict.fromkeys(FAULTS, 0.05), seed=3, stall_s=1.0) as proxy:
         data = put(proxy, "fails-in-each-way", twice=True)
@@ -97,7 +97,7 @@ def test_one_request_in_twenty_fails_in_each_way(undisturbed, moto):
 
 
 def test_a_store_that_is_gone_pauses_the_run(undisturbed, moto):
-    """It comes back when the run has said that it waits."""
+    """The store comes back when the run has said that it waits."""
     with FaultProxy(moto) as proxy:
         data = put(proxy, "is-gone", twice=False)
 
@@ -130,7 +130,7 @@ def keeps_in_a_store_that_is_away(ctx: Any) -> None:
 
 
 def test_training_goes_on_while_checkpoints_cannot_be_written(tmp_path):
-    """What was put off is made when the store is back."""
+    """A deferred checkpoint is taken when the store is back."""
     spec = test_checkpoints.job()
     calm = local(spec, average_and_plateau)
     url, first, back, second = (tmp_path / name for name in ("run", "first", "back", "second"))

@@ -90,8 +90,8 @@ def holds_the_lock(ctx):
         hold(ctx, step)
 
 
-def test_one_that_holds_the_interpreters_lock(tmp_path):
-    """It hears no abort and writes no Python; its stacks come all the same."""
+def test_worker_that_holds_the_interpreter_lock_is_replaced_with_its_stacks(tmp_path):
+    """Such a worker hears no abort and runs no Python; its stacks are written all the same."""
     gate = tmp_path / "gate"
     spec = dataclasses.replace(
         spec_of(min_workers=3, config={"gates": {8: str(gate)}}), failure=FAILURE

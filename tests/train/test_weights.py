@@ -58,7 +58,7 @@ def test_a_flipped_bit_costs_the_steps_since_all_agreed(workers, calm, tmp_path)
     assert [name.step for name in Catalog(Store(url)).names()][-1] == 24
 
 
-def test_without_a_checkpoint_the_run_fails_and_says_what_to_do(tmp_path):
+def test_flipped_bit_without_a_checkpoint_fails_the_run_with_the_way_out(tmp_path):
     spec = dataclasses.replace(job(min_workers=3), checkpoint=CheckpointConfig())
     outcome, _ = group(spec, plain, faults=(flip(8, tmp_path),), url=str(tmp_path / "run"))
     assert "no checkpoint of step 6 or before" in outcome.error
@@ -73,7 +73,7 @@ def weights(every=4, members=("w1", "w2", "w3")):
     return made
 
 
-def test_they_are_compared_when_they_are_due_and_not_twice():
+def test_weights_are_compared_when_due_and_only_once():
     made = weights()
     assert [bool(made.digest(step)) for step in (0, 3, 4, 5, 8)] == [
         False,

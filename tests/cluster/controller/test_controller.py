@@ -38,7 +38,7 @@ def test_the_collector_waits_while_an_event_is_handled(
     controller.heartbeats.close()
 
 
-def test_who_has_no_node_yet_is_not_waited_for_when_it_is_not_needed_any_more() -> None:
+def test_controller_does_not_wait_for_a_released_worker_without_a_node() -> None:
     """Else its demand for a node would live on until it is evicted."""
     spec = JobSpec(name="waits", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "waits", "127.0.0.1", b"secret", Journal(None))
@@ -56,7 +56,7 @@ def test_who_has_no_node_yet_is_not_waited_for_when_it_is_not_needed_any_more() 
     controller.heartbeats.close()
 
 
-def test_across_kinds_of_machines_the_status_says_inexact_and_why() -> None:
+def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
     spec = JobSpec(
         name="mixed", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1, exact=False
     )
@@ -103,7 +103,7 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     controller.heartbeats.close()
 
 
-def test_who_is_superseded_touches_no_worker_and_writes_nothing() -> None:
+def test_superseded_controller_touches_no_worker_and_writes_nothing() -> None:
     spec = JobSpec(name="frozen", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1)
     controller = Controller(spec, "frozen", "127.0.0.1", b"secret", Journal(None))
     controller.state_store.claim = lambda generation: False  # type: ignore[method-assign]

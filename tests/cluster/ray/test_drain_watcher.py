@@ -32,7 +32,7 @@ def test_each_worker_of_a_node_that_drains_is_told_of_once_for_each_deadline():
     assert cluster.look(8.0, 1003.0) == [DrainNoticed("w3", 20.0), DrainNoticed("w4", 20.0)]
 
 
-def test_without_a_deadline():
+def test_drain_notice_without_a_deadline_has_none():
     cluster = Cluster()
     cluster.workers, cluster.draining = {"w1": "a"}, {"a": 0}
     assert cluster.look(5.0) == [DrainNoticed("w1", None)]

@@ -17,7 +17,7 @@ def test_failures_that_lie_far_apart_are_none():
     assert not any(avoidance.failed("a", now) for now in (0.0, 1000.0, 1801.0, 2801.0))
 
 
-def test_it_is_used_if_there_is_no_other():
+def test_avoided_node_is_used_if_there_is_no_other():
     avoidance = NodeAvoidance()
     for node in ("a", "b") * 3:
         avoidance.failed(node, 0.0)

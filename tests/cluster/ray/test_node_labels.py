@@ -44,7 +44,7 @@ def test_workers_are_spread_over_zones_where_these_have_room():
     assert preferences(scaling(zones=["a"], market="spot-first"), []) == [EITHER | A, EITHER]
 
 
-def test_other_labels_and_kinds_of_accelerators_are_asked_for_in_every_wish():
+def test_label_selector_and_accelerator_are_part_of_every_node_request():
     """The kind also where it is a resource, as Ray counts it."""
     h100 = {"ray.io/accelerator-type": "H100"}
     assert preferences(scaling(label_selector=h100), []) == [h100]
@@ -63,7 +63,7 @@ def test_other_labels_and_kinds_of_accelerators_are_asked_for_in_every_wish():
     assert why_none_matches([others], [{}]) == ""
 
 
-def test_what_no_node_has_is_said():
+def test_missing_label_is_named_where_no_node_has_it():
     assert (
         why_none_matches([SPOT, FIRM], [{}, SPOT | A])
         == why_none_matches([EITHER], [{}, FIRM])

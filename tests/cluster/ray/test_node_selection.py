@@ -17,7 +17,7 @@ def node(name):
     return {"NodeID": name, "Alive": True, "Resources": {"CPU": 2}, "Labels": {}}
 
 
-def test_who_waits_because_of_an_avoided_node_is_asked_for_anew_when_there_is_no_other(nodes):
+def test_worker_that_waits_only_to_avoid_a_node_is_requested_again_without_the_avoidance(nodes):
     made = node_selection.NodeSelection({"CPU": 1}, print)
     nodes += [node("bad"), node("good")]
     for _ in range(3):

@@ -87,7 +87,7 @@ def test_adopted_workers_count_for_min_on_demand_and_zones(worker_group, monkeyp
     assert worker_group._asked == {"w1": first, "w2": {}}
 
 
-def test_without_process_leaves_out_workers_that_ray_has_started(worker_group, monkeypatch):
+def test_workers_without_a_process_leave_out_those_that_ray_has_started(worker_group, monkeypatch):
     def actor(name):
         return types.SimpleNamespace(_actor_id=types.SimpleNamespace(hex=lambda: name))
 

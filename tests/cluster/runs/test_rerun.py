@@ -81,7 +81,7 @@ def test_a_larger_max_steps_continues(tmp_path):
         ({"exact": False}, "exact is False, .* True"),
     ],
 )
-def test_what_decides_the_result_must_not_change(tmp_path, other, words):
+def test_rerun_with_another_result_deciding_setting_is_refused(tmp_path, other, words):
     fit(tmp_path)
     with pytest.raises(RunMismatch, match=words):
         fit(tmp_path, **other)
@@ -117,7 +117,7 @@ def test_a_state_that_does_not_fit_is_named(tmp_path, other, words):
         fit(tmp_path, other, max_steps=6)
 
 
-def test_another_learning_rate_is_told_and_the_checkpoint_s_goes_on(tmp_path):
+def test_rerun_with_another_learning_rate_warns_and_keeps_that_of_the_checkpoint(tmp_path):
     fit(tmp_path)
     result, warned = fit(tmp_path, trains(lr=0.5), max_steps=6)
     assert result.metrics["lr"] == 1e-3
@@ -128,7 +128,7 @@ def test_another_learning_rate_is_told_and_the_checkpoint_s_goes_on(tmp_path):
     assert len([text for text in said(tmp_path) if "lr is 0.5" in text]) == 1
 
 
-def test_what_the_run_changed_itself_is_no_difference(tmp_path):
+def test_rerun_after_the_scheduler_changed_the_rate_does_not_warn(tmp_path):
     """The scheduler is to lower the rate after one step; that is no change of the code."""
     fit(tmp_path, trains(period=1))
     result, warned = fit(tmp_path, trains(period=1), max_steps=6)
@@ -137,7 +137,7 @@ def test_what_the_run_changed_itself_is_no_difference(tmp_path):
     assert not [text for text in said(tmp_path) if text.startswith("WARNING")]
 
 
-def test_other_code_is_told(tmp_path):
+def test_rerun_with_other_code_warns(tmp_path):
     def train(ctx):
         FIRST(ctx)
 
@@ -169,7 +169,7 @@ def test_workers_say_the_same_of_a_checkpoint_that_does_not_fit(tmp_path):
     assert outcome.error.startswith("RunMismatch: parameter 0.weight")
 
 
-def test_once_made_on_another_kind_of_machine_it_stays_inexact(tmp_path, monkeypatch):
+def test_run_once_continued_on_another_kind_of_machine_stays_inexact(tmp_path, monkeypatch):
     first, _ = fit(tmp_path)
     assert first.exact
     monkeypatch.setattr("elastic_dp.train.session.kind_of", lambda device, exact: "an abacus")

@@ -79,7 +79,7 @@ def test_export_to_a_relative_path_writes_to_the_working_directory(result, tmp_p
     assert digest_of(load_file(tmp_path / "here" / "w.safetensors")) == result.weights_sha256
 
 
-def test_another_ending_is_refused_with_those_there_are(result, tmp_path):
+def test_export_with_an_unknown_ending_names_the_known_ones(result, tmp_path):
     with pytest.raises(CheckpointError, match=r"must end in .safetensors .* or .pt"):
         result.export(tmp_path / "weights")
 

@@ -82,7 +82,7 @@ def controller(state_store, journal=None):
     return made
 
 
-def test_it_asks_the_workers_there_are():
+def test_takeover_asks_the_workers_there_are():
     made = controller(Stored(earlier()))
     commands = made._take_over(["w1", "w2", "w4"])
     asked = [c.worker for c in commands if isinstance(c, m.ReportState)]
@@ -102,7 +102,9 @@ class Heard(Link):
 
 
 @pytest.mark.parametrize("was_begun", [False, True])
-def test_who_came_up_while_no_controller_led_is_begun(monkeypatch, was_begun):
+def test_worker_that_came_up_without_a_controller_begins_training_at_takeover(
+    monkeypatch, was_begun
+):
     monkeypatch.setattr(SharedMemoryPage, "start_sidecar", lambda *_: None)
     job = WorkerJob(
         cloudpickle.dumps((spec_of(), None)),
@@ -125,7 +127,7 @@ def test_who_came_up_while_no_controller_led_is_begun(monkeypatch, was_begun):
     assert scene.ever(m.BeginTraining)
 
 
-def test_who_died_meanwhile_is_counted_and_who_was_let_go_is_not():
+def test_takeover_counts_workers_that_died_meanwhile_but_not_released_ones():
     made = controller(Stored(earlier()))
     made._take_over(["w1", "w2", "w4"])
     while not made.inbox.empty():
@@ -137,7 +139,7 @@ def test_who_died_meanwhile_is_counted_and_who_was_let_go_is_not():
     assert list(made.state_store.state.here) == ["w2"]
 
 
-def test_what_an_operator_asked_for_is_asked_again(monkeypatch):
+def test_takeover_repeats_the_requests_of_an_operator(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 5000.0)
     monkeypatch.setattr(controller_state, "time", clock)
     state = earlier(now=100.0).state
@@ -175,7 +177,7 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_one_is_committ
     assert pending_requests(state_store.state, 0.0) == []
 
 
-def test_what_was_made_by_workers_that_went_wrong_stays_rejected():
+def test_takeover_still_rejects_checkpoints_of_mismatched_replicas():
     state_store = ControllerStateStore()
     state_store.record(m.FindCheckpoint(at_most=20))
     assert state_store.state.at_most == 20

@@ -49,7 +49,7 @@ judging._REFERENCES["csv"] = lambda path, damaged, ours: {"c0": [7]}
 
 
 def test_a_fault_of_the_reader_is_a_finding_of_its_input(monkeypatch):
-    """And the inputs behind it are tried in another process."""
+    """The inputs behind the fault are tried in another process."""
     monkeypatch.setattr(running, "HANG_S", 0.5)
     monkeypatch.setattr(running, "BEFORE", SPOILT)
     tried = run("csv", 2, 6)

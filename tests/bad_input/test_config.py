@@ -1,0 +1,192 @@
+"""Values and arguments that a job cannot have: a typed error that names the field and the way out, before anything starts."""
+
+import math
+import re
+
+import pytest
+
+import elastic_dp as edp
+from elastic_dp import errors
+from elastic_dp.errors import (
+    SpecError,
+)
+from tests.bad_input.jobs import HUGE, good, trainer
+from tests.runs import Points
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min_workers": 3, "max_workers": 2}, ["min_workers is 3", "max_workers"]),
+        ({"max_workers": 8, "virtual_workers": 4}, ["virtual_workers is 4", "at least 8"]),
+        ({"max_workers": 0}, ["max_workers is 0"]),
+        ({"min_workers": 0}, ["min_workers is 0"]),
+        ({"virtual_workers": 0}, ["virtual_workers is 0"]),
+        ({"standby": -1}, ["standby is -1"]),
+        ({"max_workers": 2.5}, ["max_workers is 2.5", "whole number"]),
+        ({"threads_per_worker": 0}, ["threads_per_worker is 0"]),
+        ({"stabilization_s": -1}, ["stabilization_s is -1"]),
+        ({"market": "cheap"}, ["market is 'cheap'", "'spot-first'"]),
+        ({"balance": "fair"}, ["balance is 'fair'", "'measured'"]),
+        ({"min_on_demand": 2}, ["min_on_demand is 2, more than max_workers"]),
+        ({"zones": "a"}, ["zones is 'a', must be a list of names"]),
+        ({"label_selector": {"team": 1}}, ["label_selector is {'team': 1}", "texts by label"]),
+        (
+            {"market": "spot", "label_selector": {"ray.io/market-type": "spot"}},
+            ["names ray.io/market-type"],
+        ),
+        ({"zones": 5}, ["zones is 5, must be a list of names"]),
+        ({"zones": ["!a"]}, ["zones is ['!a'], must be a list of names as labels have them"]),
+        ({"label_selector": {"a": "in()"}}, ["label_selector has 'a': 'in()'", "!in(a,b)"]),
+        ({"label_selector": {"a b": "c"}}, ["label_selector has 'a b': 'c'"]),
+        ({"label_selector": {"a": "c d"}}, ["label_selector has 'a': 'c d'"]),
+        ({"resources_per_worker": {"GPU": -1}}, ["resources_per_worker['GPU'] is -1"]),
+        ({"resources_per_worker": {"GPU": 1.5}}, ["['GPU'] is 1.5, must be a whole number"]),
+        ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a text"]),
+    ],
+)
+def test_scaling_config_out_of_range_names_field_and_value(options, words):
+    with pytest.raises(SpecError) as caught:
+        edp.ScalingConfig(**options)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("wanted", ["H100", "!H100", "in(A100,H100)", "!in(A100, H100)"])
+def test_label_selector_that_ray_takes_is_accepted(wanted):
+    edp.ScalingConfig(label_selector={"ray.io/accelerator-type": wanted}, zones=["eu-west-1a"])
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (edp.ScalingConfig, {"max_workers": None}, "ScalingConfig.max_workers is None"),
+        (edp.ScalingConfig, {"resources_per_worker": ["GPU"]}, "must be a dict of amounts"),
+        (edp.ScalingConfig, {"resources_per_worker": {"GPU": math.nan}}, "'GPU'] is nan, must be f"),
+        (edp.FailureConfig, {"heartbeat_timeout_s": math.inf}, "heartbeat_timeout_s is inf, must be f"),
+        (edp.FailureConfig, {"heartbeat_timeout_s": None}, "heartbeat_timeout_s is None"),
+        (edp.CheckpointConfig, {"every_s": math.nan}, "every_s is nan, must be finite"),
+        (edp.DataConfig, {"url": "x", "micro_batch_size": None}, "micro_batch_size is None"),
+        (edp.DataConfig, {"url": "x", "micro_batch_size": 1, "transform": 3}, "transform is 3"),
+        (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "seed": None}, "seed is None"),
+        (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "shuffle": "none"}, "shuffle is 'n"),
+        (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "collate_fn": 3}, "collate_fn is 3"),
+        (edp.MapStyleData, {"dataset": {"train": [1]}, "micro_batch_size": 1}, "dataset is a dict, whose"),
+        (edp.MapStyleData, {"dataset": "/rows", "micro_batch_size": 1}, "or DataConfig a URL"),
+        (edp.DataConfig, {"url": {"x": HUGE}, "micro_batch_size": 1}, ", must be finite"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_config_value_of_another_kind_is_refused(make, options, words):
+    with pytest.raises(SpecError, match=re.escape(words)):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(({"name": name}, "name is ") for name in ("..", ".", " ", "a/b", "a\nb", 5)),
+        ({"name": "é" * 128}, "of 256 bytes, must be at most 255"),
+        ({"labels": {"team": 1}}, "labels is {'team': 1}, must be texts by name"),
+        ({"storage_path": 5}, "storage_path is 5"),
+        ({"config": [1]}, "config is a list"),
+        ({"scaling": {"max_workers": 2}}, "scaling is a dict, must be a ScalingConfig"),
+        ({"failure": 3}, "failure is a int"),
+        ({"checkpoint": 500}, "checkpoint is a int"),
+        ({"data": "x"}, "data is a str, must be a DataConfig or a MapStyleData"),
+        ({"exact": "no"}, "exact is 'no', must be True or False"),
+        ({"max_time_s": math.inf}, "max_time_s is inf"),
+        ({"loggers": print}, "loggers is "),
+        ({"loggers": [3]}, "loggers is "),
+        ({"runtime_env": "x"}, "runtime_env is a str"),
+        ({"train": lambda: None}, "train takes (), must be a function of one argument (ctx)"),
+        ({"train": lambda ctx, other: None}, "train takes (ctx, other)"),
+    ],
+)
+def test_trainer_argument_of_another_kind_is_refused(tmp_path, options, words):
+    data = edp.MapStyleData(Points(), micro_batch_size=4)
+    job = {
+        "train": good,
+        "name": "bad",
+        "storage_path": str(tmp_path),
+        "data": data,
+        "max_steps": 1,
+    }
+    with pytest.raises(SpecError, match=re.escape(words)):
+        edp.ElasticTrainer(**(job | options))
+
+
+def test_trainer_takes_path_objects(tmp_path):
+    data = edp.DataConfig(tmp_path / "rows", micro_batch_size=4)
+    trainer = edp.ElasticTrainer(good, name="a b", storage_path=tmp_path, data=data, max_steps=1)
+    assert (trainer.url, trainer.spec.data.urls) == (f"{tmp_path}/a b", (f"{tmp_path}/rows",))
+
+
+def test_attach_finds_an_ended_run_by_a_path_object(tmp_path, monkeypatch):
+    def connect(address):
+        raise errors.ClusterError("no cluster")
+
+    monkeypatch.setattr("elastic_dp.cluster.ray.cluster_connection.connect", connect)
+    result = trainer(tmp_path, good).fit(local=True)
+    assert edp.attach(result.name, tmp_path).result() == result
+    assert trainer(tmp_path, good, labels={"team": "a"}).start().status()["labels"] == {"team": "a"}
+
+
+@pytest.mark.parametrize("field", ["micro_batch_size", "epochs"])
+def test_data_config_size_of_zero_is_refused(field):
+    with pytest.raises(SpecError, match=f"DataConfig.{field} is 0"):
+        edp.DataConfig("x", **{"micro_batch_size": 1, field: 0})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hang_timeout_s": 0}, ["hang_timeout_s is 0", "at least 1.0"]),
+        ({"hang_timeout_s": "5"}, ["hang_timeout_s is '5'", "number"]),
+        ({"compare_weights_every": 0}, ["compare_weights_every is 0", "at least 1"]),
+        ({"compare_weights_every": 2.5}, ["compare_weights_every is 2.5", "whole number"]),
+    ],
+)
+def test_failure_config_out_of_range_names_field_and_value(options, words):
+    with pytest.raises(SpecError) as caught:
+        edp.FailureConfig(**options)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_trainer_without_a_limit_is_refused(tmp_path):
+    with pytest.raises(SpecError, match="max_steps is None"):
+        trainer(tmp_path, good, max_steps=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every_steps": 0}, "every_steps is 0"),
+        ({"every_s": -1.0}, "every_s is -1.0"),
+        ({"every": "often"}, "every is 'often', must be one of None, 'auto'"),
+        ({"checkpoint_score_order": "best"}, "checkpoint_score_order is 'best'"),
+    ],
+)
+def test_checkpoint_config_out_of_range_is_refused(options, words):
+    with pytest.raises(SpecError, match=words):
+        edp.CheckpointConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_user_errors": -1}, "max_user_errors is -1"),
+        ({"max_out_of_memory": 0.5}, "max_out_of_memory is 0.5, must be a whole number"),
+        ({"max_losses_of_micro_batch": 0}, "max_losses_of_micro_batch is 0"),
+    ],
+)
+def test_failure_budget_out_of_range_is_refused(options, words):
+    with pytest.raises(SpecError, match=words):
+        edp.FailureConfig(**options)
+
+
+def test_orphan_timeout_below_the_lease_is_refused():
+    with pytest.raises(SpecError, match=r"orphan_timeout_s is 5.0, less than the lease \(10 s\)"):
+        edp.FailureConfig(orphan_timeout_s=5.0)
+    with pytest.raises(SpecError, match="orphan_timeout_s is 'never', must be a number"):
+        edp.FailureConfig(orphan_timeout_s="never")
+    assert edp.FailureConfig(heartbeat_timeout_s=1.0).orphan_timeout == 120.0

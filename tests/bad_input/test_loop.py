@@ -1,0 +1,280 @@
+"""Mistakes in the loop over ctx.steps, in its body, and in what is logged there."""
+
+import json
+import math
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elastic_dp as edp
+from elastic_dp import errors
+from elastic_dp.cluster.run_handle import error_of
+from elastic_dp.errors import (
+    LoopError,
+    LossError,
+    ModelError,
+    SpecError,
+    UserCodeError,
+)
+from tests.bad_input.jobs import fails, good, looping, not_finite, synchronised, trainer
+from tests.runs import Points, group, lines_of, local, spec_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+MISTAKES = {  # the train function, the error, and what it names
+    "no loop": (lambda ctx: None, LoopError, "ctx.steps"),
+    "no scalar": (looping(lambda m, b: m(b["x"]).sum(1)), LossError, "shape (4,)"),
+    "not finite": (looping(not_finite), LossError, "17"),
+    "a lone break": (looping(body=lambda s: s.number == 3), LoopError, "after step 3"),
+    "SyncBatchNorm": (looping(model=synchronised), ModelError, "model.1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_group_raises_the_error_of_a_local_run_and_records_it_once(mistake):
+    train, kind, word = MISTAKES[mistake]
+    with pytest.raises(kind, match=re.escape(word)) as alone:
+        local(spec_of(), train)
+    outcome, run = group(spec_of(workers=2, min_workers=2), train)
+    error = error_of(outcome)
+    assert (type(error), str(error)) == (kind, str(alone.value))
+    assert told(run) == 1
+
+
+def test_error_of_all_workers_at_one_step_is_recorded_once():
+    def fails_at_three(step):
+        if step.number == 3:
+            raise KeyError("both of them")
+
+    outcome, run = group(spec_of(workers=2, min_workers=2), looping(body=fails_at_three))
+    error = error_of(outcome)
+    assert type(error) is UserCodeError and error.description == "KeyError: 'both of them'"
+    assert error.remote_traceback.count('raise KeyError("both of them")') == 1
+    assert told(run) == 1
+
+
+def told(run):
+    """How often its record says that it failed."""
+    return sum(line.get("command") == "FailRun" for line in lines_of(run))
+
+
+def test_train_without_a_loop_is_refused():
+    with pytest.raises(LoopError, match=r"ctx\.steps"):
+        local(spec_of(), lambda ctx: None)
+
+
+def test_break_out_of_the_loop_without_stop_is_refused():
+    fails(
+        LoopError,
+        ["after step 3", "ctx.stop"],
+        body=lambda m, s, c: "break" if s.number == 3 else 0,
+    )
+
+
+def test_loop_option_of_another_kind_is_refused():
+    fails(SpecError, ["clip_norm is '1'", "number"], clip_norm="1")
+    fails(SpecError, ["clip_norm is nan"], clip_norm=float("nan"))
+    fails(SpecError, ["precision is 'bfloat16'", "'bf16'"], precision="bfloat16")
+    fails(ModelError, ["NoneType as optimizer"], optimizer=lambda m: None)
+    fails(ModelError, ["Linear as optimizer"], optimizer=lambda m: m[0])
+
+    fails(SpecError, ["loss_fn is a NoneType"], loss_fn=None)
+    fails(SpecError, ["loss_fn takes (m)", "(model, batch)"], loss_fn=lambda m: m)
+    fails(SpecError, ["state is a list", "dict"], state=[classifier()])
+
+
+WRITES = {  # to the model of `test_body_that_replaces_or_resets_state_is_refused`: what a body may do, and what the error names
+    "data": (lambda m, o: [p.data.mul_(0.5) for p in m.parameters()], "wrote to "),
+    "one data": (lambda m, o: m[3].bias.data.mul_(0.5), "wrote to '3.bias'"),
+    "new data": (lambda m, o: setattr(m[0].bias, "data", m[0].bias * 0.5), "wrote to '0.bias'"),
+    "parameter": (lambda m, o: setattr(m[0], "bias", nn.Parameter(m[0].bias * 0.5)), "'0.bias'"),
+    "module": (lambda m, o: setattr(m, "3", nn.Linear(8, 4)), "'3'"),
+    "state": (lambda m, o: o.state[m[0].weight]["exp_avg"].zero_(), "state of '0.weight'"),
+    "reset": (lambda m, o: o.state.clear(), "the optimizer's state of "),
+    "step": (lambda m, o: o.step(), r"optimizer.step\(\)"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_body_that_replaces_or_resets_state_is_refused(write):
+    """Also those that raise no tensor's version. Whoever takes a step over would have them twice."""
+
+    def train(ctx):
+        model = nn.Sequential(
+            nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+        )
+        optimizer = adamw(model, fused=True)
+        for _ in ctx.steps(model, optimizer, cross_entropy):
+            act(model, optimizer)
+
+    act, words = WRITES[write]
+    with pytest.raises(LoopError, match=words):
+        local(spec_of(), train)
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_body_that_writes_a_parameter_or_buffer_in_place_is_refused(what):
+    def body(m, step, ctx):
+        with torch.no_grad():
+            (m[0].weight if what == "parameter" else m[1].running_mean).mul_(0.5)
+
+    def model():
+        return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    name = "0.weight" if what == "parameter" else "1.running_mean"
+    fails(LoopError, [name, "state="], model=model, body=body)
+
+
+@pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
+def test_parameter_group_added_in_the_body_is_refused(run):
+    """A joiner could not know of it. The same error on every fleet, at the step that did it."""
+
+    def train(ctx):
+        model = classifier()
+        optimizer = torch.optim.AdamW(model[4].parameters(), lr=1e-2)
+        for step in ctx.steps(model, optimizer, cross_entropy):
+            assert step.number <= 3
+            if step.number == 3:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    if run is local:
+        with pytest.raises(LoopError, match="Make all groups before the loop"):
+            local(spec_of(), train)
+    else:
+        outcome, _ = group(spec_of(workers=1), train)
+        assert outcome.error.startswith("LoopError: the body of the loop over ctx.steps changed")
+
+
+def test_second_loop_over_steps_is_refused():
+    def train(ctx):
+        good(ctx)
+        good(ctx)
+
+    with pytest.raises(LoopError, match="twice"):
+        local(spec_of(), train)
+
+
+def test_evaluate_argument_of_another_kind_is_refused():
+    data = edp.MapStyleData(Points(8), micro_batch_size=4)
+    fails(SpecError, ["fn is a NoneType"], body=lambda m, s, c: c.evaluate(None, data))
+    fails(SpecError, ["data is a NoneType"], body=lambda m, s, c: c.evaluate(cross_entropy, None))
+    wrong = ["str as model"]
+    fails(ModelError, wrong, body=lambda m, s, c: c.evaluate(cross_entropy, data, model="m"))
+
+
+def test_evaluate_before_the_loop_is_refused():
+    def train(ctx):
+        ctx.evaluate(cross_entropy, edp.MapStyleData(Points(8), micro_batch_size=4))
+
+    with pytest.raises(LoopError, match=r"ctx\.evaluate"):
+        local(spec_of(), train)
+
+
+class Remembers(nn.Module):
+    """Makes a buffer of its first rows, in the first forward pass."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.inner = classifier()
+        if known:
+            self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if getattr(self, "mean", None) is None:
+            self.register_buffer("mean", x.mean())
+        return self.inner(x) + self.mean
+
+
+GROWS = {  # what the error names: what a body does, and the model
+    "late": (lambda m, s, c: m.register_buffer("late", torch.ones(3)), classifier),
+    "5": (lambda m, s, c: m.add_module("5", nn.Linear(4, 4)), classifier),
+    "4": (lambda m, s, c: m.__delattr__("4"), classifier),
+    "0.extra": (lambda m, s, c: m[0].register_parameter("extra", m[0].bias), classifier),
+    "mean": (None, lambda: Remembers(known=True)),
+    "mean ": (None, lambda: Remembers(known=False)),
+}
+
+
+@pytest.mark.parametrize("name", GROWS)
+def test_model_that_grows_in_the_loop_is_refused(name):
+    """A joiner would lack it, and what a forward pass makes of its rows is another with another number of workers."""
+    body, model = GROWS[name]
+    fails(LoopError, [f"model.{name.strip()} was added", "before the loop"], model=model, body=body)
+
+
+def test_logger_that_raises_is_warned_of_and_called_again(tmp_path):
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            ctx.log({"loss": step.loss})
+
+    seen = []
+
+    def away(record):
+        seen.append(record["step"])
+        raise OSError("the service is away")
+
+    job = trainer(tmp_path, train, loggers=[away, lambda record: seen.append(-record["step"])])
+    with pytest.warns(UserWarning, match=r"'away' raised OSError: the service is away"):
+        assert job.fit(local=True).step == 4
+    assert seen == [1, -1, 2, -2, 3, -3, 4, -4]
+
+
+def test_metrics_at_the_limits_of_floats_are_added():
+    def loss_fn(m, b):
+        first = float(b["i"][0])
+        return cross_entropy(m, b), 4, {"large": 1e308, "both": math.copysign(math.inf, first - 90)}
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), loss_fn):
+            ctx.log(step.metrics)
+
+    assert [list(map(repr, run.values())) for run in local(spec_of(steps=1), train).logged] == [
+        ["1", "inf", "nan"]
+    ]
+
+
+def test_log_of_no_mapping_is_refused():
+    fails(LoopError, ["ctx.log got a int", "mapping"], body=lambda m, s, c: c.log(3))
+
+
+def test_log_of_a_reserved_name_is_refused():
+    """Another time in a line would cost a controller that takes over its place in what was recorded."""
+    for name in ("time", "event", "command"):
+        fails(
+            LoopError,
+            [f"named '{name}'", "another name"],
+            body=lambda m, s, c, n=name: c.log({n: 1}),
+        )
+    fails(LoopError, ["named 'step'", "step 1"], body=lambda m, s, c: c.log({"step": 7}))
+
+
+def test_log_of_any_value_is_recorded_as_json():
+    """The controller gets no tensor that it could not load, no class of the user's, no key that it could not write."""
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            odd = {("a", 1): {2: [torch.ones(1), np.ones(2)]}, "lock": threading.Lock()}
+            ctx.log(odd | {"step": step.number, "nan": float("nan")})
+
+    run = local(spec_of(steps=1), train)
+    assert json.loads(json.dumps(run.logged))[0]["('a', 1)"] == {"2": [1.0, [1.0, 1.0]]}
+    assert run.logged[0]["lock"].startswith("<unlocked _thread.lock")
+
+
+def test_errors_survive_pickling():
+    import pickle
+
+    for error in (
+        errors.UserCodeError("w1", "KeyError: 'x'", "Traceback…"),
+        errors.LossError("the loss is NaN"),
+        errors.RunMismatch("seed is 1"),
+    ):
+        again = pickle.loads(pickle.dumps(error))
+        assert str(again) == str(error)
+        assert type(again) is type(error)
