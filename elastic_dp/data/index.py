@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.csv import Csv
+from elastic_dp.data.formats.exact import refuse_rounded
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
 from elastic_dp.data.formats.text import is_compressed
@@ -44,6 +45,7 @@ SCANS_IN_FLIGHT = 8
 # In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
 _COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
+_NONE: Mapping[str, str] = MappingProxyType({})
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
 
 _NAMED = 3
@@ -207,6 +209,7 @@ def read_index(
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
+    rounded: dict[str, str] = {}
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -222,12 +225,14 @@ def read_index(
             empty[number].append(shown)
             continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        rounded = {**scan.rounded, **rounded}
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
     leaves = columns.leaves()
+    refuse_rounded(rounded, leaves)
     nulls.add_missing(columns.absent())
     return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
@@ -256,7 +261,9 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
+        self._scans.append(
+            replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED, rounded=_NONE)
+        )
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:

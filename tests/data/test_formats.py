@@ -96,7 +96,9 @@ def quote(field: str) -> str:
 
 @any_content
 @given(
-    rows=st.lists(st.tuples(fields, st.integers(), fields), min_size=1, max_size=30),
+    rows=st.lists(
+        st.tuples(fields, st.integers(-(2**63), 2**63 - 1), fields), min_size=1, max_size=30
+    ),
     group_bytes=st.integers(1, 200),
     end=st.sampled_from(["\n", "\r\n"]),
     last=st.booleans(),

@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 
+from elastic_dp.data.formats.exact import (
+    Rounded,
+    add_whole_numbers,
+    add_written,
+    large_floats,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.heads import Heads
 from elastic_dp.data.formats.text import (
@@ -37,6 +44,7 @@ _QUOTED_OR_ROW_END = re.compile(_QUOTED + rb"|(\r\n|\n|\r)")
 _QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
+_HEXADECIMAL = re.compile(r"\s*0[xX]")
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row
 _BLOCK_LIMIT = (1 << 31) - 1
@@ -87,6 +95,7 @@ class CsvRows:
         self._names: list[str] = []
         self._ends = RowEnds()
         self._rows = 0  # parsed
+        self.rounded: Rounded = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
@@ -121,6 +130,7 @@ class CsvRows:
             raise
         if schema is None:
             self._refuse_bytes(table)
+            self._check_numbers(content, table)
         self._rows += table.num_rows
         return table
 
@@ -185,6 +195,29 @@ class CsvRows:
             f'{self._name}: a quote (") in row {row} is never closed, so all that follows would be one value; was the '
             "file cut off? Close the quote, or double it and quote the whole field"
         )
+
+    def _check_numbers(self, content: bytes, table: pa.Table) -> None:
+        """Their text is looked at again where the numbers do not tell."""
+        table = table.select([n for n in table.column_names if table.column_names.count(n) == 1])
+        add_whole_numbers(table, self._rows, self._name, self.rounded)
+        found = [pair for pair in large_floats(table) if pair[0] not in self.rounded]
+        below = [(f.name, _negative(table, f.name)) for f in table.schema if f.type == pa.int64()]
+        below = [(name, rows) for name, rows in below if len(rows)]
+        if below and (b"0x" in content or (b"X" in content and b"0X" in content)):
+            found += below
+        if not found:
+            return
+        as_text = pa.schema([(name, pa.string()) for name, _ in found])
+        texts = _parse(content, as_text, self._names)
+        for name, rows in found:
+            for row, text in zip(rows + self._rows + 1, texts.column(name).take(rows), strict=True):
+                written = text.as_py()
+                add_written(name, written, row, self._name, self.rounded)
+                if _HEXADECIMAL.match(written) and name in top_level(table.schema, self._columns):
+                    raise DataError(
+                        f"{self._name}: column {name!r} of row {row} is {written!r}, which does not fit into int64; "
+                        "write it as a decimal number or with a letter that makes it text, or leave the column out"
+                    )
 
     def _refuse_bytes(self, table: pa.Table) -> None:
         for field in table.schema:
@@ -311,6 +344,11 @@ def _parse(
             false_values=_FALSE,
         ),
     )
+
+
+def _negative(table: pa.Table, name: str) -> _Ints:
+    """The rows in which it is below zero."""
+    return np.flatnonzero(pc.less(table.column(name), 0).fill_null(False).to_numpy())
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:

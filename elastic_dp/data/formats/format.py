@@ -60,7 +60,7 @@ class Scan:
     end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
     request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells;
     `null_lists`: lists of no fixed size that are null themselves. `remarks`: what the user should know of it: how many
-    of what, and the first one's name.
+    of what, and the first one's name. `rounded`: see exact.py.
     """
 
     schema: pa.Schema
@@ -74,6 +74,7 @@ class Scan:
     nulls: Mapping[str, int] = field(default_factory=dict)
     null_lists: Mapping[str, int] = field(default_factory=dict)
     remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

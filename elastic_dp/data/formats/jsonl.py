@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.json
 
+from elastic_dp.data.formats.exact import Rounded, add_json, add_whole_numbers
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -62,6 +63,7 @@ class JsonRows:
     def __init__(self, name: str) -> None:
         self._name = name
         self._rows = 0  # parsed
+        self.rounded: Rounded = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
@@ -84,6 +86,8 @@ class JsonRows:
             table = _parse(content, schema)
         else:
             table = self._infer(content)
+            add_whole_numbers(table, self._rows, self._name, self.rounded)
+            add_json(content, table, self._rows, self._name, self.rounded)
         self._rows += table.num_rows
         return table
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
+from elastic_dp.data.formats.exact import Rounded
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.data.nulls import count_null_lists, count_nulls
 from elastic_dp.data.schema import has_lengths, leaves, top_level
@@ -30,10 +31,12 @@ _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextRows(Protocol):
-    """The rows of one file, which is given to it from front to back.
+    """The rows of one file, which is given to it from front to back. `rounded`: numbers of it, see exact.py.
 
     What is wrong with the file is a DataError that names the file, the row or line, and what to do.
     """
+
+    rounded: Rounded
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         """How many bytes come before the first row. `content`: the file's first bytes; None: more are needed."""
@@ -98,7 +101,17 @@ def scan_rows(
     for leaf in leaves(schema, columns):
         missing = int(counts.sum()) - given[leaf.name]
         (null_lists if has_lengths(leaf.type) else nulls)[leaf.name] += missing
-    return Scan(schema, counts, starts, ends, nbytes, check, nulls=+nulls, null_lists=+null_lists)
+    return Scan(
+        schema,
+        counts,
+        starts,
+        ends,
+        nbytes,
+        check,
+        nulls=+nulls,
+        null_lists=+null_lists,
+        rounded=rows.rounded,
+    )
 
 
 def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:

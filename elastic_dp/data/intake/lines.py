@@ -15,10 +15,12 @@ import pyarrow as pa
 
 from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
+from elastic_dp.data.formats.exact import refuse_rounded
 from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.text import TextRows
 from elastic_dp.data.intake.files import Files, reading
 from elastic_dp.data.intake.rows import Rows, choose
+from elastic_dp.data.schema import leaves
 from elastic_dp.errors import DataError
 
 _Open = Callable[[str], TextRows]  # by the file's name
@@ -46,14 +48,16 @@ def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
 
 
 def _rows(files: Files, opened: _Open, columns: list[str] | None, *, mixed_is_text: bool) -> Rows:
-    schema = pa.schema([])
+    schema, rounded = pa.schema([]), dict[str, str]()
     for name in files.names:
         with reading(name):
-            for table in _tables(files, name, opened(name), None):
+            for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
+            rounded = {**rows.rounded, **rounded}
     schema = choose(
         pa.schema([(f.name, _settled(f.type)) for f in schema]), columns, files.names[0]
     )
+    refuse_rounded(rounded, leaves(schema))
 
     def batches() -> Iterator[pa.RecordBatch]:
         for name in files.names:
