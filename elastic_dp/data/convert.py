@@ -17,7 +17,7 @@ from elastic_dp.data.intake import find_source, open_documents, open_rows
 from elastic_dp.data.nulls import Nulls, check_nulls, fill
 from elastic_dp.data.packing import Packing, Tokenizer, open_tokenizer
 from elastic_dp.data.shard_writer import Compression, Format, ShardWriter
-from elastic_dp.data.skipped import Skipped, skipped_words
+from elastic_dp.data.skipped import NO_ROWS, Skipped, count_skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
@@ -27,7 +27,7 @@ SHARD_BYTES = 512 << 20
 @dataclass(frozen=True)
 class Converted:
     """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row. `skipped`: files of the
-    source that were not read."""
+    source that were not read, and those that have no row."""
 
     rows: int
     row_groups: int
@@ -71,10 +71,11 @@ def convert(
         raise DataError("fill_nulls goes without pack: a row without text is no document")
     wanted = None if columns is None else list(columns)
     packing: Packing | None = None
+    without_rows: list[str] = []
     found = find_source(source, text_glob)
     if pack is None:
         rows = open_rows(found, wanted)
-        schema = rows.schema
+        schema, without_rows = rows.schema, rows.empty
         values = check_nulls(Nulls(), fill_nulls, schema, "fill_nulls")
         batches: Iterator[pa.RecordBatch] = (_filled(batch, values) for batch in rows.batches())
     else:
@@ -108,7 +109,9 @@ def convert(
                     on_progress(_count(writer, packing, found.skipped))
         if not writer.rows:
             raise DataError(_nothing(source, packing, found.skipped))
-    return _count(writer, packing, found.skipped)
+    return _count(
+        writer, packing, found.skipped + count_skipped((), reasons={NO_ROWS: without_rows})
+    )
 
 
 def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:

@@ -34,6 +34,7 @@ from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.data.kinds import type_name
 from elastic_dp.data.listing import Listed, list_shards, prefix_of, said_twice
 from elastic_dp.data.nulls import Nulls, check_nulls
+from elastic_dp.data.partitions import partition_names
 from elastic_dp.data.schema import Columns
 from elastic_dp.data.skipped import skipped_words
 from elastic_dp.errors import DataError, ElasticError
@@ -231,6 +232,7 @@ def read_index(
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
+    _say_partitions(config, sources, columns)
     leaves = columns.leaves()
     refuse_rounded(rounded, leaves)
     nulls.add_missing(columns.absent())
@@ -412,6 +414,29 @@ def _pass_over(config: DataConfig, sources: list[_Opened], empty: list[list[str]
     if names := [name for of_source in empty for name in of_source]:
         shards = "1 shard holds" if len(names) == 1 else f"{len(names):,} shards hold"
         _log.warning("DataConfig.url: %s no row and add nothing: %s", shards, _some(names))
+
+
+def _say_partitions(config: DataConfig, sources: list[_Opened], columns: Columns) -> None:
+    """Columns that only the names of folders hold. Raises DataError where one is asked for."""
+    folders = {
+        (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])
+        for source in sources
+        for entry in source.listed.entries
+        if "=" in entry.path
+    }
+    there = columns.first_names()
+    names = [name for name in partition_names(sorted(folders)) if name not in there]
+    if config.columns is not None:
+        names = [name for name in names if name in config.columns]
+    if not names:
+        return
+    said = (
+        f"only the names of folders hold the column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}, which are not "
+        "read; `elastic-dp data convert` writes them as columns"
+    )
+    if config.columns is not None:
+        raise DataError(f"DataConfig.columns: {said}")
+    _log.warning("DataConfig.url: %s", said)
 
 
 def _some(names: list[str]) -> str:

@@ -388,7 +388,8 @@ def duckdb_partitions(folder):
 @reads(
     "DuckDB",
     "the same by a glob: `t/**/*.parquet`",
-    "without the columns that are in the names of folders",
+    "without the columns that only the names of folders hold, which is said; `convert` writes them",
+    converts=False,
 )
 def duckdb_partitions_glob(folder):
     duckdb_partitions(folder)
@@ -787,14 +788,14 @@ def parquet_dots(folder):
     return write(folder, {"id": IDS, "a.b": IDS, "a": [f"{i}" for i in IDS]})
 
 
-@reads("pyarrow", "int32 beside int64", "the wider type", converts=False)
+@reads("pyarrow", "int32 beside int64", "the wider type")
 def parquet_widened(folder):
     write(folder, {"id": pa.array(IDS, pa.int32())}, "1.parquet")
     write(folder, {"id": pa.array(IDS, pa.int64())}, "2.parquet")
     return {"id": IDS + IDS}
 
 
-@reads("pyarrow", "a column of nothing but nulls beside one with text", "None", converts=False)
+@reads("pyarrow", "a column of nothing but nulls beside one with text", "None")
 def parquet_all_null(folder):
     write(folder, {"id": IDS, "s": pa.nulls(ROWS)}, "1.parquet")
     write(folder, {"id": IDS, "s": [str(i) for i in IDS]}, "2.parquet")
@@ -813,7 +814,7 @@ def parquet_other_types(folder):
     write(folder, {"id": [str(i) for i in IDS]}, "2.parquet")
 
 
-@refuses("pyarrow", "two columns of one name", "several columns named 'x'")
+@refuses("pyarrow", "two columns of one name", "several columns named 'x'", converts=True)
 def parquet_twice(folder):
     write(folder, pa.table([IDS, IDS], names=["x", "x"]))
 

@@ -27,7 +27,7 @@ from elastic_dp.storage import Entry, Look, redact, redact_url
 from elastic_dp.storage.local import LINKS, LocalBackend
 
 _GLOB_MARKS = "*?["
-_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from elastic_dp.data.intake.files import Files, reading
 from elastic_dp.data.intake.rows import Rows, choose
+from elastic_dp.data.partitions import Partitions
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
@@ -19,7 +20,8 @@ BATCH_BYTES = 8 << 20
 BATCH_FILES = 64  # read at once
 
 
-def open_images(files: Files, columns: list[str] | None) -> Rows:
+def open_images(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    """`partitions` are none: folders are classes."""
     flat = [name for name in files.names if "/" not in name]
     if flat:
         raise DataError(

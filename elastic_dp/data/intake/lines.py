@@ -8,6 +8,7 @@ same. Dates stay text. A CSV column that is numbers in one block and words in an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,19 +20,21 @@ from elastic_dp.data.formats.exact import refuse_rounded
 from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.text import TextRows
 from elastic_dp.data.intake.files import Files, reading
-from elastic_dp.data.intake.rows import Rows, choose
+from elastic_dp.data.intake.rows import Rows, choose, rows_of_files
+from elastic_dp.data.partitions import Partitions
 from elastic_dp.data.schema import leaves
 from elastic_dp.errors import DataError
 
 _Open = Callable[[str], TextRows]  # by the file's name
 
 
-def open_jsonl(files: Files, columns: list[str] | None) -> Rows:
-    return _rows(files, JsonRows, columns, mixed_is_text=False)
+def open_jsonl(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    return _rows(files, JsonRows, columns, partitions, mixed_is_text=False)
 
 
-def open_csv(files: Files, columns: list[str] | None) -> Rows:
-    return _rows(files, lambda name: CsvRows(name, columns), columns, mixed_is_text=True)
+def open_csv(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    opened = partial(CsvRows, columns=columns)
+    return _rows(files, opened, columns, partitions, mixed_is_text=True)
 
 
 def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
@@ -47,27 +50,34 @@ def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
         rows.end()
 
 
-def _rows(files: Files, opened: _Open, columns: list[str] | None, *, mixed_is_text: bool) -> Rows:
+def _rows(
+    files: Files,
+    opened: _Open,
+    columns: list[str] | None,
+    partitions: Partitions,
+    *,
+    mixed_is_text: bool,
+) -> Rows:
     schema, rounded = pa.schema([]), dict[str, str]()
     for name in files.names:
         with reading(name):
             for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
             rounded = {**rows.rounded, **rounded}
-    schema = choose(
-        pa.schema([(f.name, _settled(f.type)) for f in schema]), columns, files.names[0]
-    )
+    schema = pa.schema([(f.name, _settled(f.type)) for f in schema])
+    if columns is not None:
+        added = [f.name for f in partitions.fields(schema, columns)]
+        schema = choose(schema, [name for name in columns if name not in added], files.names[0])
     refuse_rounded(rounded, leaves(schema))
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        for name in files.names:
-            for table in _tables(files, name, opened(name), schema):
-                if table.num_rows:
-                    with reading(name):
-                        table = table.select(schema.names).cast(schema).combine_chunks()
-                    yield from table.to_batches()
+    def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for table in _tables(files, name, opened(name), schema):
+            if table.num_rows:
+                with reading(name):
+                    table = table.select(schema.names).cast(schema).combine_chunks()
+                yield from table.to_batches()
 
-    return Rows(schema, batches)
+    return rows_of_files(files.names, schema, batches_of, columns, partitions)
 
 
 def _tables(

@@ -16,6 +16,7 @@ from elastic_dp.data.intake.lines import open_csv, open_jsonl
 from elastic_dp.data.intake.rows import Documents, Rows
 from elastic_dp.data.intake.tables import open_arrow, open_parquet, open_saved_dataset
 from elastic_dp.data.listing import splits_words
+from elastic_dp.data.partitions import Partitions
 from elastic_dp.data.skipped import Skipped, count_skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -75,8 +76,8 @@ def find_source(url: str, text_globs: Sequence[str] = ()) -> Source:
     return Source(url, kind, read, files.beside(read))
 
 
-def open_rows(source: Source, columns: list[str] | None = None) -> Rows:
-    """Raises DataError where it has no rows as it is."""
+def open_rows(source: Source, columns: list[str] | None = None, *, partitions: bool = True) -> Rows:
+    """`partitions`: with the columns that only the names of folders hold. Raises DataError where it has no rows as it is."""
     if source.kind == "text":
         raise DataError(
             f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
@@ -85,14 +86,15 @@ def open_rows(source: Source, columns: list[str] | None = None) -> Rows:
         raise DataError(
             f"{redact_url(source.url)!r} holds tar shards, which convert does not read; training does, as they are"
         )
-    return _OPENERS[source.kind](source.files, columns)
+    folders = Partitions(source.files.names if partitions else ())
+    return _OPENERS[source.kind](source.files, columns, folders)
 
 
 def open_documents(source: Source, columns: list[str] | None = None) -> Documents:
     """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
     if source.kind == "text":
         return documents_of_files(source.files)
-    rows, url = open_rows(source, columns), source.url
+    rows, url = open_rows(source, columns, partitions=False), source.url
     texts = [
         f.name
         for f in rows.schema
