@@ -300,7 +300,7 @@ def link(name: str) -> tarfile.TarInfo:
 def test_notes_and_links_in_a_tar_are_no_samples_and_are_said(where, tmp_path, caplog):
     sample = [("a.jpg", b"1"), ("a.cls", b"7")]
     notes = [("LICENSE", b"free"), ("docs/README.md", b"read"), ("Makefile", b"all:")]
-    put_tar(tmp_path / "a.tar", notes[0], *sample, notes[1], notes[2], link("b.jpg"))
+    put_tar(tmp_path / "a.tar", notes[0], *sample, notes[1], notes[2], link("LATEST"))
     put_tar(tmp_path / "b.tar", notes[0], ("license.jpg", b"2"), ("license.cls", b"8"))
     rows, _ = rows_of(where(tmp_path))
     assert rows == [
@@ -312,7 +312,7 @@ def test_notes_and_links_in_a_tar_are_no_samples_and_are_said(where, tmp_path, c
         in caplog.text
     )
     assert (
-        "members that are links or devices, and are not read: 1, such as b.jpg of a" in caplog.text
+        "members that are links or devices, and are not read: 1, such as LATEST of a" in caplog.text
     )
 
 

@@ -5,7 +5,8 @@ up to the first dot of the file's name. Columns are bytes, but `txt` and `json` 
 Samples are cut into row groups of about 4 MiB in the order of the tar; one range of it is one row group.
 
 As for webdataset, members without an ending (LICENSE) are no samples; nor are notes such as README.md. What is passed
-over is counted, and which members are is a matter of their names alone, so that `scan` and `read` agree.
+over is counted, and which members are is a matter of their names alone, so that `scan` and `read` agree. A link that would
+be a column of a sample is refused, and so is what follows the end of the archive.
 """
 
 from __future__ import annotations
@@ -171,6 +172,11 @@ def _members(
                     f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
                     "without --sparse"
                 )
+            if (member.islnk() or member.issym()) and not _is_note(name):
+                raise tarfile.ReadError(
+                    f"{member.name} is a link to {member.linkname}, and its bytes do not lie there; write the tar with "
+                    "`tar --dereference --hard-dereference`"
+                )
             if member.isfile() and not _is_note(name):
                 if _split(member.name)[1] == _KEY:
                     raise tarfile.ReadError(
@@ -182,6 +188,12 @@ def _members(
         buffered.seek(members.offset)
         if buffered.read(_BLOCK).strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
+        while rest := buffered.read(_READ_BYTES):
+            if rest.strip(b"\0"):
+                raise tarfile.ReadError(
+                    f"more follows its end, which is at byte {members.offset}, most likely another tar; to join tars use "
+                    "`tar --concatenate`, not cat, or leave them apart"
+                )
 
 
 def _split(name: str) -> tuple[str, str]:
