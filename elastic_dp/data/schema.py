@@ -171,6 +171,13 @@ class Columns:
         return [schema.field(name) for name in tops]
 
 
+def names_missing(wanted: Iterable[str], schema: pa.Schema) -> list[str]:
+    """The fields of a column of nulls may be any."""
+    there = {name for name, _ in _columns_and_structs(schema)}
+    nulls = tuple(f"{field.name}." for field in schema if pa.types.is_null(field.type))
+    return [name for name in wanted if name not in there and not name.startswith(nulls)]
+
+
 def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
     try:
         _ = schema.names, [type_name(field.type) for field in schema]

@@ -552,7 +552,7 @@ def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_
         assert rows_of(tmp_path, columns=some)[0] == DOTTED.select(some).to_pylist()
     for name in ("a", "a.b.c.d", "b"):
         with pytest.raises(
-            DataError, match=rf"no column '{name}' in a\.\w+, which has 'id', 'a\.b'"
+            DataError, match=rf"no column '{name}' in .*a\.\w+, which ha(s|ve) 'id', 'a\.b'"
         ):
             read_index(config(tmp_path, columns=["id", name]))
 

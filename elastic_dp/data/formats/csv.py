@@ -28,7 +28,9 @@ from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.heads import Heads
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
+    HEAD_BYTES,
     decompress,
+    first_bytes,
     iconv,
     is_compressed,
     refuse_utf_16,
@@ -74,6 +76,11 @@ class Csv:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         return scan_rows(shard, columns, CsvRows(shard.name, columns), _merge)
 
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        rows = CsvRows(shard.name, columns)
+        rows.head(first_bytes(shard, HEAD_BYTES), False)
+        return pa.schema([(name, pa.null()) for name in rows.names]) if rows.names else None
+
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = bytes(shard.read(place.start, place.end))
         if is_compressed(shard):
@@ -92,7 +99,7 @@ class CsvRows:
     def __init__(self, name: str, columns: Sequence[str] | None) -> None:
         self._name, self._columns = name, columns
         self._header = b""
-        self._names: list[str] = []
+        self.names: list[str] = []  # of the header line
         self._ends = RowEnds()
         self._rows = 0  # parsed
         self.rounded: Rounded = {}
@@ -123,7 +130,7 @@ class CsvRows:
         if _BLANK.fullmatch(content):
             return _parse(self._header, schema, fill_missing=schema is not None)
         try:
-            table = _parse(content, schema, self._names, keep, fill_missing=schema is not None)
+            table = _parse(content, schema, self.names, keep, fill_missing=schema is not None)
         except pa.ArrowInvalid:
             if ragged:
                 self._refuse_ragged(ragged[0])
@@ -145,7 +152,7 @@ class CsvRows:
                 f"UTF-8: {iconv('UTF-16LE', self._name)}"
             )
         try:
-            names = self._names = _parse(self._header).column_names
+            names = self.names = _parse(self._header).column_names
         except UnicodeDecodeError:
             raise DataError(
                 f"{self._name} has a header line that is not UTF-8; if it is Latin-1, write it as UTF-8: "
@@ -208,7 +215,7 @@ class CsvRows:
         if not found:
             return
         as_text = pa.schema([(name, pa.string()) for name, _ in found])
-        texts = _parse(content, as_text, self._names)
+        texts = _parse(content, as_text, self.names)
         for name, rows in found:
             for row, text in zip(rows + self._rows + 1, texts.column(name).take(rows), strict=True):
                 written = text.as_py()

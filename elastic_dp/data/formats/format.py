@@ -51,7 +51,7 @@ class ShardAt:
         return self.store.read(self.path, start, end, self.version)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # of a million shards, some thousands are kept at a time
 class Scan:
     """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read` asks for.
 
@@ -96,6 +96,9 @@ class Format(Protocol):
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""
+
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        """Of a shard whose content `scan` reads: the columns of its first rows. None: not known."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         """The type under which two shards' columns are read, which are plain (kinds.py); None: they are not the same data."""

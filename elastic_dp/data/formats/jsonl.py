@@ -20,6 +20,7 @@ from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     decompress,
+    first_bytes,
     iconv,
     is_compressed,
     refuse_utf_16,
@@ -29,6 +30,7 @@ from elastic_dp.data.formats.text import (
 from elastic_dp.data.schema import widest
 from elastic_dp.errors import DataError
 
+FIRST_BYTES = 1 << 20  # in which a column that is asked for is looked for
 _BLOCK_LIMIT = (1 << 31) - 1
 # A null that is the value of no key and in no list, most likely: the literal comes first, which re finds fast.
 _ODD_NULL = re.compile(rb"null(?<![:,\[]null)(?<![:,\[] null)")
@@ -46,6 +48,12 @@ class JsonLines:
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         return scan_rows(shard, columns, JsonRows(shard.name), _merge)
+
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        content = first_bytes(shard, FIRST_BYTES)
+        start = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
+        content = content[start : content.rfind(b"\n") + 1]
+        return _parse(content).schema if content.strip() else None
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = shard.read(place.start, place.end)

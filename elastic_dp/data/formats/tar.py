@@ -96,6 +96,14 @@ class Tar:
         nulls = {name: names[_KEY] - count for name, count in names.items()}
         return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, remarks=remarks)
 
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        names = {_KEY}
+        for member in _members(_Scanned(shard)):
+            names.add(_split(member.name)[1])
+            if member.offset >= GROUP_BYTES:
+                break
+        return pa.schema([(name, pa.null()) for name in sorted(names)])
+
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = memoryview(shard.read(place.start, place.end))
         samples: list[dict[str, Any]] = []

@@ -27,6 +27,7 @@ ROW_BYTES = 256 << 20  # of one row; beyond it, a quote was most likely never cl
 HEAD_BYTES = 64 << 10  # that are read first to find where the rows begin
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+_BLOCK_BYTES = 1 << 20  # more than a block of bz2 takes
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -63,6 +64,15 @@ def is_compressed(shard: ShardAt) -> bool:
 def decompress(shard: ShardAt, content: bytes) -> bytes:
     with pa.CompressedInputStream(pa.BufferReader(content), _codec(shard)) as stream:
         return bytes(stream.read())
+
+
+def first_bytes(shard: ShardAt, nbytes: int) -> bytes:
+    """Of what is in it; of a compressed shard those that its own first bytes hold."""
+    packed = bytes(shard.read(0, min(shard.size, nbytes + _BLOCK_BYTES)))
+    if not is_compressed(shard):
+        return packed[:nbytes]
+    with pa.CompressedInputStream(pa.BufferReader(packed), _codec(shard)) as stream:
+        return bytes(stream.read(nbytes))
 
 
 def scan_rows(
