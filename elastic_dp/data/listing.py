@@ -287,7 +287,14 @@ def _refuse_table(
     table = table or table_above(folder, names_in, itself=found.is_file)
     shown = redact_url(url)
     root_url = shown_folder(shown, store.path, table.root).rstrip("/") if table else ""
-    refuse_table(table, shown, root_url, "DataConfig.url: ")
+    refuse_table(
+        table,
+        shown,
+        root_url,
+        names_in,
+        lambda path: bytes(store.read_all(path)),
+        "DataConfig.url: ",
+    )
 
 
 def _only_format(url: str, root: str, entries: list[Entry]) -> str:

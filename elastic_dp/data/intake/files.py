@@ -174,9 +174,10 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
     is_deep_glob = any(mark in path for mark in _GLOB_MARKS) and "/" in path[len(root) + 1 :]
     for found in sorted(tables_among(system.find(root) if is_deep_glob else files)):
         if any(file.startswith(f"{found.root}/") for file in files):
-            refuse_table(found, redact_url(url), found.root)
+            refuse_table(found, redact_url(url), found.root, names_in, system.cat_file)
     table = table_above(root, names_in, itself=True)
-    refuse_table(table, redact_url(url), table.root if table else "")
+    root_url = table.root if table else ""
+    refuse_table(table, redact_url(url), root_url, names_in, system.cat_file)
 
 
 def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
