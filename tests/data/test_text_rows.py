@@ -142,6 +142,24 @@ def test_csv_lines_of_spaces_are_rows_and_blank_lines_are_not(tmp_path, monkeypa
     assert rows_of(tmp_path)[0] == converted(tmp_path / "a.csv") == expected
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_blank_lines_in_csv_of_one_column_are_said(end, tmp_path, monkeypatch, caplog):
+    """As Polars writes nulls; those in quotes are text."""
+    monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
+    lines = ["x", "1", "", "3", '"4', "", '5"', "", "", "6", ""]
+    (tmp_path / "a.csv").write_text(end.join(lines), newline="")
+    expected = [{"x": "1"}, {"x": "3"}, {"x": f"4{end}{end}5"}, {"x": "6"}]
+    for read in lambda: rows_of(tmp_path)[0], lambda: converted(tmp_path / "a.csv"):
+        caplog.clear()
+        assert read() == expected
+        assert "blank lines of CSV files of one column are no rows" in caplog.text
+        assert ": 3, such as behind row 1 of a.csv" in caplog.text
+    caplog.clear()
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n\n3,4\n")
+    rows_of(tmp_path)
+    assert "blank" not in caplog.text
+
+
 values = st.sampled_from(["1", "2.5", "true", "0", "NA", "", "2026-01-02", "word", "-7", "False"])
 
 

@@ -47,6 +47,10 @@ _QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
 _HEXADECIMAL = re.compile(r"\s*0[xX]")
+_TWO_ROW_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BLANK_LINES = (
+    "blank lines of CSV files of one column are no rows (an empty text is written as two quotes)"
+)
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row
 _BLOCK_LIMIT = (1 << 31) - 1
@@ -103,6 +107,7 @@ class CsvRows:
         self._ends = RowEnds()
         self._rows = 0  # parsed
         self.rounded: Rounded = {}
+        self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
@@ -127,6 +132,8 @@ class CsvRows:
             ragged.append(row)
             return "error"
 
+        if schema is None and len(self.names) == 1:
+            self._count_blank_lines(content)
         if _BLANK.fullmatch(content):
             return _parse(self._header, schema, fill_missing=schema is not None)
         try:
@@ -225,6 +232,23 @@ class CsvRows:
                         f"{self._name}: column {name!r} of row {row} is {written!r}, which does not fit into int64; "
                         "write it as a decimal number or with a letter that makes it text, or leave the column out"
                     )
+
+    def _count_blank_lines(self, content: bytes) -> None:
+        """Of one column: some programs write them for nulls."""
+        if not any(two in content for two in _TWO_ROW_ENDS) and not content.startswith(
+            (b"\n", b"\r")
+        ):
+            return
+        start, row = 0, self._rows
+        for found in _QUOTED_OR_ROW_END.finditer(content):
+            if found[1] is None:
+                continue
+            if found.start() == start:
+                before, first = self.remarks.get(_BLANK_LINES, (0, f"behind row {row}"))
+                self.remarks[_BLANK_LINES] = before + 1, first
+            else:
+                row += 1
+            start = found.end()
 
     def _refuse_bytes(self, table: pa.Table) -> None:
         for field in table.schema:

@@ -72,6 +72,7 @@ class JsonRows:
         self._name = name
         self._rows = 0  # parsed
         self.rounded: Rounded = {}
+        self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)

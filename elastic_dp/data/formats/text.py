@@ -32,12 +32,13 @@ _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextRows(Protocol):
-    """The rows of one file, which is given to it from front to back. `rounded`: numbers of it, see exact.py.
+    """The rows of one file, which is given to it from front to back. `rounded`, `remarks`: see Scan.
 
     What is wrong with the file is a DataError that names the file, the row or line, and what to do.
     """
 
     rounded: Rounded
+    remarks: dict[str, tuple[int, str]]
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         """How many bytes come before the first row. `content`: the file's first bytes; None: more are needed."""
@@ -120,6 +121,7 @@ def scan_rows(
         check,
         nulls=+nulls,
         null_lists=+null_lists,
+        remarks=rows.remarks,
         rounded=rows.rounded,
     )
 

@@ -7,6 +7,7 @@ same. Dates stay text. A CSV column that is numbers in one block and words in an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -25,6 +26,7 @@ from elastic_dp.data.partitions import Partitions
 from elastic_dp.data.schema import leaves
 from elastic_dp.errors import DataError
 
+_log = logging.getLogger(__name__)
 _Open = Callable[[str], TextRows]  # by the file's name
 
 
@@ -64,6 +66,8 @@ def _rows(
             for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
             rounded = {**rows.rounded, **rounded}
+            for what, (count, first) in rows.remarks.items():
+                _log.warning("%s: %s, such as %s of %s", what, f"{count:,}", first, name)
     schema = pa.schema([(f.name, _settled(f.type)) for f in schema])
     if columns is not None:
         added = [f.name for f in partitions.fields(schema, columns)]
