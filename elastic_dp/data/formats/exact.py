@@ -25,7 +25,6 @@ from elastic_dp.errors import DataError
 Rounded = dict[str, str]  # by leaf: the first such number, and its row
 
 _EXACT = 1 << 53
-_WHOLE = re.compile(r"\s*[+-]?[0-9]+\s*")
 _SPACE = re.compile(r"\s*")
 _Row = Callable[[int], int]  # of a table, by the place in a flat array
 
@@ -116,7 +115,8 @@ def _is_rounded(text: str) -> bool:
         return False
     if math.isinf(number):
         return any(map(str.isdigit, text))
-    return abs(number) >= _EXACT and bool(_WHOLE.fullmatch(text)) and int(number) != int(text)
+    written = text.strip().lstrip("+-0")  # Python makes no number of thousands of digits
+    return abs(number) >= _EXACT and written.isdecimal() and int(abs(number)) != int(written)
 
 
 def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
