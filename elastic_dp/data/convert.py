@@ -16,7 +16,12 @@ from elastic_dp.data.destination import Destination
 from elastic_dp.data.intake import find_source, open_documents, open_rows
 from elastic_dp.data.nulls import Nulls, check_nulls, fill
 from elastic_dp.data.packing import Packing, Tokenizer, open_tokenizer
-from elastic_dp.data.shard_writer import Compression, Format, ShardWriter
+from elastic_dp.data.shard_writer import (
+    Compression,
+    Format,
+    ShardWriter,
+    refuse_columns_too_deep,
+)
 from elastic_dp.data.skipped import Skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -91,6 +96,7 @@ def convert(
             f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
             "back; leave it out by columns="
         )
+    refuse_columns_too_deep(schema, format)
     to = Destination(destination)
     with to.writing():
         writer = ShardWriter(

@@ -6,6 +6,7 @@ it to `shard_bytes`. The same rows give the same bytes.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
@@ -138,6 +139,22 @@ class ShardWriter:
             "use_dictionary": words or False,
             "write_statistics": numbers or False,
         }
+
+
+def refuse_columns_too_deep(schema: pa.Schema, format: Format) -> None:
+    """Parquet can be written with columns that nest deeper than its readers go. Raises DataError."""
+    if format != "parquet":
+        return
+    sink = io.BytesIO()
+    with _said_by_name(format):
+        pq.write_table(schema.empty_table(), sink)
+    try:
+        pq.read_schema(sink)
+    except OSError as error:
+        raise DataError(
+            f"these columns could not be read again as parquet: {error}; leave those that nest so deep out by columns=, or "
+            "write format='arrow'"
+        ) from error
 
 
 @contextmanager
