@@ -152,6 +152,54 @@ def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
     assert read_index(config(tmp_path)).num_rows == 4
 
 
+DEEP = {
+    "lists": '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}",
+    "objects": '{"a": ' * 30_000 + "1" + "}" * 30_000,
+    "lines": '{"a": ' + "[\n" * 50_000 + "]" * 50_000 + "}",
+    "cut off": '{"a": ' + "[" * 50_000,
+    "after text": '{"t": "}}]]\\"]' + "}" * 60_000 + '", "a": ' + "[" * 50_000,
+    "short enough for the stack": '{"a": ' + "[" * 200 + "]" * 200 + "}",
+}
+
+
+def test_json_row_that_nests_too_deep_ends_no_process(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": null}\n' + DEEP["lists"])
+    asked = subprocess.run(
+        [sys.executable, "-c", TRIED, str(tmp_path / "a.jsonl")], capture_output=True, text=True
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "row 2 has more than 100 lists and objects" in json.loads(asked.stdout)[0]
+
+
+@pytest.mark.parametrize("row", DEEP.values(), ids=DEEP)
+def test_json_row_that_nests_too_deep_is_refused(row, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": null}\n' + row + "\n")
+    for ask in (
+        lambda: read_index(config(tmp_path)),
+        lambda: convert(str(tmp_path), str(tmp_path / "to")),
+    ):
+        with pytest.raises(DataError, match=r"a\.jsonl: (row|column) .* inside each other"):
+            ask()
+    assert "inside each other" in " ".join(f.says for f in inspect(str(tmp_path)).findings)
+
+
+def test_json_row_of_many_lists_is_read(tmp_path):
+    rows = [{"a": [[n]] * 400, "t": "[" * 400 + '\\"{'} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_index(config(tmp_path)).num_rows == 3
+    convert(str(tmp_path), str(tmp_path / "to"))
+    assert pq.read_table(tmp_path / "to").to_pylist() == rows
+
+
+def test_columns_that_nest_too_deep_for_readers_of_parquet_are_refused_by_convert(tmp_path):
+    """It wrote files that none of them opens."""
+    (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 60 + "]" * 60 + "}")
+    with pytest.raises(DataError, match=r"read again as parquet.*format='arrow'"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+    assert not (tmp_path / "to").exists()
+    assert convert(str(tmp_path), str(tmp_path / "to"), format="arrow").rows == 1
+
+
 def test_column_name_that_is_not_utf8_is_refused(tmp_path):
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, pa.schema({"name": pa.int64()})) as writer:
