@@ -63,6 +63,8 @@ def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[s
                 made[name] = outcome
         elif damaged.whole and kind == "tar" and name == "read":
             raise Finding(f"{name}: a whole tar is refused: {outcome}")
+        elif damaged.whole and kind == "csv" and name == "convert" and _is_even(damaged.content):
+            raise Finding(f"{name}: a whole CSV is refused: {outcome}")
     if len(made) == 2:
         _compare_columns("read, beside convert", made["read"], made["convert"])
     if "read" in made and kind in ("parquet", "arrow") and found[-1] == "rows":
@@ -70,6 +72,12 @@ def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[s
         if counted not in (None, rows):
             raise Finding(f"inspect: {counted} rows, and {rows} are read")
     return " ".join(found)
+
+
+def _is_even(content: bytes) -> bool:
+    """csv.writer leaves a "\\r" unquoted where lines end with "\\n", and csv.reader ends a row there."""
+    rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+    return len({len(row) for row in rows if row}) == 1
 
 
 def _cut_small(rng: random.Random) -> None:
@@ -113,7 +121,7 @@ def _converted(path: Path, folder: Path) -> Columns:
     to = folder / "converted"
     shutil.rmtree(to, ignore_errors=True)
     convert(str(path), str(to))
-    tables = [pq.read_table(part) for part in sorted(to.glob("*.parquet"))]
+    tables = [pq.ParquetFile(part).read(use_threads=False) for part in sorted(to.glob("*.parquet"))]
     return columns_of(pa.concat_tables(tables))
 
 
