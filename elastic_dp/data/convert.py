@@ -20,7 +20,7 @@ from elastic_dp.data.shard_writer import (
     Compression,
     Format,
     ShardWriter,
-    refuse_columns_too_deep,
+    refuse_columns_parquet_cannot_give_back,
 )
 from elastic_dp.data.skipped import Skipped, skipped_words
 from elastic_dp.errors import DataError
@@ -96,7 +96,8 @@ def convert(
             f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
             "back; leave it out by columns="
         )
-    refuse_columns_too_deep(schema, format)
+    if format == "parquet":
+        refuse_columns_parquet_cannot_give_back(schema)
     to = Destination(destination)
     with to.writing():
         writer = ShardWriter(

@@ -141,20 +141,18 @@ class ShardWriter:
         }
 
 
-def refuse_columns_too_deep(schema: pa.Schema, format: Format) -> None:
-    """Parquet can be written with columns that nest deeper than its readers go. Raises DataError."""
-    if format != "parquet":
-        return
+def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
+    """It can be written with columns that nest deeper than its readers go, say. Raises DataError."""
     sink = io.BytesIO()
-    with _said_by_name(format):
-        pq.write_table(schema.empty_table(), sink)
-    try:
-        pq.read_schema(sink)
-    except OSError as error:
-        raise DataError(
-            f"these columns could not be read again as parquet: {error}; leave those that nest so deep out by columns=, or "
-            "write format='arrow'"
-        ) from error
+    with _said_by_name("parquet"):
+        try:
+            pq.write_table(schema.empty_table(), sink)
+            pq.read_schema(sink)
+        except OSError as error:
+            raise DataError(
+                f"these columns could not be read again as parquet: {error}; leave some out by columns=, or write "
+                "format='arrow'"
+            ) from error
 
 
 @contextmanager
