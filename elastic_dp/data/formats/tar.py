@@ -48,6 +48,7 @@ _NOTE_ENDINGS = {"md", "txt", "rst", "html", "cff", "bib"}
 _NOTES = "members that are no samples, since they have no ending or are notes"
 _LINKS = "members that are links or devices, and are not read"
 _APART = "keys that come again later in their shard, and are another sample there"
+_NO_END = "members behind which their shard ends without a tar's end mark, so that more may have been cut off"
 _SHOWN = 40  # bytes of a value, in an error message
 
 
@@ -161,6 +162,7 @@ def _members(
     """
     buffered = io.BufferedReader(file, _BLOCK) if isinstance(file, io.RawIOBase) else file
     with tarfile.open(fileobj=buffered, mode="r:") as members:
+        member = tarfile.TarInfo()
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
             name = member.name.rsplit("/", 1)[-1]
@@ -180,8 +182,11 @@ def _members(
             elif remarks is not None:
                 _remark(remarks, _NOTES if member.isfile() else _LINKS, member.name)
         buffered.seek(members.offset)
-        if buffered.read(_BLOCK).strip(b"\0"):
+        end = buffered.read(_BLOCK)
+        if end.strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
+        if not end and remarks is not None:
+            _remark(remarks, _NO_END, member.name)
 
 
 def _split(name: str) -> tuple[str, str]:
