@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data import convert, inspect, read_index
+from elastic_dp.data.formats import text as text_format
 from elastic_dp.errors import BadShard, DataError
 from tests.data.fuzz import thrift
 from tests.data.test_index import config, opened
@@ -200,6 +202,14 @@ def test_columns_that_nest_too_deep_for_readers_of_parquet_are_refused_by_conver
     assert convert(str(tmp_path), str(tmp_path / "to"), format="arrow").rows == 1
 
 
+def test_bytes_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
+    batch = pa.record_batch({"v": pa.array([b"", None], pa.binary(0))})
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(DataError, match="could not be read again as parquet"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
 def test_column_name_that_is_not_utf8_is_refused(tmp_path):
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, pa.schema({"name": pa.int64()})) as writer:
@@ -284,3 +294,43 @@ def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
             tar.addfile(member, io.BytesIO(b"7"))
     with pytest.raises(DataError, match=r"1\.__key__ has the ending '__key__'"):
         read_index(config(tmp_path))
+
+
+def test_tar_that_ends_behind_a_member_is_said_to_lack_its_end(tmp_path, caplog):
+    """One that was cut off there has fewer samples, and nothing else tells."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as tar:
+        for number in range(3):
+            member = tarfile.TarInfo(f"{number}.cls")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"1"))
+    (tmp_path / "a.tar").write_bytes(sink.getvalue())
+    read_index(config(tmp_path))
+    assert "end mark" not in caplog.text
+    (tmp_path / "a.tar").write_bytes(sink.getvalue()[: 2 * 1024])
+    assert read_index(config(tmp_path)).num_rows == 2
+    assert "without a tar's end mark" in caplog.text
+    assert "such as 1.cls of a.tar" in caplog.text
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_compressed_text_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
+    codec, tmp_path, monkeypatch
+):
+    """4 MiB of gzip took 4 GiB of memory."""
+    monkeypatch.setattr(text_format, "UNPACKED_BYTES", 8 << 20)
+    path = tmp_path / ("a.csv.gz" if codec == "gzip" else "a.csv.zst")
+    with pa.CompressedOutputStream(str(path), codec) as stream:
+        stream.write(b"a,b\n")
+        for _ in range(24):
+            stream.write(b"1,2\n" * (1 << 18))
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"a\.csv.*unpacks to more than 8 MiB"):
+            read_index(config(tmp_path))
+        peak = tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes() - before
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20
+    assert convert(str(path), str(tmp_path / "to")).rows == 24 << 18

@@ -89,8 +89,10 @@ class JsonRows:
         if not content.strip():
             table = pa.table({})
         else:
-            self._refuse_deep_rows(content)
-            table = self._infer(content) if schema is None else _parse(content, schema)
+            try:
+                table = self._infer(content) if schema is None else _parse(content, schema)
+            except _TooDeep as error:
+                raise self._too_deep(f"row {self._number_at(content, error.at)}") from None
             for field in table.schema:
                 if _levels(field.type) > MAX_NESTING:
                     raise self._too_deep(f"column {field.name!r}")
@@ -105,6 +107,8 @@ class JsonRows:
         self._refuse_null_rows(content)
         try:
             return _parse(content)
+        except _TooDeep:
+            raise
         except pa.ArrowInvalid as error:
             lines = (line for line in content.split(b"\n") if line.strip())
             for number, line in enumerate(lines, self._rows + 1):
@@ -143,18 +147,6 @@ class JsonRows:
                 number = self._number_at(content, start)
                 self._refuse_line(number, content[start:checked], reason)
 
-    def _refuse_deep_rows(self, content: bytes) -> None:
-        """What would end the process. Training parses only what was parsed here before."""
-        at = 0
-        while len(content) - at > _OPEN_BRACKETS:
-            end = content.rfind(b"\n", at, at + _OPEN_BRACKETS)
-            if end < 0 or not _is_between_rows(content, end):
-                end = _row_end(content, at + _OPEN_BRACKETS)
-                brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
-                if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
-                    raise self._too_deep(f"row {self._number_at(content, at)}")
-            at = end + 1
-
     def _too_deep(self, what: str) -> DataError:
         return DataError(
             f"cannot read {self._name}: {what} has more than {MAX_NESTING} lists and objects inside each other; write its "
@@ -174,7 +166,10 @@ class JsonRows:
 
 
 def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """In this thread, as one block, so that a line may be of any length."""
+    """In this thread, as one block, so that a line may be of any length. `schema`: of content that was parsed without one
+    before, which raises _TooDeep for what would end the process."""
+    if schema is None:
+        _refuse_deep_rows(content)
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
     reading = pa.json.ReadOptions(use_threads=False, block_size=block_size)
     options = pa.json.ParseOptions(
@@ -185,6 +180,26 @@ def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     return pa.unify_schemas([one, other], promote_options="permissive")
+
+
+class _TooDeep(pa.ArrowInvalid):
+    """`at`: where the row begins."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(f"a row has more than {MAX_NESTING} lists and objects inside each other")
+        self.at = at
+
+
+def _refuse_deep_rows(content: bytes) -> None:
+    at = 0
+    while len(content) - at > _OPEN_BRACKETS:
+        end = content.rfind(b"\n", at, at + _OPEN_BRACKETS)
+        if end < 0 or not _is_between_rows(content, end):
+            end = _row_end(content, at + _OPEN_BRACKETS)
+            brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
+            if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
+                raise _TooDeep(at)
+        at = end + 1
 
 
 def _is_between_rows(content: bytes, at: int) -> bool:
