@@ -296,6 +296,21 @@ def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
         read_index(config(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "size", [b"-1", b"-1000", b"\xff" * 11 + b"\0"], ids=["small", "back", "binary"]
+)
+def test_tar_member_of_a_size_below_zero_is_refused(size, tmp_path):
+    """It was an empty value, or was read again for ever."""
+    member = tarfile.TarInfo("0.txt")
+    header = bytearray(member.tobuf())
+    header[124:136] = size.ljust(12, b"\0")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "a.tar").write_bytes(bytes(header) + bytes(2048))
+    with pytest.raises(DataError, match=r"a\.tar.*0\.txt has the size -"):
+        read_index(config(tmp_path))
+
+
 def test_tar_that_ends_behind_a_member_is_said_to_lack_its_end(tmp_path, caplog):
     """One that was cut off there has fewer samples, and nothing else tells."""
     sink = io.BytesIO()

@@ -165,6 +165,8 @@ def _members(
         member = tarfile.TarInfo()
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
+            if member.size < 0:  # tarfile would go back, and some versions of it for ever
+                raise tarfile.ReadError(f"{member.name} has the size {member.size}")
             name = member.name.rsplit("/", 1)[-1]
             if member.isdir() or name.startswith("."):
                 continue
