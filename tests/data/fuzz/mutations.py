@@ -657,8 +657,13 @@ def _tar_value(rng: random.Random, name: str, wide: int, old: bytes) -> bytes:
         return bytes([rng.choice(_TYPES)])
     if name in ("size", "mtime", "mode") and rng.randrange(3):
         number = _changed_number(rng, 512)
-        text = b"%0*o" % (wide - 1, number) if number >= 0 else b"-1"
-        packed = b"\x80" + (number & (1 << 88) - 1).to_bytes(11, "big")
+        text = (
+            b"%0*o" % (wide - 1, number)
+            if number >= 0
+            else b"-%o" % rng.choice((1, 511, 512, 700, 1024))
+        )
+        sign = b"\x80" if number >= 0 else b"\xff"
+        packed = sign + (number & (1 << 8 * wide - 8) - 1).to_bytes(wide - 1, "big")
         return rng.choice((text[-wide:], packed[:wide])).ljust(wide, b"\0")
     return _changed_bytes(rng, old)[:wide].ljust(wide, b"\0")
 
