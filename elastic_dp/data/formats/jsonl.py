@@ -41,6 +41,7 @@ MAX_NESTING = 100
 # where the stack does. A row with fewer bytes is not looked at.
 _OPEN_BRACKETS = 500
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_AT_ONCE = 1 << 20  # bytes of a row, so that a long one costs little memory
 _AROUND = 8  # bytes of a line break in which the brackets of two rows are looked for
 
 
@@ -224,7 +225,11 @@ def _nesting(row: bytes) -> int:
     data = np.frombuffer(_TEXT.sub(b"", row), np.uint8)
     steps = np.zeros(256, np.int64)
     steps[[ord("["), ord("{")]], steps[[ord("]"), ord("}")]] = 1, -1
-    return int(np.cumsum(steps[data]).max(initial=0))
+    level = deepest = 0
+    for at in range(0, len(data), _AT_ONCE):
+        levels = level + np.cumsum(steps[data[at : at + _AT_ONCE]])
+        level, deepest = int(levels[-1]), max(deepest, int(levels.max()))
+    return deepest
 
 
 def _levels(kind: pa.DataType) -> int:
