@@ -17,6 +17,7 @@ from elastic_dp.data.formats import text as text_format
 from elastic_dp.errors import BadShard, DataError
 from tests.data.fuzz import thrift
 from tests.data.test_index import config, opened
+from tests.data.values import in_place
 
 TRIED = """
 import json, sys
@@ -128,6 +129,25 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_shard(nested, tmp_path):
         groups.read(0)
     with pytest.raises(DataError, match="UTF8"):
         convert(str(tmp_path), str(tmp_path / "to"))
+
+
+def test_parquet_page_with_a_value_too_many_does_not_shift_the_rows_of_the_next_row_group(tmp_path):
+    """pyarrow reads several row groups as one run of values: convert wrote the rest of the column one row late."""
+    table = pa.table({"id": list(range(8)), "s": [None, "a", "b", "c", None, "d", "e", "f"]})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, row_group_size=4, use_dictionary=False, compression="none")
+    content = bytearray(sink.getvalue())
+    start = pq.read_metadata(sink).row_group(0).column(1).data_page_offset
+    header, end = thrift.decode(bytes(content), start)
+    page = [thrift.STRUCT, thrift.field(header, 5)]
+    values = next(node for number, node in page[1] if number == 1)
+    assert values[1] == 4
+    values[1] = 5  # the null that fills up its bits
+    content[start:end] = thrift.encode(header)
+    (tmp_path / "a.parquet").write_bytes(content)
+    convert(str(tmp_path), str(tmp_path / "to"))
+    assert pq.read_table(tmp_path / "to").equals(table)
+    assert in_place(config(tmp_path))["s"] == table["s"].to_pylist()
 
 
 def test_json_text_that_is_not_utf8_is_refused(tmp_path):
