@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 import subprocess
 import sys
 import tarfile
@@ -148,6 +149,19 @@ def test_parquet_page_with_a_value_too_many_does_not_shift_the_rows_of_the_next_
     convert(str(tmp_path), str(tmp_path / "to"))
     assert pq.read_table(tmp_path / "to").equals(table)
     assert in_place(config(tmp_path))["s"] == table["s"].to_pylist()
+
+
+def test_parquet_page_that_fails_its_checksum_is_refused_by_convert_too(tmp_path):
+    """Training refused it, and convert wrote the damaged value."""
+    sink = io.BytesIO()
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    pq.write_table(pa.table({"x": [1.5, 2.5, 3.5]}), sink, write_statistics=False, **options)
+    damaged = sink.getvalue().replace(struct.pack("<d", 2.5), struct.pack("<d", 9.0))
+    (tmp_path / "a.parquet").write_bytes(damaged)
+    with pytest.raises(BadShard, match=r"(?i)crc|checksum"):
+        opened(config(tmp_path)).read(0)
+    with pytest.raises(DataError, match=r"(?i)a\.parquet.*(crc|checksum)"):
+        convert(str(tmp_path), str(tmp_path / "to"))
 
 
 def test_json_text_that_is_not_utf8_is_refused(tmp_path):

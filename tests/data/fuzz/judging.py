@@ -172,7 +172,10 @@ def _reference_parquet(path: Path, damaged: Damaged, ours: Columns) -> Columns:
     """Each row group by itself, as Polars and DuckDB have it: pyarrow moves what a damaged page has too much into the next one."""
     file = pq.ParquetFile(path)
     groups = range(file.num_row_groups)
-    tables = [pq.ParquetFile(path).read_row_group(n, use_threads=False) for n in groups]
+    tables = [
+        pq.ParquetFile(path, page_checksum_verification=True).read_row_group(n, use_threads=False)
+        for n in groups
+    ]
     return columns_of(pa.concat_tables(tables) if tables else file.schema_arrow.empty_table())
 
 
