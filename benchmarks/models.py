@@ -84,8 +84,11 @@ class RandomTokens:
     def masked(self, step: int, virtual_worker: int) -> int:
         return 0
 
-    def bad_row_groups(self) -> frozenset[int]:
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
         return frozenset()
+
+    def check_bad(self, row_groups: Iterable[int]) -> None:
+        pass
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
         pass

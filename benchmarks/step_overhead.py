@@ -153,6 +153,13 @@ def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, An
         processes = [context.Process(target=worker, args=(r, *args)) for r in range(WORLD)]
         for process in processes:
             process.start()
+        while out.empty():  # a worker that failed has printed why
+            failed = [process for process in processes if process.exitcode]
+            if failed:
+                for process in processes:
+                    process.kill()
+                raise SystemExit(f"{len(failed)} of {WORLD} workers failed")
+            time.sleep(0.05)
         ours, theirs = out.get()
         for process in processes:
             process.join()

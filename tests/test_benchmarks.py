@@ -1,10 +1,13 @@
 """A benchmark that misses a target says which, and ends with 1."""
 
+import inspect
 import json
 
 import pytest
 
 from benchmarks import command_line, coordinator_scale, join, recovery, report, step_overhead
+from benchmarks.models import RandomTokens
+from elastic_dp.train.step import BatchSource
 
 # What its results become, and the target that is missed then.
 SPOILT = {
@@ -53,3 +56,11 @@ def test_without_torchft_beside_it_recovery_is_held_against_what_that_once_took(
     for median_ms, met in ((recovery.TORCHFT_MS / 2, True), (recovery.TORCHFT_MS / 2 + 1, False)):
         results["3 workers"]["pause"].update(median_ms=median_ms)
         assert recovery.targets(results)[target] is met
+
+
+def test_the_made_up_data_of_the_step_benchmark_is_called_as_training_calls_its_data():
+    methods = [n for n, m in inspect.getmembers(BatchSource, inspect.isfunction) if n[0] != "_"]
+    assert len(methods) >= 8
+    for name in methods:
+        wanted = inspect.signature(getattr(BatchSource, name)).parameters
+        assert list(inspect.signature(getattr(RandomTokens, name)).parameters) == list(wanted), name

@@ -16,7 +16,12 @@ from elastic_dp.data.destination import Destination
 from elastic_dp.data.intake import find_source, open_documents, open_rows
 from elastic_dp.data.nulls import Nulls, check_nulls, fill
 from elastic_dp.data.packing import Packing, Tokenizer, open_tokenizer
-from elastic_dp.data.shard_writer import Compression, Format, ShardWriter
+from elastic_dp.data.shard_writer import (
+    Compression,
+    Format,
+    ShardWriter,
+    refuse_columns_parquet_cannot_give_back,
+)
 from elastic_dp.data.skipped import NO_ROWS, Skipped, count_skipped, skipped_words
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
@@ -92,6 +97,8 @@ def convert(
             f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
             "back; leave it out by columns="
         )
+    if format == "parquet":
+        refuse_columns_parquet_cannot_give_back(schema)
     to = Destination(destination)
     with to.writing():
         writer = ShardWriter(

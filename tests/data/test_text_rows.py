@@ -135,6 +135,15 @@ def test_csv_of_any_text_is_the_same_to_convert_training_and_pyarrow(
     assert converted(path) == expected
 
 
+def test_csv_value_that_begins_with_a_byte_order_mark_keeps_it(tmp_path, monkeypatch):
+    """pyarrow takes a mark away from the start of all that it is given, and convert gives it a file in pieces."""
+    monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
+    content = "\ufeffa,b\n" + "\ufeff1,2\n" * 6
+    (tmp_path / "a.csv").write_text(content, encoding="utf-8")
+    expected = [{"a": "\ufeff1", "b": 2}] * 6
+    assert converted(tmp_path / "a.csv") == rows_of(tmp_path)[0] == expected
+
+
 def test_csv_lines_of_spaces_are_rows_and_blank_lines_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(text_format, "GROUP_BYTES", 2)
     (tmp_path / "a.csv").write_bytes(b'a\n  \n\nx\n""\n \n\n')

@@ -358,6 +358,8 @@ def _parse(
     fill_missing: bool = False,
 ) -> pa.Table:
     """In this thread, as one block, so that a row may be of any length. `names`: None if the header is part of `content`."""
+    if names is not None and content.startswith(BYTE_ORDER_MARK):
+        content = BYTE_ORDER_MARK + content  # pyarrow takes one away, and here it is of a value
     types = {} if schema is None else {field.name: field.type for field in schema}
     return pa.csv.read_csv(
         pa.BufferReader(content),

@@ -49,6 +49,7 @@ _NOTE_ENDINGS = {"md", "txt", "rst", "html", "cff", "bib"}
 _NOTES = "members that are no samples, since they have no ending or are notes"
 _LINKS = "members that are links or devices, and are not read"
 _APART = "keys that come again later in their shard, and are another sample there"
+_NO_END = "members behind which their shard ends without a tar's end mark, so that more may have been cut off"
 _SHOWN = 40  # bytes of a value, in an error message
 
 
@@ -170,8 +171,11 @@ def _members(
     """
     buffered = io.BufferedReader(file, _BLOCK) if isinstance(file, io.RawIOBase) else file
     with tarfile.open(fileobj=buffered, mode="r:") as members:
+        member = tarfile.TarInfo()
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
+            if member.size < 0:  # tarfile would go back, and some versions of it for ever
+                raise tarfile.ReadError(f"{member.name} has the size {member.size}")
             name = member.name.rsplit("/", 1)[-1]
             if member.isdir() or name.startswith("."):
                 continue
@@ -194,8 +198,11 @@ def _members(
             elif remarks is not None:
                 _remark(remarks, _NOTES if member.isfile() else _LINKS, member.name)
         buffered.seek(members.offset)
-        if buffered.read(_BLOCK).strip(b"\0"):
+        end = buffered.read(_BLOCK)
+        if end.strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
+        if not end and remarks is not None:
+            _remark(remarks, _NO_END, member.name)
         while rest := buffered.read(_READ_BYTES):
             if rest.strip(b"\0"):
                 raise tarfile.ReadError(

@@ -23,9 +23,13 @@ from elastic_dp.data.schema import has_lengths, leaves, top_level
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
+UNPACKED_BYTES = (
+    2 << 30
+)  # of a compressed shard, which is one row group; pyarrow parses no more at once
 ROW_BYTES = 256 << 20  # of one row; beyond it, a quote was most likely never closed
 HEAD_BYTES = 64 << 10  # that are read first to find where the rows begin
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UNPACKED_AT_ONCE = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _BLOCK_BYTES = 1 << 20  # more than a block of bz2 takes
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -64,7 +68,16 @@ def is_compressed(shard: ShardAt) -> bool:
 
 def decompress(shard: ShardAt, content: bytes) -> bytes:
     with pa.CompressedInputStream(pa.BufferReader(content), _codec(shard)) as stream:
-        return bytes(stream.read())
+        pieces, nbytes = [], 0
+        while piece := stream.read(_UNPACKED_AT_ONCE):
+            pieces.append(piece)
+            nbytes += len(piece)
+            if nbytes > UNPACKED_BYTES:
+                raise DataError(
+                    f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, which training reads as one row group; "
+                    "write it in parts (elastic-dp data convert does)"
+                )
+        return b"".join(pieces)
 
 
 def first_bytes(shard: ShardAt, nbytes: int) -> bytes:
