@@ -48,7 +48,7 @@ def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
 def _rows(files: Files, opened: _Open, columns: list[str] | None, *, mixed_is_text: bool) -> Rows:
     schema = pa.schema([])
     for name in files.names:
-        with reading(name):
+        with reading(name, files.options):
             for table in _tables(files, name, opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
     schema = choose(
@@ -59,7 +59,7 @@ def _rows(files: Files, opened: _Open, columns: list[str] | None, *, mixed_is_te
         for name in files.names:
             for table in _tables(files, name, opened(name), schema):
                 if table.num_rows:
-                    with reading(name):
+                    with reading(name, files.options):
                         table = table.select(schema.names).cast(schema).combine_chunks()
                     yield from table.to_batches()
 

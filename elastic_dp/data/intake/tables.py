@@ -75,7 +75,7 @@ def _rows(
     batches_of: _Batches,
     columns: list[str] | None,
 ) -> Rows:
-    with reading(names[0]):
+    with reading(names[0], files.options):
         first = choose(schema_of(names[0]), columns, names[0])
         schema = plain_schema(first).remove_metadata().with_metadata(_lasting(first.metadata))
 
@@ -85,7 +85,7 @@ def _rows(
                 names[0], schema, name, plain_schema(choose(schema_of(name), columns, name))
             )
             for batch in batches_of(name, schema):
-                with reading(name):
+                with reading(name, files.options):
                     batch.validate(full=True)  # Arrow follows offsets without asking
                     plain = plain_batch(batch, schema, name)
                 yield plain
