@@ -57,6 +57,7 @@ def convert(
     pack: int | None = None,
     text_glob: Sequence[str] = (),
     fill_nulls: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[Converted], None] | None = None,
 ) -> Converted:
     """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
@@ -69,7 +70,8 @@ def convert(
     takes half the bytes and no decoding. `compression`: "none" for lists, images and Arrow, else "snappy".
     `text_glob`: with `pack`, the files whose names match one of these patterns are the text, whatever their endings, and
     no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `fill_nulls`: what is written for a
-    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
+    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `storage_options`: of both URLs, where they
+    are not local paths, as `DataConfig` has them. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
     """
     _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
     if fill_nulls and pack is not None:
@@ -77,7 +79,7 @@ def convert(
     wanted = None if columns is None else list(columns)
     packing: Packing | None = None
     without_rows: list[str] = []
-    found = find_source(source, text_glob)
+    found = find_source(source, text_glob, storage_options)
     if pack is None:
         rows = open_rows(found, wanted)
         schema, without_rows = rows.schema, rows.empty
@@ -99,7 +101,7 @@ def convert(
         )
     if format == "parquet":
         refuse_columns_parquet_cannot_give_back(schema)
-    to = Destination(destination)
+    to = Destination(destination, storage_options)
     with to.writing():
         writer = ShardWriter(
             to,

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import numpy as np
-from fsspec.utils import glob_translate
 
 from elastic_dp.data.destination import INCOMPLETE, not_whole
 from elastic_dp.data.formats import FORMATS
@@ -31,7 +30,7 @@ from elastic_dp.data.table_formats import (
 )
 from elastic_dp.errors import DataError
 from elastic_dp.spec import DataConfig
-from elastic_dp.storage import Entry, Look, Store, redact_url
+from elastic_dp.storage import Entry, Look, Store, glob_translate, redact_url
 
 _GLOB_MARKS = "*?["
 _NAMED = 3

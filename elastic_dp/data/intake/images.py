@@ -37,7 +37,7 @@ def open_images(files: Files, columns: list[str] | None, partitions: Partitions)
 
     def batches() -> Iterator[pa.RecordBatch]:
         for names in _batches_of_names(files):
-            with reading(f"{names[0]} … {names[-1]}"):
+            with reading(f"{names[0]} … {names[-1]}", files.options):
                 found = files.system.cat([files.path(name) for name in names])
             content = [found[files.path(name)] for name in names]
             labels = [label[name.split("/")[0]] for name in names]

@@ -62,7 +62,7 @@ def _rows(
 ) -> Rows:
     schema, rounded = pa.schema([]), dict[str, str]()
     for name in files.names:
-        with reading(name):
+        with reading(name, files.options):
             for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
             rounded = {**rows.rounded, **rounded}
@@ -77,7 +77,7 @@ def _rows(
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for table in _tables(files, name, opened(name), schema):
             if table.num_rows:
-                with reading(name):
+                with reading(name, files.options):
                     table = table.select(schema.names).cast(schema).combine_chunks()
                 yield from table.to_batches()
 

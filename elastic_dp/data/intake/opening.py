@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -52,10 +53,14 @@ class Source:
     skipped: tuple[Skipped, ...] = ()
 
 
-def find_source(url: str, text_globs: Sequence[str] = ()) -> Source:
+def find_source(
+    url: str,
+    text_globs: Sequence[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Source:
     """`text_globs`: read the files that match one of them as text, and no others. Raises DataError where the format is
     not known, or is not one."""
-    files = list_files(url, text_globs)
+    files = list_files(url, text_globs, storage_options)
     if text_globs:
         read = files.matching(text_globs)
         if not read.names:

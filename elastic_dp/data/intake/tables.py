@@ -95,7 +95,7 @@ def _rows(
     """Of one schema, by the rules of training (schema.py)."""
 
     def look(name: str) -> tuple[pa.Schema, bool]:
-        with reading(name):
+        with reading(name, files.options):
             schema, is_empty = schema_of(name)
             refuse_names_that_are_no_text(name, schema)
             return plain_schema(schema), is_empty
@@ -120,7 +120,7 @@ def _rows(
 
     def plain_batches(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in batches_of(name, schema):
-            with reading(name):
+            with reading(name, files.options):
                 batch.validate(full=True)  # Arrow follows offsets without asking
                 plain = plain_batch(batch, schema, name)
             yield plain
