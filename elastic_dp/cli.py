@@ -27,7 +27,7 @@ except ModuleNotFoundError as missing:
     )
     raise SystemExit(2) from None
 
-from elastic_dp.checkpoint.commands import checkpoints
+from elastic_dp.checkpoint.commands import StorageOption, checkpoints, storage_options
 from elastic_dp.cluster import run_commands
 from elastic_dp.errors import ElasticError
 from elastic_dp.storage import redact_url
@@ -173,6 +173,7 @@ def convert(
             help="Write VALUE for a column's nulls: x=0.0, x=NaN, name=unknown. May be repeated.",
         ),
     ] = None,
+    storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
     """Write SRC as shards that train well. DST is a data set only when all of it is there."""
@@ -194,6 +195,7 @@ def convert(
             pack=pack,
             text_glob=text_glob or (),
             fill_nulls=dict(map(_fill, fill_null or ())),
+            storage_options=storage_options(storage_option),
             on_progress=lambda now: progress.update(task, description=_said(now)),
         )
     if as_json:
@@ -221,6 +223,7 @@ def inspect(
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows of a virtual worker in a step.")
     ] = None,
+    storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
     """Say what is at URL, what of it will read badly, why, and the command that mends it."""
@@ -231,6 +234,7 @@ def inspect(
         columns=_names(columns),
         virtual_workers=virtual_workers,
         micro_batch_size=micro_batch_size,
+        storage_options=storage_options(storage_option),
     )
     if as_json:
         print(json.dumps(asdict(found)))

@@ -32,7 +32,7 @@ ALLOWED = {
     "config": {"errors", "urls", "config"},
     "coordinator": {"errors", "wording", "coordinator"},
     "sampling": {"errors", "sampling"},
-    "telemetry": {"errors", "telemetry", "threads"},
+    "telemetry": {"errors", "storage", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
     "data": {"errors", "config", "sampling", "shipping", "storage", "data", "threads"},
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
@@ -119,6 +119,13 @@ def test_imports_point_inward(path):
         elif part == "storage":
             assert pieces[0] not in NEVER_IN_STORAGE, where
     assert path.stem not in BANNED_NAMES
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_outside_storage_imports_no_library_of_stores(path):
+    if part_of(path) != "storage":
+        found = {name.split(".")[0] for _, name in imports(path)}
+        assert not found & {"fsspec", "obstore", "s3fs", "gcsfs", "adlfs"}
 
 
 def test_every_module_says_what_it_does():

@@ -27,11 +27,31 @@ _Url = Annotated[
 _Step = Annotated[int | None, typer.Option(help="Of this step. Default: the newest.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="An option of the store, as in storage_options: endpoint_url=http://minio:9000. May be repeated. Other users "
+        "of the machine can read a command's arguments: put secrets into the environment.",
+    ),
+]
+
+
+def storage_options(said: list[str] | None) -> dict[str, Any] | None:
+    """true and false are what they say; every other value is a text."""
+    options: dict[str, Any] = {}
+    for each in said or ():
+        name, mark, value = each.partition("=")
+        if not mark:
+            raise typer.BadParameter(f"--storage-option {name[:8]}… must be of the form NAME=VALUE")
+        options[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return options or None
+
 
 @checkpoints.command("list")
-def list_(url: _Url, as_json: _Json = False) -> None:
+def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = False) -> None:
     """Print the committed checkpoints, oldest first; a damaged one says so as far as names and sizes tell."""
-    catalog = _catalog(url)
+    catalog = _catalog(url, storage_option)
     rows = [_row(catalog, name) for name in catalog.names()]
     if as_json:
         print(json.dumps(rows))
@@ -57,12 +77,13 @@ def list_(url: _Url, as_json: _Json = False) -> None:
 def verify(
     url: _Url,
     step: Annotated[int | None, typer.Option(help="Only of this step. Default: all.")] = None,
+    storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
     """Read every byte of every checkpoint (or of one step's) and compare it with what was committed."""
     from elastic_dp.checkpoint.checkpoint_reader import verify as verify_checkpoint
 
-    catalog = _catalog(url)
+    catalog = _catalog(url, storage_option)
     names = [name for name in catalog.names() if step in (None, name.step)]
     if not names:
         raise CheckpointError(
@@ -92,12 +113,13 @@ def export(
         ),
     ],
     step: _Step = None,
+    storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint as a file that opens without this package."""
     from elastic_dp.checkpoint.exporting import export as export_checkpoint
 
-    catalog = _catalog(url)
+    catalog = _catalog(url, storage_option)
     commit = catalog.find("latest" if step is None else step)
     export_checkpoint(catalog, commit, destination)
     if as_json:
@@ -106,10 +128,10 @@ def export(
         _out().print(f"step {commit.step} → {redact_url(destination)}")
 
 
-def _catalog(url: str) -> Catalog:
+def _catalog(url: str, said: list[str] | None) -> Catalog:
     from elastic_dp.checkpoint.catalog import Catalog
 
-    return Catalog(Store(url))
+    return Catalog(Store(url, storage_options(said)))
 
 
 def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:

@@ -13,9 +13,14 @@ from typing import Any, get_args
 import pyarrow as pa
 
 from elastic_dp.data.columns.nulls import Nulls, check_nulls, fill
-from elastic_dp.data.discovery.skipped_files import Skipped, skipped_words
+from elastic_dp.data.discovery.skipped_files import NO_ROWS, Skipped, count_skipped, skipped_words
 from elastic_dp.dataprep.destination import Destination
-from elastic_dp.dataprep.shard_writer import Compression, Format, ShardWriter
+from elastic_dp.dataprep.shard_writer import (
+    Compression,
+    Format,
+    ShardWriter,
+    refuse_columns_parquet_cannot_give_back,
+)
 from elastic_dp.dataprep.sources import find_source, open_documents, open_rows
 from elastic_dp.dataprep.token_packing import Packing, Tokenizer, open_tokenizer
 from elastic_dp.errors import DataError
@@ -27,7 +32,7 @@ SHARD_BYTES = 512 << 20
 @dataclass(frozen=True)
 class Converted:
     """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row. `skipped`: files of the
-    source that were not read."""
+    source that were not read, and those that have no row."""
 
     rows: int
     row_groups: int
@@ -52,6 +57,7 @@ def convert(
     pack: int | None = None,
     text_glob: Sequence[str] = (),
     fill_nulls: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[Converted], None] | None = None,
 ) -> Converted:
     """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
@@ -64,17 +70,19 @@ def convert(
     takes half the bytes and no decoding. `compression`: "none" for lists, images and Arrow, else "snappy".
     `text_glob`: with `pack`, the files whose names match one of these patterns are the text, whatever their endings, and
     no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `fill_nulls`: what is written for a
-    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
+    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `storage_options`: of both URLs, where they
+    are not local paths, as `DataConfig` has them. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
     """
     _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
     if fill_nulls and pack is not None:
         raise DataError("fill_nulls goes without pack: a row without text is no document")
     wanted = None if columns is None else list(columns)
     packing: Packing | None = None
-    found = find_source(source, text_glob)
+    without_rows: list[str] = []
+    found = find_source(source, text_glob, storage_options)
     if pack is None:
         rows = open_rows(found, wanted)
-        schema = rows.schema
+        schema, without_rows = rows.schema, rows.empty
         values = check_nulls(Nulls(), fill_nulls, schema, "fill_nulls")
         batches: Iterator[pa.RecordBatch] = (_filled(batch, values) for batch in rows.batches())
     else:
@@ -91,7 +99,9 @@ def convert(
             f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
             "back; leave it out by columns="
         )
-    to = Destination(destination)
+    if format == "parquet":
+        refuse_columns_parquet_cannot_give_back(schema)
+    to = Destination(destination, storage_options)
     with to.writing():
         writer = ShardWriter(
             to,
@@ -108,7 +118,9 @@ def convert(
                     on_progress(_count(writer, packing, found.skipped))
         if not writer.rows:
             raise DataError(_nothing(source, packing, found.skipped))
-    return _count(writer, packing, found.skipped)
+    return _count(
+        writer, packing, found.skipped + count_skipped((), reasons={NO_ROWS: without_rows})
+    )
 
 
 def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:

@@ -10,28 +10,27 @@ with the shards so far, and the next conversion to that place is refused until t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
-
 from elastic_dp.data.discovery.incomplete import INCOMPLETE
 from elastic_dp.errors import DataError, ElasticError, StorageError
-from elastic_dp.storage import redact
+from elastic_dp.storage import is_local, open_file_system, redact
 
 
 class Destination:
     """An empty or absent folder at `url`. Use `writing()`, and in it `shard(name)` for one after the other."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self._url, self._options = url, dict(options or {})
         try:
-            self._system, path = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise DataError(redact(f"cannot open {url!r}: {error}", {})) from None
-        self._is_local = isinstance(self._system, LocalFileSystem)
+            self._system, path = open_file_system(url, options)
+        except ElasticError:
+            raise
+        except (ImportError, ValueError, TypeError) as error:
+            raise DataError(redact(f"cannot open {url!r}: {error}", self._options)) from None
+        self._is_local = is_local(self._system)
         self._path = os.path.realpath(path) if self._is_local else str(path).rstrip("/")
         folder, _, name = self._path.rpartition("/")
         self._written_to = f"{folder}/.{name}.incomplete" if self._is_local else self._path
@@ -40,7 +39,7 @@ class Destination:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """All shards appear at its end, or none. Raises DataError where there is something already."""
-        with _store_errors(self._url):
+        with _store_errors(self._url, self._options):
             self._refuse_what_is_there()
             self._begin()
         try:
@@ -49,14 +48,14 @@ class Destination:
             with suppress(Exception):  # the first error is the one to tell
                 self._discard()
             raise
-        with _store_errors(self._url):
+        with _store_errors(self._url, self._options):
             self._publish()
 
     @contextmanager
     def shard(self, name: str) -> Iterator[Any]:
         """A file to write to; where writing fails it does not appear."""
         self._names.append(name)
-        with _store_errors(self._url, OSError):
+        with _store_errors(self._url, self._options, OSError):
             file = self._system.open(f"{self._written_to}/{name}", "wb")
             try:
                 yield file
@@ -113,12 +112,14 @@ def _abandon(file: Any) -> None:
 
 
 @contextmanager
-def _store_errors(url: str, kinds: type[Exception] = Exception) -> Iterator[None]:
+def _store_errors(
+    url: str, options: Mapping[str, Any], kinds: type[Exception] = Exception
+) -> Iterator[None]:
     """A foreign file system may raise anything; around code that is not its own, only an OSError is the store's."""
     try:
         yield
     except ElasticError:
         raise
     except kinds as error:
-        said = redact(f"cannot write to {url!r}: {type(error).__name__}: {error}", {})
+        said = redact(f"cannot write to {url!r}: {type(error).__name__}: {error}", options)
         raise StorageError(said) from None

@@ -6,6 +6,7 @@ it to `shard_bytes`. The same rows give the same bytes.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
@@ -138,6 +139,20 @@ class ShardWriter:
             "use_dictionary": words or False,
             "write_statistics": numbers or False,
         }
+
+
+def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
+    """It can be written with columns that nest deeper than its readers go, say. Raises DataError."""
+    sink = io.BytesIO()
+    with _said_by_name("parquet"):
+        try:
+            pq.write_table(schema.empty_table(), sink)
+            pq.read_schema(sink)
+        except OSError as error:
+            raise DataError(
+                f"these columns could not be read again as parquet: {error}; leave some out by columns=, or write "
+                "format='arrow'"
+            ) from error
 
 
 @contextmanager

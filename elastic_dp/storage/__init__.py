@@ -20,8 +20,11 @@ the credentials are in a file that only botocore reads, or an http URL carries i
 - No option's value and no credential of a URL is in an error, a repr or a log line.
 """
 
+from fsspec.utils import glob_translate
+
 from elastic_dp.storage.backend import Entry, Look
 from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
+from elastic_dp.storage.file_systems import is_local, open_file_system
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
 from elastic_dp.urls import redact_url
@@ -33,6 +36,9 @@ __all__ = [
     "ObjectRewritten",
     "Store",
     "StoreCounts",
+    "glob_translate",
+    "is_local",
+    "open_file_system",
     "redact",
     "redact_url",
 ]

@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
 from elastic_dp.storage.backend import ODD_KEYS, SLOWEST_BYTES_PER_S, Entry, Look
+from elastic_dp.storage.option_names import fsspec_options
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -29,7 +30,9 @@ _memory = threading.Lock()
 
 class FsspecBackend:
     def __init__(self, scheme: str, url: str, options: Mapping[str, Any], stall_s: float) -> None:
-        self._system, path = url_to_fs(url, **_without_retries(scheme, options, stall_s))
+        self._system, path = url_to_fs(
+            url, **_without_retries(scheme, fsspec_options(scheme, options), stall_s)
+        )
         if isinstance(
             self._system, DirFileSystem
         ):  # which says it has an event loop, whatever is in it

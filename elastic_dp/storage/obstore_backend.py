@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from elastic_dp.errors import StorageError
 from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, Look
+from elastic_dp.storage.option_names import AZURE, GOOGLE, IGNORED, KIND, S3
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -28,33 +29,6 @@ _WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known befo
 _READ_CLASS_BYTES = 16 << 20
 _WRITE_CLASS_BYTES = 1 << 20
 _CLASS_FACTOR = 16
-# Of s3fs, gcsfs and adlfs: how files are buffered, listed and retried there, which means nothing here.
-_IGNORED = {
-    *("default_block_size", "default_fill_cache", "default_cache_type", "use_listings_cache"),
-    *("listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "cache_regions"),
-    *("max_concurrency", "project", "consistency", "timeout", "block_size", "cache_timeout"),
-}
-# What s3fs, gcsfs, adlfs, boto, obstore and the environment's variables call it, in obstore's words.
-_S3 = {
-    **dict.fromkeys(("key", "access_key_id", "access_key", "aws_access_key_id"), "access_key_id"),
-    **dict.fromkeys(("secret", "secret_access_key", "secret_key"), "secret_access_key"),
-    **dict.fromkeys(("aws_secret_access_key",), "secret_access_key"),
-    **dict.fromkeys(("token", "session_token", "aws_session_token"), "session_token"),
-    **dict.fromkeys(("endpoint_url", "endpoint", "aws_endpoint_url", "aws_endpoint"), "endpoint"),
-    **dict.fromkeys(("region_name", "region", "aws_region", "aws_default_region"), "region"),
-    **dict.fromkeys(("anon", "skip_signature"), "skip_signature"),
-    **{"requester_pays": "request_payer"},
-}
-_AZURE = {
-    **dict.fromkeys(("account_name", "azure_storage_account_name"), "account_name"),
-    **dict.fromkeys(("account_key", "access_key", "azure_storage_account_key"), "account_key"),
-    **dict.fromkeys(("sas_token", "sas_key", "azure_storage_sas_token"), "sas_key"),
-    **dict.fromkeys(("tenant_id", "azure_tenant_id"), "tenant_id"),
-    **dict.fromkeys(("client_id", "azure_client_id"), "client_id"),
-    **dict.fromkeys(("client_secret", "azure_client_secret"), "client_secret"),
-    **dict.fromkeys(("endpoint", "account_url"), "endpoint"),
-    **dict.fromkeys(("anon", "skip_signature"), "skip_signature"),
-}
 
 
 class ObstoreBackend:
@@ -173,7 +147,7 @@ def open_obstore(
     config = _TRANSLATIONS[scheme](host, options)
     if config is None:
         return None
-    cls = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[_KIND[scheme]]
+    cls = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[KIND[scheme]]
     bucket = host.partition("@")[0]
     return ObstoreBackend(
         lambda **kw: cls(bucket, config=config, **kw), path, lists=True, stall_s=stall_s
@@ -184,7 +158,7 @@ def _s3(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """None if only botocore finds the credentials: obstore does not read its files."""
     flat = {**options, **(options.get("client_kwargs") or {})}
     flat.pop("client_kwargs", None)
-    config = _translate(_S3, flat)
+    config = _translate(S3, flat)
     if config is not None:
         _check_endpoint(config.get("endpoint", _endpoint_of_environment()))
     named = config and ("access_key_id" in config or config.get("skip_signature"))
@@ -208,7 +182,7 @@ def _check_endpoint(endpoint: Any) -> None:
 
 def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     token = options.get("token")
-    rest = _translate({}, {name: value for name, value in options.items() if name != "token"})
+    rest = _translate(GOOGLE, {name: value for name, value in options.items() if name != "token"})
     if rest is None or token in (None, "google_default"):
         return rest
     if token == "anon":
@@ -223,7 +197,7 @@ def _gs(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
 def _az(host: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     options = dict(options)
     said = _connection_string(options.pop("connection_string", None))
-    config = None if said is None else _translate(_AZURE, {**said, **options})
+    config = None if said is None else _translate(AZURE, {**said, **options})
     account = host.partition("@")[2].partition(".")[0]
     return {"account_name": account, **config} if account and config is not None else config
 
@@ -247,7 +221,7 @@ def _connection_string(text: str | None) -> dict[str, str] | None:
 
 
 def _translate(words: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any] | None:
-    wanted = {k: v for k, v in options.items() if v is not None and k not in _IGNORED}
+    wanted = {k: v for k, v in options.items() if v is not None and k not in IGNORED}
     if any(name not in words for name in wanted):
         return None
     return {words[name]: value for name, value in wanted.items()}
@@ -266,9 +240,5 @@ def _entry(meta: Any) -> Entry:
     return Entry(meta["path"], meta["size"], version)
 
 
-_KIND = {
-    **{"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"},
-    **{"az": "az", "abfs": "az", "abfss": "az"},
-}
-_TRANSLATIONS = {scheme: {"s3": _s3, "gs": _gs, "az": _az}[kind] for scheme, kind in _KIND.items()}
-SCHEMES = {*_KIND, "http", "https"}
+_TRANSLATIONS = {scheme: {"s3": _s3, "gs": _gs, "az": _az}[kind] for scheme, kind in KIND.items()}
+SCHEMES = {*KIND, "http", "https"}

@@ -147,7 +147,7 @@ class Store:
             return
 
     def close(self) -> None:
-        """Calls that wait for the store raise StorageError now; it cannot be used any more."""
+        """Calls that wait for the store raise StorageError now; a later call is tried once."""
         self._retry.close()
 
     def __repr__(self) -> str:

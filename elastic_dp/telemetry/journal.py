@@ -16,6 +16,7 @@ import dataclasses
 import heapq
 import itertools
 import json
+import os
 import queue
 import secrets
 import sys
@@ -25,14 +26,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import fsspec
-
+from elastic_dp.errors import FileDamaged
+from elastic_dp.storage import ObjectMissing, Store
+from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.former_names import with_current_names
 from elastic_dp.threads import background
 
 MAX_KEPT = 10_000
 # Between two writings of a whole file, into which goes at most a twentieth of the time.
 _PAUSE_S = 10.0
+_TIMEOUT_S = 20.0  # of a request that the store retries
 _AGAIN_S = 1.0  # between two attempts where the store is away
 _DIGITS = 4  # of a second
 _FILES = ("events", "metrics")
@@ -58,7 +61,8 @@ class Journal:
         on_line: Callable[[dict[str, Any]], None] | None = None,
         since: float | None = None,
     ) -> None:
-        self._url, self._on_line = url, on_line
+        self._store = None if url is None else Store(url, timeout_s=_TIMEOUT_S)
+        self._on_line = on_line
         self._id = secrets.token_hex(4)
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
         self._count = dict.fromkeys(_FILES, 0)
@@ -106,6 +110,8 @@ class Journal:
     def close(self) -> None:
         if self._writer is not None:
             self._closing.set()
+            assert self._store is not None
+            self._store.close()  # a request that fails from now on is not tried again
             self._queue.put(None)
             self._writer.join(timeout=30)
 
@@ -140,11 +146,8 @@ class Journal:
             self._keep(file, line)
 
     def _written(self, file: str) -> list[str]:
-        fs, path = fsspec.url_to_fs(f"{self._url}/{file}.jsonl")
-        try:  # `exists` says no as well where the store does not answer
-            return list(fs.cat_file(path).decode(errors="replace").splitlines())
-        except (FileNotFoundError, IsADirectoryError):
-            return []
+        assert self._store is not None
+        return _texts(self._store, file)
 
     def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """Until it succeeds, whatever a store raises; the last attempt is made when the journal is closed."""
@@ -164,13 +167,13 @@ class Journal:
             print(f"the record of the run is not complete: {error}", file=sys.stderr, flush=True)
 
     def _write_all(self) -> None:
-        assert self._url is not None
-        fs, path = fsspec.url_to_fs(self._url)
-        self._patiently(fs.makedirs, path, exist_ok=True)
-        if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
-            self._append(path)
+        assert self._store is not None
+        folder = self._store.local_path(self._store.path)
+        if folder is None:
+            self._rewrite(self._store)
         else:
-            self._rewrite(fs, path)
+            self._patiently(os.makedirs, folder, exist_ok=True)
+            self._append(folder)
 
     def _append(self, path: str) -> None:
         for name in _FILES:
@@ -179,7 +182,7 @@ class Journal:
             name, text = entry
             self._patiently(_add, f"{path}/{name}.jsonl", text + "\n")
 
-    def _rewrite(self, fs: Any, path: str) -> None:
+    def _rewrite(self, store: Store) -> None:
         """Stores cannot append: what was said is added to the whole file, now and then."""
         written = {name: self._patiently(self._written, name) for name in _FILES}
         texts = {name: "".join(line + "\n" for line in written[name]) for name in _FILES}
@@ -200,20 +203,24 @@ class Journal:
                     Exception
                 ):  # whatever a store raises; it may be back later
                     for name in sorted(changed):
-                        fs.pipe_file(f"{path}/{name}.jsonl", texts[name].encode())
+                        store.write(path_in(store, f"{name}.jsonl"), texts[name].encode())
                         changed.discard(name)
                 due = time.monotonic() + max(_PAUSE_S, 20 * (time.monotonic() - began))
 
 
 def read_events(url: str) -> Iterator[dict[str, Any]]:
     """The lines of both files of a run's folder, by their time. Nothing, where no run has written there."""
-    fs, path = fsspec.url_to_fs(url)
-    files = []
-    for name in _FILES:
-        with contextlib.suppress(FileNotFoundError):
-            texts = fs.cat_file(f"{path}/{name}.jsonl").decode(errors="replace").splitlines()
-            files.append(_finished(name, texts))
+    store = Store(url)
+    files = [_finished(name, _texts(store, name)) for name in _FILES]
     return heapq.merge(*files, key=lambda line: line["time"])
+
+
+def _texts(store: Store, file: str) -> list[str]:
+    try:
+        content = store.read_all(path_in(store, f"{file}.jsonl"))
+    except (ObjectMissing, FileDamaged):  # none, or a folder of that name
+        return []
+    return bytes(content).decode(errors="replace").splitlines()
 
 
 def _finished(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:

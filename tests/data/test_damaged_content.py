@@ -2,9 +2,11 @@
 
 import io
 import json
+import struct
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,10 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data import read_index
+from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
 from tests.data.fuzz import thrift
 from tests.data.test_index import config, opened
+from tests.data.values import in_place
 
 TRIED = """
 import json, sys
@@ -130,6 +134,38 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_shard(nested, tmp_path):
         convert(str(tmp_path), str(tmp_path / "to"))
 
 
+def test_parquet_page_with_a_value_too_many_does_not_shift_the_rows_of_the_next_row_group(tmp_path):
+    """pyarrow reads several row groups as one run of values: convert wrote the rest of the column one row late."""
+    table = pa.table({"id": list(range(8)), "s": [None, "a", "b", "c", None, "d", "e", "f"]})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, row_group_size=4, use_dictionary=False, compression="none")
+    content = bytearray(sink.getvalue())
+    start = pq.read_metadata(sink).row_group(0).column(1).data_page_offset
+    header, end = thrift.decode(bytes(content), start)
+    page = [thrift.STRUCT, thrift.field(header, 5)]
+    values = next(node for number, node in page[1] if number == 1)
+    assert values[1] == 4
+    values[1] = 5  # the null that fills up its bits
+    content[start:end] = thrift.encode(header)
+    (tmp_path / "a.parquet").write_bytes(content)
+    convert(str(tmp_path), str(tmp_path / "to"))
+    assert pq.read_table(tmp_path / "to").equals(table)
+    assert in_place(config(tmp_path))["s"] == table["s"].to_pylist()
+
+
+def test_parquet_page_that_fails_its_checksum_is_refused_by_convert_too(tmp_path):
+    """Training refused it, and convert wrote the damaged value."""
+    sink = io.BytesIO()
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    pq.write_table(pa.table({"x": [1.5, 2.5, 3.5]}), sink, write_statistics=False, **options)
+    damaged = sink.getvalue().replace(struct.pack("<d", 2.5), struct.pack("<d", 9.0))
+    (tmp_path / "a.parquet").write_bytes(damaged)
+    with pytest.raises(BadShard, match=r"(?i)crc|checksum"):
+        opened(config(tmp_path)).read(0)
+    with pytest.raises(DataError, match=r"(?i)a\.parquet.*(crc|checksum)"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+
+
 def test_json_text_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"s": "ok"}\n{"s": "\xff\xfe"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl.*UTF-?8"):
@@ -152,6 +188,62 @@ def test_json_text_that_looks_like_a_null_row_is_read(tmp_path):
         b'{"a": "} null"}\n{"a": "b"}\n{"a": null}\n{"a": "\xc2\xbf null"}'
     )
     assert read_index(config(tmp_path)).num_rows == 4
+
+
+DEEP = {
+    "lists": '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}",
+    "objects": '{"a": ' * 30_000 + "1" + "}" * 30_000,
+    "lines": '{"a": ' + "[\n" * 50_000 + "]" * 50_000 + "}",
+    "cut off": '{"a": ' + "[" * 50_000,
+    "after text": '{"t": "}}]]\\"]' + "}" * 60_000 + '", "a": ' + "[" * 50_000,
+    "short enough for the stack": '{"a": ' + "[" * 200 + "]" * 200 + "}",
+}
+
+
+def test_json_row_that_nests_too_deep_ends_no_process(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": null}\n' + DEEP["lists"])
+    asked = subprocess.run(
+        [sys.executable, "-c", TRIED, str(tmp_path / "a.jsonl")], capture_output=True, text=True
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "row 2 has more than 100 lists and objects" in json.loads(asked.stdout)[0]
+
+
+@pytest.mark.parametrize("row", DEEP.values(), ids=DEEP)
+def test_json_row_that_nests_too_deep_is_refused(row, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": null}\n' + row + "\n")
+    for ask in (
+        lambda: read_index(config(tmp_path)),
+        lambda: convert(str(tmp_path), str(tmp_path / "to")),
+    ):
+        with pytest.raises(DataError, match=r"a\.jsonl: (row|column) .* inside each other"):
+            ask()
+    assert "inside each other" in " ".join(f.says for f in inspect(str(tmp_path)).findings)
+
+
+def test_json_row_of_many_lists_is_read(tmp_path):
+    rows = [{"a": [[n]] * 400, "t": "[" * 400 + '\\"{'} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_index(config(tmp_path)).num_rows == 3
+    convert(str(tmp_path), str(tmp_path / "to"))
+    assert pq.read_table(tmp_path / "to").to_pylist() == rows
+
+
+def test_columns_that_nest_too_deep_for_readers_of_parquet_are_refused_by_convert(tmp_path):
+    """It wrote files that none of them opens."""
+    (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 60 + "]" * 60 + "}")
+    with pytest.raises(DataError, match=r"read again as parquet.*format='arrow'"):
+        convert(str(tmp_path), str(tmp_path / "to"))
+    assert not (tmp_path / "to").exists()
+    assert convert(str(tmp_path), str(tmp_path / "to"), format="arrow").rows == 1
+
+
+def test_bytes_of_the_fixed_size_0_are_refused_by_convert(tmp_path):
+    batch = pa.record_batch({"v": pa.array([b"", None], pa.binary(0))})
+    with pa.ipc.new_file(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(DataError, match="could not be read again as parquet"):
+        convert(str(tmp_path), str(tmp_path / "to"))
 
 
 def test_column_name_that_is_not_utf8_is_refused(tmp_path):
@@ -238,3 +330,58 @@ def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
             tar.addfile(member, io.BytesIO(b"7"))
     with pytest.raises(DataError, match=r"1\.__key__ has the ending '__key__'"):
         read_index(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "size", [b"-1", b"-1000", b"\xff" * 11 + b"\0"], ids=["small", "back", "binary"]
+)
+def test_tar_member_of_a_size_below_zero_is_refused(size, tmp_path):
+    """It was an empty value, or was read again for ever."""
+    member = tarfile.TarInfo("0.txt")
+    header = bytearray(member.tobuf())
+    header[124:136] = size.ljust(12, b"\0")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "a.tar").write_bytes(bytes(header) + bytes(2048))
+    with pytest.raises(DataError, match=r"a\.tar.*0\.txt has the size -"):
+        read_index(config(tmp_path))
+
+
+def test_tar_that_ends_behind_a_member_is_said_to_lack_its_end(tmp_path, caplog):
+    """One that was cut off there has fewer samples, and nothing else tells."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as tar:
+        for number in range(3):
+            member = tarfile.TarInfo(f"{number}.cls")
+            member.size = 1
+            tar.addfile(member, io.BytesIO(b"1"))
+    (tmp_path / "a.tar").write_bytes(sink.getvalue())
+    read_index(config(tmp_path))
+    assert "end mark" not in caplog.text
+    (tmp_path / "a.tar").write_bytes(sink.getvalue()[: 2 * 1024])
+    assert read_index(config(tmp_path)).num_rows == 2
+    assert "without a tar's end mark" in caplog.text
+    assert "such as 1.cls of a.tar" in caplog.text
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd"])
+def test_compressed_text_that_unpacks_to_too_much_is_refused_before_it_is_unpacked(
+    codec, tmp_path, monkeypatch
+):
+    """4 MiB of gzip took 4 GiB of memory."""
+    monkeypatch.setattr(text_format, "UNPACKED_BYTES", 8 << 20)
+    path = tmp_path / ("a.csv.gz" if codec == "gzip" else "a.csv.zst")
+    with pa.CompressedOutputStream(str(path), codec) as stream:
+        stream.write(b"a,b\n")
+        for _ in range(24):
+            stream.write(b"1,2\n" * (1 << 18))
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"a\.csv.*unpacks to more than 8 MiB"):
+            read_index(config(tmp_path))
+        peak = tracemalloc.get_traced_memory()[1] + pa.total_allocated_bytes() - before
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 << 20
+    assert convert(str(path), str(tmp_path / "to")).rows == 24 << 18

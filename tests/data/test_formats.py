@@ -96,7 +96,9 @@ def quote(field: str) -> str:
 
 @any_content
 @given(
-    rows=st.lists(st.tuples(fields, st.integers(), fields), min_size=1, max_size=30),
+    rows=st.lists(
+        st.tuples(fields, st.integers(-(2**63), 2**63 - 1), fields), min_size=1, max_size=30
+    ),
     group_bytes=st.integers(1, 200),
     end=st.sampled_from(["\n", "\r\n"]),
     last=st.booleans(),
@@ -298,7 +300,7 @@ def link(name: str) -> tarfile.TarInfo:
 def test_notes_and_links_in_a_tar_are_no_samples_and_are_said(where, tmp_path, caplog):
     sample = [("a.jpg", b"1"), ("a.cls", b"7")]
     notes = [("LICENSE", b"free"), ("docs/README.md", b"read"), ("Makefile", b"all:")]
-    put_tar(tmp_path / "a.tar", notes[0], *sample, notes[1], notes[2], link("b.jpg"))
+    put_tar(tmp_path / "a.tar", notes[0], *sample, notes[1], notes[2], link("LATEST"))
     put_tar(tmp_path / "b.tar", notes[0], ("license.jpg", b"2"), ("license.cls", b"8"))
     rows, _ = rows_of(where(tmp_path))
     assert rows == [
@@ -310,7 +312,7 @@ def test_notes_and_links_in_a_tar_are_no_samples_and_are_said(where, tmp_path, c
         in caplog.text
     )
     assert (
-        "members that are links or devices, and are not read: 1, such as b.jpg of a" in caplog.text
+        "members that are links or devices, and are not read: 1, such as LATEST of a" in caplog.text
     )
 
 
@@ -550,7 +552,7 @@ def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_
         assert rows_of(tmp_path, columns=some)[0] == DOTTED.select(some).to_pylist()
     for name in ("a", "a.b.c.d", "b"):
         with pytest.raises(
-            DataError, match=rf"no column '{name}' in a\.\w+, which has 'id', 'a\.b'"
+            DataError, match=rf"no column '{name}' in .*a\.\w+, which ha(s|ve) 'id', 'a\.b'"
         ):
             read_index(config(tmp_path, columns=["id", name]))
 

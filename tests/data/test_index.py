@@ -15,9 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.columns.column_types import lossless
+from elastic_dp.data.columns.schema import Columns
+from elastic_dp.data.discovery.index import Builder, Index, read_index
 from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.data.discovery.listing import list_shards, path_of, prefix_of
+from elastic_dp.data.formats.format import Scan
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, Store
@@ -124,6 +127,30 @@ def test_digest_is_of_the_content_not_of_the_place(folder, tmp_path_factory):
     assert len({here.digest, *(other.digest for other in others)}) == 5
     for other in others:
         assert difference(here, other)
+
+
+def of_sources(count: int) -> Index:
+    """One shard in each, as a list of files is."""
+    columns, build, one = Columns(None), Builder(), np.array([1], np.int64)
+    scan = Scan(pa.schema({"id": pa.int64()}), one, one, one, one, 0)
+    kind = columns.add("0.parquet", scan.schema, lossless)
+    for number in range(count):
+        build.begin("parquet", None, True)
+        build.add(f"{number}.parquet", 1, "", scan, kind)
+    return build.finish(columns)
+
+
+def test_index_of_more_urls_than_int16_numbers():
+    index = of_sources(33_000)
+    assert index.shards["source"].to_numpy().tolist() == list(range(33_000))
+    again = Index.from_bytes(index.to_bytes())
+    assert again.digest == index.digest and len(again.sources) == 33_000
+
+
+def test_digest_of_few_urls_is_that_of_version_0_1():
+    assert (
+        of_sources(3).digest == "bec3715f0ea859c35d6e7fda79e725228d226c425695948a1362b21ace76a78d"
+    )
 
 
 def rewritten_at_equal_size(folder: Path) -> None:

@@ -72,6 +72,12 @@ def jsonl(path: Path, ids: range) -> None:
     path.with_suffix(".jsonl").write_text("\n".join(json.dumps(row(i)) for i in ids))
 
 
+def jsonl_zst_by_polars(path: Path, ids: range) -> None:
+    content = pl.DataFrame([row(i) for i in ids]).write_ndjson()
+    with pa.CompressedOutputStream(str(path.with_suffix(".jsonl.zst")), "zstd") as file:
+        file.write(content.encode())
+
+
 def tar(path: Path, ids: range) -> None:
     """`x` is text there, and the id a class."""
     with tarfile.open(path.with_suffix(".tar"), "w") as made:
@@ -101,6 +107,7 @@ KINDS: dict[str, Callable[[Path, range], None]] = {
         csv_by_python,
         csv_gz_by_pandas,
         jsonl,
+        jsonl_zst_by_polars,
         tar,
     )
 }
@@ -188,42 +195,49 @@ def test_rows_in_are_rows_out_of_files_that_are_converted(kind, format, tmp_path
 
 
 def train(ctx: Any) -> None:
-    """Writes down the rows of each forward pass: its step, and what a row says of itself."""
+    """Writes down the rows of each forward pass, and in an evaluation of all rows at the end."""
     model = torch.nn.Linear(1, 1)
     with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
 
-        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
-            log.write(json.dumps(rows_of(batch)) + "\n")
-            return m(batch["x"].float()[:, None] / 100).square().mean()
+        def loss_fn(m: Any, batch: Any, kind: str = "trained") -> torch.Tensor:
+            log.write(json.dumps([kind, rows_of(batch)]) + "\n")
+            x = torch.as_tensor(batch["x"])
+            return m(x.float()[:, None] / 100).square().mean()
 
         for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn):
             pass
+        ctx.evaluate(lambda m, batch: loss_fn(m, batch, "evaluated"), ctx.config["eval"])
 
 
-def test_every_row_of_a_mixed_set_is_trained_on_by_processes_of_which_one_is_killed(tmp_path):
-    """Parquet by pandas, and Arrow by Polars of the same rows, as two sources; by the same weights, with a kill."""
-    weights = {
-        str(written(kind, tmp_path / kind).url): 1.0
-        for kind in ("parquet_by_pandas", "arrow_by_polars")
-    }
+@pytest.mark.parametrize(
+    "kinds",
+    [[kind for kind in KINDS if kind != "tar"], pytest.param(["tar"], marks=pytest.mark.slow)],
+)
+def test_every_row_of_any_kind_is_trained_on_and_evaluated_by_processes_of_which_one_is_killed(
+    kinds, tmp_path
+):
+    """Each kind a source with the same rows, by one weight."""
+    sets = [written(kind, tmp_path / kind) for kind in kinds]
+    weights = {str(one.url): 1.0 for one in sets}
     (tmp_path / "log").mkdir()
-    config = DataConfig(weights, micro_batch_size=B)
-    steps = 2 * ROWS // (V * B)  # an epoch of each
-    spec = spec_of(
-        steps=steps, workers=3, min_workers=3, virtual=V, config={"folder": str(tmp_path / "log")}
-    )
+    config = DataConfig(weights, micro_batch_size=B, transform=sets[0].transform)
+    steps = len(kinds) * ROWS // (V * B)  # an epoch of each
+    options = {"folder": str(tmp_path / "log"), "eval": config}
+    spec = spec_of(steps=steps, workers=3, min_workers=3, virtual=V, config=options)
     spec = dataclasses.replace(spec, data=config)
     fault = Fault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, train, faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1
-    found: dict[int, set[str]] = {}
+    found: dict[str, list[int]] = {"trained": [], "evaluated": []}
     for file in (tmp_path / "log").iterdir():
         for line in file.read_text().splitlines(keepends=True):
-            for one in json.loads(line) if line.endswith("\n") else ():
-                assert one == row(one["id"])
-                found.setdefault(one["id"], set()).add(file.name)
-    assert sorted(found) == list(range(ROWS))
+            if line.endswith("\n"):  # else its worker was killed
+                kind, rows = json.loads(line)
+                assert rows == [row(one["id"]) for one in rows]
+                found[kind] += [one["id"] for one in rows]
+    assert sorted(set(found["trained"])) == list(range(ROWS))
+    assert sorted(found["evaluated"]) == sorted(list(range(ROWS)) * len(kinds))
     (tmp_path / "calm").mkdir()
-    calm = dataclasses.replace(spec, config={"folder": str(tmp_path / "calm")})
+    calm = dataclasses.replace(spec, config=options | {"folder": str(tmp_path / "calm")})
     assert outcome.digest == local(calm, train).digest

@@ -1,6 +1,6 @@
 """Folders of Delta Lake, Iceberg and Hudi are refused, and the lines that the refusal gives read exactly the table's rows.
 
-The tables are written by `deltalake` and `pyiceberg`, but for a deletion vector, which neither writes.
+The tables are written by `deltalake` and `pyiceberg`, but for deletion vectors and delete files, which they only read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,17 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyiceberg.catalog.memory import InMemoryCatalog
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestWriter,
+    ManifestWriterV2,
+)
+from pyiceberg.table.snapshots import Operation
+from pyiceberg.table.update.snapshot import _FastAppendFiles
+from pyiceberg.typedef import Record
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
@@ -43,10 +54,11 @@ def numbers(start: int, end: int, **columns: list) -> pa.Table:
     return pa.table({"id": pa.array(range(start, end), pa.int64()), **columns})
 
 
-def refused(url: str | Path, *words: str) -> None:
+def refused(url: str | Path, *words: str, without: str = "no such word") -> None:
     for read in (lambda: read_index(config(url)), lambda: inspect(str(url))):
         with pytest.raises(DataError) as error:
             read()
+        assert without not in str(error.value)
         for word in words:
             assert word in str(error.value)
 
@@ -65,9 +77,7 @@ def delta(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("url", ["{}", "{}/", "{}/*.parquet", "{}/**", "{}/**/*.parquet"])
 def test_delta_table_is_refused_with_the_line_that_reads_its_rows(url, delta):
-    refused(
-        url.format(delta), "Delta table", f"DeltaTable('{delta}').file_uris()", "deletion_vectors()"
-    )
+    refused(url.format(delta), "Delta table", f"DeltaTable('{delta}').file_uris()", "partition")
     files = DeltaTable(delta).file_uris()
     assert ids(files) == list(range(10))
     assert len(list(delta.glob("*.parquet"))) > len(files)
@@ -122,7 +132,8 @@ def _z85(four: bytes) -> str:
     return "".join(reversed(digits))
 
 
-def test_delta_table_with_deletion_vectors_is_read_by_the_other_line(tmp_path):
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_delta_table_with_deletion_vectors_is_read_by_the_other_line(checkpoint, tmp_path):
     table = tmp_path / "table"
     write_deltalake(table, numbers(0, 10), configuration={"delta.enableDeletionVectors": "true"})
     log = table / "_delta_log"
@@ -133,7 +144,12 @@ def test_delta_table_with_deletion_vectors_is_read_by_the_other_line(tmp_path):
         {"add": {**add, "deletionVector": deletion_vector([7, 8, 9])}},
     ]
     (log / "00000000000000000001.json").write_text("\n".join(map(json.dumps, commit)))
-    refused(table, "deletion_vectors()", "write_table(pyarrow.table(DeltaTable(", ").scan())")
+    refused(table, "write_table(pyarrow.table(DeltaTable(", ").scan())", without="file_uris")
+    if checkpoint:
+        DeltaTable(table).create_checkpoint()
+        for commit in log.glob("*.json"):
+            commit.unlink()
+        refused(table, "write_table(pyarrow.table(DeltaTable(", without="file_uris")
     opened = DeltaTable(table)
     assert ids(opened.file_uris()) == list(range(10)), "the files still hold deleted rows"
     assert sum(batch.num_rows for batch in pa.table(opened.deletion_vectors()).to_batches()) == 1
@@ -153,14 +169,83 @@ def test_iceberg_table_is_refused_with_the_line_that_reads_its_rows(url, tmp_pat
     made.delete("id < 3")
     folder = tmp_path / "space" / "name"
     assert (folder / "metadata").is_dir()
-    refused(
-        url.format(folder), f"the Iceberg table '{folder}'", "scan().plan_files()", "to_arrow()"
-    )
+    refused(url.format(folder), f"the Iceberg table '{folder}'", "scan().plan_files()")
     tasks = list(catalog.load_table("space.name").scan().plan_files())
     assert not any(task.delete_files for task in tasks)
     assert ids([task.file.file_path for task in tasks]) == list(range(3, 15))
+
+
+class AddDeleteFiles(_FastAppendFiles):
+    """Which pyiceberg reads and does not write."""
+
+    def new_manifest_writer(self, spec):
+        class Writer(ManifestWriterV2):
+            def content(self):
+                return ManifestContent.DELETES
+
+            _meta = property(lambda self: {**ManifestWriter._meta.fget(self), "content": "deletes"})
+
+        return Writer(spec, self.schema(), self.new_manifest_output(), self._snapshot_id, "null")
+
+
+def iceberg_with(content: DataFileContent, folder: Path) -> InMemoryCatalog:
+    """Rows 0 to 9, and a file that deletes 2 and 5 by their places, or by their ids."""
+    catalog = InMemoryCatalog("catalog", warehouse=f"file://{folder}")
+    catalog.create_namespace("space")
+    made = catalog.create_table(
+        "space.name", schema=numbers(0, 1).schema, properties={"format-version": "2"}
+    )
+    made.append(numbers(0, 10))
+    (task,) = made.scan().plan_files()
+    path = folder / "space" / "name" / "data" / "deletes.parquet"
+    if content == DataFileContent.POSITION_DELETES:
+        pq.write_table(pa.table({"file_path": [task.file.file_path] * 2, "pos": [2, 5]}), path)
+    else:
+        pq.write_table(pa.table({"id": [2, 5]}), path)
+    with (
+        made.transaction() as transaction,
+        AddDeleteFiles(Operation.APPEND, transaction, made.io) as update,
+    ):
+        deletes = DataFile.from_args(
+            content=content, file_path=f"file://{path}", file_format=FileFormat.PARQUET, partition=Record(),
+            record_count=2, file_size_in_bytes=path.stat().st_size, column_sizes={}, value_counts={},
+            null_value_counts={}, nan_value_counts={}, lower_bounds={}, upper_bounds={},
+            equality_ids=[1] if content == DataFileContent.EQUALITY_DELETES else None,
+        )  # fmt: skip
+        deletes.spec_id = made.metadata.default_spec_id
+        update.append_data_file(deletes)
+    return catalog
+
+
+@pytest.mark.parametrize("url", ["{}", "{}/data", "{}/data/*.parquet", "{}/**/*.parquet"])
+def test_iceberg_table_with_delete_files_is_read_by_the_line_that_writes_its_rows(url, tmp_path):
+    catalog = iceberg_with(DataFileContent.POSITION_DELETES, tmp_path)
+    folder = tmp_path / "space" / "name"
+    refused(url.format(folder), "Iceberg table", "scan().to_arrow()", without="plan_files")
+    with pytest.raises(DataError) as error:
+        convert(url.format(folder), str(tmp_path / "out"))
+    assert "to_arrow()" in str(error.value) and "plan_files" not in str(error.value)
+    (task,) = catalog.load_table("space.name").scan().plan_files()
+    assert task.delete_files and ids([task.file.file_path]) == list(range(10)), "the file has them"
     pq.write_table(catalog.load_table("space.name").scan().to_arrow(), tmp_path / "rows.parquet")
-    assert ids(tmp_path / "rows.parquet") == list(range(3, 15))
+    assert ids(tmp_path / "rows.parquet") == [0, 1, 3, 4, 6, 7, 8, 9]
+
+
+def test_iceberg_table_with_equality_deletes_is_refused_with_the_line_of_spark(tmp_path):
+    catalog = iceberg_with(DataFileContent.EQUALITY_DELETES, tmp_path)
+    folder = tmp_path / "space" / "name"
+    refused(
+        folder, "equality deletes", "spark.table(", "write.parquet('rows')", without="plan_files"
+    )
+    with pytest.raises(ValueError, match="does not yet support equality deletes"):
+        catalog.load_table("space.name").scan().to_arrow()
+
+
+def test_table_whose_log_cannot_be_read_has_no_line_that_names_files(tmp_path):
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "v2.metadata.json").write_text("{")
+    pq.write_table(numbers(0, 3), tmp_path / "a.parquet")
+    refused(tmp_path, "Iceberg table", "to_arrow()", without="plan_files")
 
 
 def test_hudi_table_is_refused(tmp_path):

@@ -136,11 +136,38 @@ def test_csv_of_any_text_is_the_same_to_convert_training_and_pyarrow(
     assert converted(path) == expected
 
 
+def test_csv_value_that_begins_with_a_byte_order_mark_keeps_it(tmp_path, monkeypatch):
+    """pyarrow takes a mark away from the start of all that it is given, and convert gives it a file in pieces."""
+    monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
+    content = "\ufeffa,b\n" + "\ufeff1,2\n" * 6
+    (tmp_path / "a.csv").write_text(content, encoding="utf-8")
+    expected = [{"a": "\ufeff1", "b": 2}] * 6
+    assert converted(tmp_path / "a.csv") == rows_of(tmp_path)[0] == expected
+
+
 def test_csv_lines_of_spaces_are_rows_and_blank_lines_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(text_format, "GROUP_BYTES", 2)
     (tmp_path / "a.csv").write_bytes(b'a\n  \n\nx\n""\n \n\n')
     expected = [{"a": "  "}, {"a": "x"}, {"a": ""}, {"a": " "}]
     assert rows_of(tmp_path)[0] == converted(tmp_path / "a.csv") == expected
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_blank_lines_in_csv_of_one_column_are_said(end, tmp_path, monkeypatch, caplog):
+    """As Polars writes nulls; those in quotes are text."""
+    monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
+    lines = ["x", "1", "", "3", '"4', "", '5"', "", "", "6", ""]
+    (tmp_path / "a.csv").write_text(end.join(lines), newline="")
+    expected = [{"x": "1"}, {"x": "3"}, {"x": f"4{end}{end}5"}, {"x": "6"}]
+    for read in lambda: rows_of(tmp_path)[0], lambda: converted(tmp_path / "a.csv"):
+        caplog.clear()
+        assert read() == expected
+        assert "blank lines of CSV files of one column are no rows" in caplog.text
+        assert ": 3, such as behind row 1 of a.csv" in caplog.text
+    caplog.clear()
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n\n3,4\n")
+    rows_of(tmp_path)
+    assert "blank" not in caplog.text
 
 
 values = st.sampled_from(["1", "2.5", "true", "0", "NA", "", "2026-01-02", "word", "-7", "False"])

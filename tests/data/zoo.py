@@ -11,6 +11,9 @@ import datetime
 import decimal
 import io
 import json
+import os
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -250,6 +253,87 @@ def pandas_json_array(folder):
     frame().to_json(folder / "a.jsonl", orient="records")
 
 
+@reads("pandas", "`timedelta64`, time zones", "int64 in the stored unit; of a time zone in UTC")
+def pandas_times(folder):
+    made = frame().assign(
+        d=pd.to_timedelta(IDS, unit="s"),
+        t=pd.date_range("2024-01-01", periods=ROWS, tz="US/Pacific"),
+    )
+    made.to_parquet(folder / "a.parquet")
+    return of_pandas(pd.read_parquet(folder / "a.parquet"))
+
+
+@reads("pandas", "categories that are not the same in all files")
+def pandas_other_categories(folder):
+    for name in "ab":
+        made = frame().assign(c=pd.Categorical([f"{name}{i % 3}" for i in IDS]))
+        made.to_parquet(folder / f"{name}.parquet")
+    parts = [pd.read_parquet(folder / f"{name}.parquet").astype({"c": str}) for name in "ab"]
+    return of_pandas(pd.concat(parts))
+
+
+@refuses(
+    "pandas",
+    "integers in one file, with missing ones in another: floats",
+    "schemas differ",
+    converts=True,
+)
+def pandas_floats(folder):
+    frame().to_parquet(folder / "a.parquet")
+    frame().assign(id=[None, *IDS[1:]]).to_parquet(folder / "b.parquet")
+
+
+@refuses("pandas", "bools with missing values", "column 'b' (bool) holds 1 nulls")
+def pandas_bools(folder):
+    frame().assign(b=[None, *[True] * (ROWS - 1)]).to_parquet(folder / "a.parquet")
+
+
+@reads("pandas", "CSV with missing text: an empty text")
+def pandas_csv_missing_text(folder):
+    frame().assign(s=[None if i % 3 else "a" for i in IDS]).to_csv(folder / "a.csv", index=False)
+    return of_pandas(pd.read_csv(folder / "a.csv", keep_default_na=False))
+
+
+@reads("pandas", "CSV and JSON Lines, compressed (`.gz`, `.bz2`, `.zst`)")
+def pandas_compressed(folder):
+    for ending in ("gz", "bz2", "zst"):
+        frame().to_csv(folder / f"a.csv.{ending}", index=False)
+    return of_pandas(pd.concat([pd.read_csv(folder / f"a.csv.{e}") for e in ("bz2", "gz", "zst")]))
+
+
+@reads("pandas", "JSON Lines of several gzip members, as `cat` joins them")
+def pandas_members(folder):
+    frame().to_json(folder / "a.jsonl.gz", orient="records", lines=True)
+    (folder / "a.jsonl.gz").write_bytes((folder / "a.jsonl.gz").read_bytes() * 2)
+    return of_pandas(pd.read_json(folder / "a.jsonl.gz", lines=True))
+
+
+@refuses("pandas", "CSV, compressed and cut off", "a.csv.gz", converts=True)
+def pandas_gz_cut(folder):
+    frame().to_csv(folder / "a.csv.gz", index=False)
+    (folder / "a.csv.gz").write_bytes((folder / "a.csv.gz").read_bytes()[:-9])
+
+
+@refuses("pandas", "CSV in UTF-16", "iconv -f UTF-16", converts=True)
+def pandas_utf_16(folder):
+    frame().to_csv(folder / "a.csv", index=False, encoding="utf-16")
+
+
+@refuses("pandas", "CSV compressed by snappy", ".snappy", converts=True)
+def pandas_snappy(folder):
+    (folder / "a.csv.snappy").write_bytes(pa.compress(b"id\n1\n", "snappy", asbytes=True))
+
+
+@refuses(
+    "pandas",
+    "CSV with whole numbers beyond int64",
+    "column 'h' is double, which does not hold",
+    converts=True,
+)
+def pandas_hashes(folder):
+    frame().assign(h=np.array(IDS, np.uint64) + np.uint64(2**63 + 1)).to_csv(folder / "a.csv")
+
+
 # ------------------------------------------------------------------------------------ Polars
 
 
@@ -324,6 +408,57 @@ def polars_ndjson(folder):
     return pl.read_ndjson(folder / "a.ndjson").to_arrow()
 
 
+@reads("Polars", "`Decimal`, `Duration`, `Time`, `Binary`, `UInt64`", "decimals for `collate_fn`")
+def polars_kinds(folder):
+    made = pl.DataFrame(
+        {
+            "d": [decimal.Decimal(f"{i}.5") for i in IDS],
+            "u": [datetime.timedelta(i) for i in IDS],
+            "t": [datetime.time(1, i) for i in IDS],
+            "b": [bytes([i]) * i for i in IDS],
+            "h": pl.Series([2**63 + i for i in IDS], dtype=pl.UInt64),
+        }
+    )
+    made.write_parquet(folder / "a.parquet")
+    return pl.read_parquet(folder / "a.parquet").to_arrow()
+
+
+@refuses(
+    "Polars",
+    "`UInt64` beyond int64 as JSON Lines",
+    "column 'h' is double, which does not hold",
+    converts=True,
+)
+def polars_hashes(folder):
+    made = pl.DataFrame({"h": [2**63 + 1 + i for i in IDS]}, schema={"h": pl.UInt64})
+    made.write_ndjson(folder / "a.ndjson")
+
+
+@refuses("Polars", "`Int128`", "more than 64 bits", converts=True)
+def polars_int128(folder):
+    made = pl.DataFrame({"h": [2**70]}, schema={"h": pl.Int128})
+    made.write_parquet(folder / "a.parquet")
+
+
+@refuses("Polars", "null lists", "null lists")
+def polars_null_lists(folder):
+    pl.DataFrame({"v": [[1, 2], None]}).write_parquet(folder / "a.parquet")
+
+
+@reads("Polars", "`Categorical` in Arrow files, other ones in each")
+def polars_other_categories(folder):
+    for name in "ab":
+        words = pl.Series("c", [f"{name}{i % 3}" for i in IDS], dtype=pl.Categorical)
+        pl.DataFrame([words]).write_ipc(folder / f"{name}.arrow")
+    return {"c": [f"{name}{i % 3}" for name in "ab" for i in IDS]}
+
+
+@reads("Polars", "CSV of one column with a null, which is a blank line", "no row, which is said")
+def polars_csv_null(folder):
+    pl.DataFrame({"x": [1, None, 3]}).write_csv(folder / "a.csv")
+    return {"x": [1, 3]}
+
+
 @reads("Polars beside pandas", "one column as `string_view` and as `string`")
 def polars_beside_pandas(folder):
     frame().drop(columns="b").to_parquet(folder / "a.parquet")
@@ -388,7 +523,8 @@ def duckdb_partitions(folder):
 @reads(
     "DuckDB",
     "the same by a glob: `t/**/*.parquet`",
-    "without the columns that are in the names of folders",
+    "without the columns that only the names of folders hold, which is said; `convert` writes them",
+    converts=False,
 )
 def duckdb_partitions_glob(folder):
     duckdb_partitions(folder)
@@ -405,6 +541,37 @@ def duckdb_csv(folder):
 def duckdb_ndjson(folder):
     duckdb_copy(folder, "i AS id, [i, i] AS v", "a.ndjson", "FORMAT json")
     return of_duckdb(f"FROM read_ndjson('{folder}/a.ndjson')")
+
+
+@reads(
+    "DuckDB",
+    "`HUGEINT`, `UUID`, `ENUM`, `BLOB`, `TIMETZ`, arrays",
+    "`HUGEINT` is DOUBLE in the file",
+)
+def duckdb_kinds(folder):
+    columns = (
+        "i::HUGEINT AS h, ('00000000-0000-0000-0000-0000000000' || (10 + i))::UUID AS u, 'a'::ENUM('a', 'b') AS e, "
+        "'\\xAA'::BLOB AS b, TIMETZ '12:00:00+01' AS z, [i, 1]::INT[2] AS v"
+    )
+    duckdb_copy(folder, columns, "a.parquet", "FORMAT parquet")
+    found = pq.read_table(folder / "a.parquet")
+    kinds = {"u": pa.binary(16)}
+    fields = [field.with_type(kinds.get(field.name, field.type)) for field in found.schema]
+    return found.cast(pa.schema(fields))
+
+
+@reads("DuckDB", "bloom filters, several row groups, Parquet version 2")
+def duckdb_blooms(folder):
+    options = "FORMAT parquet, PARQUET_VERSION v2, ROW_GROUP_SIZE 2048, COMPRESSION zstd"
+    query = "SELECT i AS id, 'w' || (i % 3) AS s FROM range(5000) t(i)"
+    of_duckdb(f"COPY ({query}) TO '{folder}/a.parquet' ({options})")
+    return of_duckdb(f"FROM '{folder}/a.parquet'")
+
+
+@reads("DuckDB", "CSV and JSON, compressed (`.csv.zst`)")
+def duckdb_zst(folder):
+    duckdb_copy(folder, "i AS id, 'é' AS s", "a.csv.zst", "FORMAT csv, COMPRESSION zstd")
+    return {"id": IDS, "s": ["é"] * ROWS}
 
 
 # ------------------------------------------------------------------------------------ datasets
@@ -592,6 +759,36 @@ def webdataset_cut(folder):
     samples(folder / "a.tar")
     content = (folder / "a.tar").read_bytes()
     (folder / "a.tar").write_bytes(content[: ROWS * 3 * 1024 - 1024 + 513])
+
+
+def gnu_tar(folder: Path, *options: str) -> None:
+    """Of files that hold text, of which one is a link to another."""
+    source = folder / "files"
+    source.mkdir()
+    for i in IDS:
+        (source / f"{i:03}.txt").write_text(f"é{i}")
+    os.link(source / "000.txt", source / "999.txt")
+    command = ["tar", "-C", source, "--sort=name", "-cf", folder / "a.tar", *options, "."]
+    subprocess.run(command, check=True)
+    shutil.rmtree(source)
+
+
+@refuses("GNU tar", "a hard link", "./999.txt is a link to ./000.txt")
+def tar_link(folder):
+    gnu_tar(folder)
+
+
+@reads("GNU tar", "the same with `--hard-dereference`, and extended headers", converts=False)
+def tar_without_links(folder):
+    gnu_tar(folder, "--hard-dereference", "--format=pax")
+    texts = [f"é{i}" for i in IDS]
+    return {"__key__": [f"./{i:03}" for i in (*IDS, 999)], "txt": [*texts, texts[0]]}
+
+
+@refuses("GNU tar", "two tars, joined by `cat`", "more follows its end")
+def tar_joined(folder):
+    gnu_tar(folder, "--hard-dereference")
+    (folder / "a.tar").write_bytes((folder / "a.tar").read_bytes() * 2)
 
 
 # ------------------------------------------------------------------------------------ Spark's layout
@@ -787,14 +984,14 @@ def parquet_dots(folder):
     return write(folder, {"id": IDS, "a.b": IDS, "a": [f"{i}" for i in IDS]})
 
 
-@reads("pyarrow", "int32 beside int64", "the wider type", converts=False)
+@reads("pyarrow", "int32 beside int64", "the wider type")
 def parquet_widened(folder):
     write(folder, {"id": pa.array(IDS, pa.int32())}, "1.parquet")
     write(folder, {"id": pa.array(IDS, pa.int64())}, "2.parquet")
     return {"id": IDS + IDS}
 
 
-@reads("pyarrow", "a column of nothing but nulls beside one with text", "None", converts=False)
+@reads("pyarrow", "a column of nothing but nulls beside one with text", "None")
 def parquet_all_null(folder):
     write(folder, {"id": IDS, "s": pa.nulls(ROWS)}, "1.parquet")
     write(folder, {"id": IDS, "s": [str(i) for i in IDS]}, "2.parquet")
@@ -813,9 +1010,63 @@ def parquet_other_types(folder):
     write(folder, {"id": [str(i) for i in IDS]}, "2.parquet")
 
 
-@refuses("pyarrow", "two columns of one name", "several columns named 'x'")
+@refuses("pyarrow", "two columns of one name", "several columns named 'x'", converts=True)
 def parquet_twice(folder):
     write(folder, pa.table([IDS, IDS], names=["x", "x"]))
+
+
+@reads("pyarrow", "row groups without rows between others, a page index")
+def parquet_empty_row_groups(folder):
+    with pq.ParquetWriter(
+        folder / "a.parquet", pa.schema({"id": pa.int64()}), write_page_index=True
+    ) as file:
+        for ids in ([], IDS, [], IDS, []):
+            file.write_table(pa.table({"id": pa.array(ids, pa.int64())}))
+    return {"id": IDS + IDS}
+
+
+@refuses("pyarrow", "rows without columns", "holds a row")
+def parquet_no_columns(folder):
+    pq.write_table(pa.table({"id": IDS}).select([]), folder / "a.parquet")
+
+
+@reads("pyarrow", "names with spaces, quotes, commas, beyond ASCII, and an empty one")
+def parquet_names(folder):
+    return write(folder, pa.table([IDS] * 5, names=["a b", "ü", "", "a,b", 'q"']))
+
+
+@reads("pyarrow", "names that differ only in case, in one file")
+def parquet_case(folder):
+    return write(folder, pa.table([IDS, IDS[::-1]], names=["Id", "id"]))
+
+
+@refuses("pyarrow", "the same between files", "differ only in case", converts=True)
+def parquet_other_case(folder):
+    write(folder, {"n": IDS, "Id": ["a"] * ROWS}, "1.parquet")
+    write(folder, {"n": IDS, "id": ["b"] * ROWS}, "2.parquet")
+
+
+@refuses("pyarrow", "decimals of two scales", "schemas differ", converts=True)
+def parquet_scales(folder):
+    write(folder, {"p": [decimal.Decimal("1.25")]}, "1.parquet")
+    write(folder, {"p": [decimal.Decimal("1.255")]}, "2.parquet")
+
+
+@refuses("pyarrow", "timestamps of two units or time zones", "schemas differ", converts=True)
+def parquet_units(folder):
+    write(folder, {"t": pa.array(IDS, pa.timestamp("us", "UTC"))}, "1.parquet")
+    write(folder, {"t": pa.array(IDS, pa.timestamp("us", "Europe/Berlin"))}, "2.parquet")
+
+
+@refuses("pyarrow", "nulls in lists", "holds 1 null")
+def parquet_null_items(folder):
+    write(folder, {"v": [[1, None], [2, 3]]})
+
+
+@reads("pyarrow", "nulls of structs of text", "None", converts=False)
+def parquet_null_structs(folder):
+    write(folder, {"p": [{"s": "x"}, None, {"s": None}]})
+    return At(folder, {"p.s": ["x", None, None]})
 
 
 class Kms(crypto.KmsClient):
@@ -882,6 +1133,16 @@ def arrow_kinds(folder):
         for codec in (None, "lz4", "zstd"):
             ipc(folder / f"{make.__name__} {codec}.arrow", table, make, codec)
     return pa.concat_tables([table] * 6)
+
+
+@refuses(
+    "pyarrow",
+    "Arrow files with intervals, run-end encoding or list views",
+    "column 'v' is list_view",
+)
+def arrow_list_views(folder):
+    table = pa.table({"id": [1, 2], "v": pa.array([[1], [2, 3]], pa.list_view(pa.int64()))})
+    ipc(folder / "a.arrow", table, pa.ipc.new_file)
 
 
 @reads("pyarrow", "Feather (version 2)")

@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import hypothesis.strategies as st
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,11 +22,14 @@ from hypothesis import given, settings
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
+from elastic_dp.data.columns.arrow_arrays import column_types as kinds
+from elastic_dp.data.discovery.skipped_files import skipped_words
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import documents
 from elastic_dp.dataprep.token_packing import ByteTokenizer, HuggingFaceTokenizer, Packing
 from elastic_dp.errors import DataError, StorageError
+from tests.data.values import in_place
 
 ROWS = [
     {
@@ -599,8 +603,106 @@ def test_convert_of_an_unreadable_source_says_why_and_leaves_nothing(tmp_path, f
 def test_schemas_that_differ_name_both_files(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [1.5]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet has a: int64, b\.parquet has a: double"):
+    with pytest.raises(DataError, match=r"'a' is int64 in a\.parquet and double in b\.parquet"):
         convert(str(tmp_path), str(tmp_path / "out"))
+
+
+def by_convert(folder, **options):
+    """Each file's columns by name; what `convert` makes of it, and what training reads."""
+    to = folder.parent / f"{folder.name}-to"
+    convert(str(folder), str(to), **options)
+    done = pq.read_table(to)
+    read = in_place(DataConfig(str(folder), micro_batch_size=1, **options))
+    return done.schema, done.to_pydict(), read
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        (pa.array([1], pa.int32()), pa.array([2**40], pa.int64()), pa.int64()),
+        (pa.array([2**40], pa.int64()), pa.array([1], pa.int8()), pa.int64()),
+        (pa.array([0.5], pa.float32()), pa.array([0.1], pa.float64()), pa.float64()),
+        (pa.array([0.5], pa.float16()), pa.array([0.5], pa.float32()), pa.float32()),
+        (pa.nulls(1), pa.array(["a"]), pa.string()),
+        (pa.array(["a"]), pa.nulls(1), pa.string()),
+        (pa.array(["a"], pa.large_string()), pa.array(["b"]), pa.large_string()),
+        (pa.array([[1]], pa.list_(pa.int32())), pa.array([[2**40, 3]]), pa.list_(pa.int64())),
+        (pa.array([[1, 2]], pa.list_(pa.int64(), 2)), pa.array([[3]]), pa.list_(pa.int64())),
+    ],
+)
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_types_that_training_reads_as_one_column_are_converted_to_it(
+    one, other, both, ending, tmp_path
+):
+    for name, values in (("a", one), ("b", other)):
+        table = pa.table({"x": values})
+        if ending == "parquet":
+            pq.write_table(table, tmp_path / f"{name}.parquet")
+        else:
+            with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
+                file.write_table(table)
+    schema, done, read = by_convert(tmp_path)
+    assert kinds.type_name(schema.field("x").type) == kinds.type_name(both)
+    assert done == read == {"x": one.to_pylist() + other.to_pylist()}
+
+
+def test_column_that_some_files_lack_is_null_in_their_rows(tmp_path):
+    pq.write_table(pa.table({"n": [1, 2]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"s": ["x"], "n": [3]}), tmp_path / "b.parquet")
+    _, done, read = by_convert(tmp_path)
+    assert done == read == {"n": [1, 2, 3], "s": [None, None, "x"]}
+    (tmp_path / "only").mkdir()
+    convert(f"{tmp_path}/*.parquet", str(tmp_path / "only"), columns=["s"])
+    assert pq.read_table(tmp_path / "only").to_pydict() == {"s": [None, None, "x"]}
+
+
+def test_number_that_some_files_lack_is_filled_as_in_training(tmp_path):
+    pq.write_table(pa.table({"n": [1, 2]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": [0.5], "n": [3]}), tmp_path / "b.parquet")
+    _, done, read = by_convert(tmp_path, fill_nulls={"x": -1.0})
+    assert done == read == {"n": [1, 2, 3], "x": [-1.0, -1.0, 0.5]}
+
+
+def test_columns_that_differ_only_in_case_between_files_are_refused(tmp_path):
+    pq.write_table(pa.table({"n": [1], "Id": ["a"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": [1], "id": ["b"]}), tmp_path / "b.parquet")
+    for act in (
+        lambda: in_place(DataConfig(str(tmp_path), micro_batch_size=1)),
+        lambda: convert(str(tmp_path), str(tmp_path / "to")),
+    ):
+        with pytest.raises(DataError, match=r"'Id' \(in a\.parquet\) and 'id' \(in b\.parquet\)"):
+            act()
+    convert(str(tmp_path), str(tmp_path / "to"), columns=["n"])
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "arrow", "jsonl"])
+def test_files_without_a_row_are_counted_and_their_types_do_not_matter(ending, tmp_path):
+    for name, values in (("a", []), ("b", ["x"]), ("c", [])):
+        frame = pl.DataFrame({"s": values}, schema={"s": pl.String if values else pl.Int64})
+        write = {
+            "csv": frame.write_csv,
+            "parquet": frame.write_parquet,
+            "jsonl": frame.write_ndjson,
+        }
+        {**write, "arrow": frame.write_ipc}[ending](tmp_path / f"{name}.{ending}")
+    if ending == "arrow":  # Polars writes a batch without rows, whose types count
+        for name in "ac":
+            table = pa.table({"s": pa.array([], pa.int64())})
+            with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema):
+                pass
+    done = convert(str(tmp_path), str(tmp_path / "to"))
+    assert pq.read_table(tmp_path / "to").to_pydict() == {"s": ["x"]}
+    (skipped,) = done.skipped
+    assert skipped_words([skipped]) == f"2 files: 2 without a row (such as a.{ending})"
+
+
+def test_files_that_are_packed_by_lz4_are_converted(tmp_path):
+    for name, content in (("c/a.csv", b"id\n1\n"), ("j/a.jsonl", b'{"id": 1}\n')):
+        (tmp_path / name).parent.mkdir()
+        with pa.CompressedOutputStream(str(tmp_path / f"{name}.lz4"), "lz4") as stream:
+            stream.write(content)
+        _, done, read = by_convert((tmp_path / name).parent)
+        assert done == read == {"id": [1]}
 
 
 def test_text_that_is_no_utf_8_names_the_file(tmp_path):

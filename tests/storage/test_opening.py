@@ -1,10 +1,16 @@
 """Which backend serves a URL, and what it is told of the options."""
 
+import inspect
+
 import pytest
+from adlfs import AzureBlobFileSystem
+from gcsfs.core import GCSFileSystem
+from s3fs import S3FileSystem
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage import Store
-from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _s3
+from elastic_dp.storage import Store, open_file_system
+from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _gs, _s3
+from elastic_dp.storage.option_names import check_names, fsspec_options
 from tests.storage.servers import s3_options
 
 
@@ -157,3 +163,55 @@ def test_a_connection_string_of_azure_names_account_key_and_endpoint():
     }
     own = "AccountName=a;AccountKey=k==;BlobEndpoint=http://127.0.0.1:10000/a/"
     assert _az("box", {"connection_string": own})["endpoint"] == "http://127.0.0.1:10000/a"
+
+
+@pytest.mark.parametrize(
+    ("url", "wrong", "right"),
+    [
+        ("s3://bucket/x", "secert", "secret"),
+        ("s3://bucket/x", "endpoint_ulr", "endpoint_url"),
+        ("gs://bucket/x", "tokne", "token"),
+        ("az://box/x", "conection_string", "connection_string"),
+        ("abfs://box@account.dfs.core.windows.net/x", "acount_key", "account_key"),
+    ],
+)
+@pytest.mark.parametrize("opened", [Store, open_file_system])
+def test_an_option_of_an_unknown_name_is_refused_with_the_name_that_is_meant(
+    opened, url, wrong, right
+):
+    with pytest.raises(StorageError, match=f"'{wrong}'.*did you mean '{right}'") as told:
+        opened(url, {wrong: "a-secret-value"})
+    assert "a-secret-value" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "system"),
+    [("s3", S3FileSystem), ("gs", GCSFileSystem), ("az", AzureBlobFileSystem)],
+)
+def test_every_option_of_the_fsspec_file_system_is_a_known_name(scheme, system):
+    named = [
+        name
+        for name, parameter in inspect.signature(system.__init__).parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    assert len(named) > 5
+    check_names(scheme, dict.fromkeys(named[1:], ""))
+
+
+def test_options_go_to_the_fsspec_file_system_by_its_own_names():
+    told = {"aws_access_key_id": "k", "secret_key": "s", "aws_region": "r", "profile": "p"}
+    client = {"client_kwargs": {"verify": False}}
+    assert fsspec_options("s3", {**told, **client}) == {
+        **{"key": "k", "secret": "s", "profile": "p"},
+        "client_kwargs": {"region_name": "r", "verify": False},
+    }
+    assert fsspec_options("gs", {"skip_signature": True}) == {"token": "anon"}
+    assert fsspec_options("az", {"sas_key": "s", "account_name": "a"}) == {
+        **{"sas_token": "s", "account_name": "a"}
+    }
+
+
+def test_options_of_gs_go_by_the_names_of_gcsfs_and_obstore():
+    assert _gs("bucket", {"anon": True, "project": "p"}) == {"skip_signature": True}
+    assert _gs("bucket", {"token": "anon"}) == {"skip_signature": True}
+    assert _gs("bucket", {"google_service_account": "/a.json"}) == {"service_account": "/a.json"}

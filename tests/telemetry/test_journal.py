@@ -90,8 +90,8 @@ def test_follower_of_a_journal_reads_each_line_once(url):
 class Away:
     """Of a store: each file operation fails so often."""
 
-    def __init__(self, monkeypatch, times):
-        self.left = times
+    def __init__(self, monkeypatch, times, says="503"):
+        self.left, self.says = times, says
         for name in ("makedirs", "cat_file", "pipe_file"):
             monkeypatch.setattr(
                 MemoryFileSystem, name, self.failing(getattr(MemoryFileSystem, name))
@@ -103,7 +103,7 @@ class Away:
         def operation(fs, *args, **more):
             self.left -= 1
             if self.left >= 0:
-                raise OSError("503")
+                raise OSError(self.says)
             return method(fs, *args, **more)
 
         return operation
@@ -135,6 +135,17 @@ def test_a_journal_is_closed_where_the_store_stays_away(monkeypatch):
     journal.command(Explain("nobody will read this"))
     journal.close()
     assert not journal._writer.is_alive()
+
+
+def test_a_store_that_echoes_a_secret_does_not_bring_it_into_the_last_words(monkeypatch, capsys):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-the-journal")
+    Away(monkeypatch, times=10**9, says="503 for canary-of-the-journal")
+    journal = Journal(f"memory://{uuid.uuid4()}")
+    journal.command(Explain("nobody will read this"))
+    journal.close()
+    said = capsys.readouterr().err
+    assert "the record of the run is not complete" in said and "503" in said
+    assert "canary" not in said
 
 
 def written_with(add, monkeypatch, tmp_path, lines):

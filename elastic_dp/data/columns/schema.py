@@ -73,8 +73,8 @@ class Columns:
             if merged is None:
                 raise DataError(
                     f"the shards' schemas differ: column {name!r} is {type_name(known)} in {owner} and "
-                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column out of "
-                    "DataConfig.columns"
+                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column out by naming the "
+                    "others (columns)"
                 )
             self._types[name] = merged, owner
         self._numbers[here] = len(self._shards)
@@ -86,9 +86,14 @@ class Columns:
         """Top-level columns, in the order in which they are wanted."""
         return pa.schema([pa.field(name, kind) for name, (kind, _) in self._types.items()])
 
+    def first_names(self) -> list[str]:
+        """All columns of the first shard."""
+        return self._first[1]
+
     def leaves(self) -> list[pa.Field]:
         """The columns that the job reads. Raises DataError for one that has no tensor."""
         self.refuse_missing()
+        self.refuse_case()
         found = self.wanted_leaves()
         if not found:
             raise DataError("DataConfig.url: the shards have no columns")
@@ -111,6 +116,21 @@ class Columns:
             raise DataError(
                 f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which has {shown}"
             )
+
+    def refuse_case(self) -> None:
+        """Raises DataError where two columns differ only in case and no shard has both: one column, most likely, of which
+        a half would be null."""
+        several: dict[str, list[str]] = {}
+        for name in self._types:
+            several.setdefault(name.casefold(), []).append(name)
+        for names in several.values():
+            two = names[:2]
+            if len(names) > 1 and not any(set(two) <= set(dict(here)) for here in self._shards):
+                owners = " and ".join(f"{name!r} (in {self._types[name][1]})" for name in two)
+                raise DataError(
+                    f"the shards' schemas differ: columns {owners} differ only in case, and no shard has both; rename one "
+                    "of them, or leave one out by naming the others (columns)"
+                )
 
     def costs(self) -> list[tuple[float, int]]:
         """For each kind of shard: how many times the memory its rows take in the types of all, and bytes for each row."""
@@ -156,6 +176,13 @@ class Columns:
                 raise DataError(f"{shard} has several columns named {name!r}; rename all but one")
         self._refuse_ambiguous(schema, shard)
         return [schema.field(name) for name in tops]
+
+
+def names_missing(wanted: Iterable[str], schema: pa.Schema) -> list[str]:
+    """The fields of a column of nulls may be any."""
+    there = {name for name, _ in _columns_and_structs(schema)}
+    nulls = tuple(f"{field.name}." for field in schema if pa.types.is_null(field.type))
+    return [name for name in wanted if name not in there and not name.startswith(nulls)]
 
 
 def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:

@@ -29,21 +29,29 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
-from elastic_dp.data.discovery.listing import Listed, list_shards, prefix_of, said_twice
+from elastic_dp.data.discovery.listing import list_shards, prefix_of, said_twice
+from elastic_dp.data.discovery.opened_source import (
+    FOOTERS_IN_FLIGHT,
+    OpenedSource,
+    refuse_missing,
+    say_partitions,
+)
 from elastic_dp.data.discovery.skipped_files import skipped_words
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.csv import Csv
+from elastic_dp.data.formats.exact_numbers import refuse_rounded
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
 from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Store, redact_url
 
-FOOTERS_IN_FLIGHT = 32
 SCANS_IN_FLIGHT = 8
 # In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
 _COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
+_NONE: Mapping[str, str] = MappingProxyType({})
+_INT16_SOURCES = 1 << 15
 _CHUNK = 1 << 14  # shards whose names are Python strings at one time
 
 _NAMED = 3
@@ -199,18 +207,20 @@ def read_index(
     StorageError if the store refuses, or is away for `timeout_s`.
     """
     weights = config.url if isinstance(config.url, Mapping) else None
-    sources = _open_all(config, timeout_s)
+    urls, sources = config.urls, _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
     if twice := said_twice((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
+    refuse_missing(sources, config)
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
+    rounded: dict[str, str] = {}
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
-            url = config.urls[begun]
+            url = urls[begun]
             build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
@@ -222,12 +232,15 @@ def read_index(
             empty[number].append(shown)
             continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
+        rounded = {**scan.rounded, **rounded}
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
+    say_partitions(config, sources, columns)
     leaves = columns.leaves()
+    refuse_rounded(rounded, leaves)
     nulls.add_missing(columns.absent())
     return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
@@ -256,7 +269,9 @@ class Builder:
             footer = scan.footer
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
-        self._scans.append(replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED))
+        self._scans.append(
+            replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED, rounded=_NONE)
+        )
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
         if len(self._shards) >= _CHUNK:
@@ -297,10 +312,15 @@ class Builder:
         if not self._shards:
             return
         columns = zip(*self._shards, strict=True)
+        schema = _SHARDS
+        if len(self._sources) > _INT16_SOURCES:
+            at = schema.get_field_index("source")
+            schema = schema.set(at, pa.field("source", pa.int32()))
+            self._shard_batches = [batch.cast(schema) for batch in self._shard_batches]
         self._shard_batches.append(
             pa.record_batch(
-                [pa.array(values, f.type) for values, f in zip(columns, _SHARDS, strict=True)],
-                _SHARDS,
+                [pa.array(values, f.type) for values, f in zip(columns, schema, strict=True)],
+                schema,
             )
         )
         self._counts.append(np.array([len(scan.rows) for scan in self._scans], dtype=np.int64))
@@ -313,7 +333,7 @@ _SHARDS = pa.schema(
     {
         "name": pa.large_string(),
         "version": pa.large_string(),
-        "source": pa.int16(),
+        "source": pa.int16(),  # int32 where there are more
         "size": pa.int64(),
         "check": pa.int64(),
         "tail": pa.int64(),
@@ -323,35 +343,27 @@ _SHARDS = pa.schema(
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes")])
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A source whose shards are known by name. `prefix`: of their names, for people."""
-
-    store: Store
-    listed: Listed
-    format: Format
-    prefix: str
-
-
-def _open_all(config: DataConfig, timeout_s: float) -> list[_Opened]:
+def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
     """All sources are listed at once: a list of URLs may be one of a thousand files."""
 
-    def open_one(url: str) -> _Opened:
+    urls = config.urls
+
+    def open_one(url: str) -> OpenedSource:
         store = Store(url, config.storage_options, timeout_s=timeout_s)
         listed = list_shards(config, url, store)
         for remark in listed.remarks:
             _log.warning("%s", remark)
         if listed.skipped and not listed.remarks:
             _log.info("not read at %s: %s", store.url, skipped_words(listed.skipped))
-        prefix = prefix_of(url, listed.is_file) if len(config.urls) > 1 else ""
-        return _Opened(store, listed, FORMATS[listed.format](), prefix)
+        prefix = prefix_of(url, listed.is_file) if len(urls) > 1 else ""
+        return OpenedSource(store, listed, FORMATS[listed.format](), prefix)
 
-    threads = min(FOOTERS_IN_FLIGHT, len(config.urls))
+    threads = min(FOOTERS_IN_FLIGHT, len(urls))
     with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
-        return list(pool.map(open_one, config.urls))
+        return list(pool.map(open_one, urls))
 
 
-def _scan_all(sources: list[_Opened], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
+def _scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
     """(source, shard in it, scan), in order, some ahead of the one that is asked for; never a future per shard."""
 
     def scan(number: int, shard: int) -> Scan:
@@ -394,7 +406,7 @@ def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
     return found
 
 
-def _pass_over(config: DataConfig, sources: list[_Opened], empty: list[list[str]]) -> None:
+def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list[str]]) -> None:
     """Raises DataError where nothing is left: of a source with a weight, or else of all."""
     every = range(len(sources))
     for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
@@ -411,7 +423,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
 
 
-def _announce(source: _Opened, say: Callable[[str], None]) -> None:
+def _announce(source: OpenedSource, say: Callable[[str], None]) -> None:
     if source.format.scans_content:
         entries = source.listed.entries
         mib = sum(entry.size for entry in entries) / (1 << 20)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import numpy as np
-from fsspec.utils import glob_translate
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
@@ -31,7 +30,7 @@ from elastic_dp.data.discovery.table_formats import (
 )
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.errors import DataError
-from elastic_dp.storage import Entry, Look, Store, redact_url
+from elastic_dp.storage import Entry, Look, Store, glob_translate, redact_url
 
 _GLOB_MARKS = "*?["
 _NAMED = 3
@@ -287,7 +286,14 @@ def _refuse_table(
     table = table or table_above(folder, names_in, itself=found.is_file)
     shown = redact_url(url)
     root_url = shown_folder(shown, store.path, table.root).rstrip("/") if table else ""
-    refuse_table(table, shown, root_url, "DataConfig.url: ")
+    refuse_table(
+        table,
+        shown,
+        root_url,
+        names_in,
+        lambda path: bytes(store.read_all(path)),
+        "DataConfig.url: ",
+    )
 
 
 def _only_format(url: str, root: str, entries: list[Entry]) -> str:

@@ -101,7 +101,7 @@ def _subfolders(base: str, folder: str, below: Entry) -> str:
     if keys:
         lost = (
             f", without the column{'s' * (len(keys) > 1)} {', '.join(map(repr, keys))}, which only the names of the "
-            "folders hold (`elastic-dp data convert` does not add them either)"
+            "folders hold (`elastic-dp data convert` writes them as columns)"
         )
     return f"the shards lie in its subfolders, such as {name}. '{base}**/*{_last(ending)}' reads them{lost}"
 

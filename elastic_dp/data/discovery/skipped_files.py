@@ -9,6 +9,7 @@ from types import MappingProxyType
 _EXAMPLES = 3
 _ENDINGS = 6  # that are named
 HIDDEN = "hidden"
+NO_ROWS = "without a row"
 _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
 
 

@@ -1,7 +1,8 @@
 """Folders that belong to a table of Delta Lake, Apache Iceberg or Apache Hudi.
 
 Such a folder also holds the files of deleted and of replaced rows: which files make up the table is in its log, not in a
-listing. So it is refused, with the line of Python that gives exactly the table's rows.
+listing. So it is refused, with the line of Python that gives exactly the table's rows: a list of files only where the log
+says that no row in them is marked as deleted.
 
 A table is known by its log: `_delta_log/`, `.hoodie/`, or `metadata/*.metadata.json`. It lies in the folder that is
 read, or above it where that is a partition (`date=2026-01-01/`) or Iceberg's `data/`.
@@ -9,16 +10,25 @@ read, or above it where that is a partition (`date=2026-01-01/`) or Iceberg's `d
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from elastic_dp.errors import DataError, StorageError
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_dp.errors import DataError, ElasticError, StorageError
 
 _FOLDERS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 _ICEBERG = "metadata"
 _ICEBERG_LOG = re.compile(r"\.metadata\.json(\.gz)?$")
 _MAY_BE_LOG = re.compile(r"_delta_log/|\.hoodie/|\.metadata\.json")
+_COMMIT = re.compile(r"\d{20}\.json")
+_CHECKPOINT = re.compile(r"\d{20}\.checkpoint\.parquet")
+_COMMITS = 100  # of Delta that are read, since the last checkpoint
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 
 
@@ -29,12 +39,22 @@ class Table(NamedTuple):
     root: str
 
 
-def refuse_table(table: Table | None, url: str, root_url: str, field: str = "") -> None:
-    """Raises DataError where there is one. `url`: as the user gave it, in `field`; `root_url`: of the table."""
+def refuse_table(
+    table: Table | None,
+    url: str,
+    root_url: str,
+    names_in: Callable[[str], list[str]],
+    read: Callable[[str], bytes],
+    field: str = "",
+) -> None:
+    """Raises DataError where there is one. `url`: as the user gave it, in `field`; `root_url`: of the table. `names_in`:
+    as in `table_in`; `read`: a file."""
     if table is not None:
+        is_live = _has_only_live_rows(table, names_in, read)
+        ways_out = _LIVE_WAYS_OUT if is_live else _WAYS_OUT
         raise DataError(
             f"{field}{url!r} belongs to the {table.kind} table {root_url!r}, whose folders also hold files of "
-            f"deleted and replaced rows. {_WAYS_OUT[table.kind].format(root=repr(root_url))}"
+            f"deleted and replaced rows. {ways_out[table.kind].format(root=repr(root_url))}"
         )
 
 
@@ -91,18 +111,81 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-_WAYS_OUT = {
+# ----------------------------------------------------------------------------- rows that are marked as deleted
+
+
+def _has_only_live_rows(
+    table: Table, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
+) -> bool:
+    """Whether the log says that no file of the table's newest version holds deleted rows. False if it does not say."""
+    says = {"Delta": _no_deletion_vectors, "Iceberg": _no_delete_files}.get(table.kind)
+    try:
+        return says is not None and says(table.root, names_in, read)
+    except (ElasticError, OSError, ValueError, LookupError, TypeError, EOFError, zlib.error):
+        return False
+
+
+def _no_deletion_vectors(
+    root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
+) -> bool:
+    """A table has them only where its protocol names the feature, in a commit or in the checkpoint before."""
+    log = _join(root, "_delta_log")
+    names = names_in(log)
+    checkpoints = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
+    if len(checkpoints) < sum(
+        ".checkpoint." in name and name.endswith(".parquet") for name in names
+    ):
+        return False
+    start = int(checkpoints[-1][:20]) + 1 if checkpoints else 0
+    commits = sorted(name for name in names if _COMMIT.fullmatch(name) and int(name[:20]) >= start)
+    if len(commits) > _COMMITS or (not checkpoints and int(commits[0][:20]) > 0):
+        return False
+    if checkpoints:
+        content = pa.BufferReader(read(_join(log, checkpoints[-1])))
+        protocols = pq.read_table(content, columns=["protocol"]).column("protocol").drop_null()
+        if not len(protocols) or "deletionVectors" in str(protocols.to_pylist()):
+            return False
+    return not any(b"deletionvector" in read(_join(log, name)).lower() for name in commits)
+
+
+def _no_delete_files(
+    root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
+) -> bool:
+    """By the summary of the newest snapshot."""
+    folder = _join(root, _ICEBERG)
+    logs = [name for name in names_in(folder) if _ICEBERG_LOG.search(name)]
+    newest = max(logs, key=lambda name: int(re.sub(r"^v|\D.*", "", name)))
+    content = read(_join(folder, newest))
+    facts = json.loads(gzip.decompress(content) if newest.endswith(".gz") else content)
+    current = facts["current-snapshot-id"]
+    (snapshot,) = (one for one in facts["snapshots"] if one["snapshot-id"] == current)
+    return bool(snapshot["summary"]["total-delete-files"] == "0")
+
+
+_WRITE_DELTA = (
+    "pyarrow.parquet.write_table(pyarrow.table(DeltaTable({root}).scan()), 'rows.parquet')"
+)
+_WRITE_ICEBERG = "pyarrow.parquet.write_table(catalog.load_table('namespace.name').scan().to_arrow(), 'rows.parquet')"
+_LIVE_WAYS_OUT = {
     "Delta": (
         "Name the files of its newest version, a list that is one data set: DataConfig(DeltaTable({root}).file_uris()), "
-        "of the package deltalake. Where DeltaTable({root}).deletion_vectors() has rows, those files still hold deleted "
-        "rows; columns that partition the table are in none of them. Then write the rows out, and name that file: "
-        "pyarrow.parquet.write_table(pyarrow.table(DeltaTable({root}).scan()), 'rows.parquet')"
+        "of the package deltalake. Columns that partition the table are in none of them; to read these, write the rows "
+        f"out, and name that file: {_WRITE_DELTA}"
     ),
     "Iceberg": (
         "Name the files of its newest snapshot, a list that is one data set: DataConfig([task.file.file_path for task in "
-        "catalog.load_table('namespace.name').scan().plan_files()]), with a catalog of the package pyiceberg. Where a "
-        "task has delete_files, those files still hold deleted rows. Then write the rows out, and name that file: "
-        "pyarrow.parquet.write_table(catalog.load_table('namespace.name').scan().to_arrow(), 'rows.parquet')"
+        "catalog.load_table('namespace.name').scan().plan_files()]), with a catalog of the package pyiceberg"
+    ),
+}
+_WAYS_OUT = {
+    "Delta": (
+        "Its newest files may also hold deleted rows (deletion vectors). Write the rows out, and name that file: "
+        f"{_WRITE_DELTA}, of the package deltalake"
+    ),
+    "Iceberg": (
+        "Its newest files may also hold deleted rows (delete files). Write the rows out, and name that file: "
+        f"{_WRITE_ICEBERG}, with a catalog of the package pyiceberg. Where that says that it does not read equality "
+        "deletes, Spark does: spark.table('namespace.name').write.parquet('rows')"
     ),
     "Hudi": (
         "Write out the rows of its newest snapshot with Spark, and name that folder: "

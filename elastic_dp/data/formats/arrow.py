@@ -102,6 +102,9 @@ class Arrow:
         nulls, null_lists = _null_counts(plain_schema(schema), columns, batches)
         return Scan(schema, rows, starts, ends, nbytes, check, tail, b"", nulls, null_lists)
 
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
+        return None
+
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
         path = shard.local

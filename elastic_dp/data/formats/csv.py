@@ -15,14 +15,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 
 from elastic_dp.data.columns.schema import top_level, widest
+from elastic_dp.data.formats.exact_numbers import (
+    Rounded,
+    add_whole_numbers,
+    add_written,
+    large_floats,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.row_group_headers import Heads
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
+    HEAD_BYTES,
     decompress,
+    first_bytes,
     iconv,
     is_compressed,
     refuse_utf_16,
@@ -37,6 +46,11 @@ _QUOTED_OR_ROW_END = re.compile(_QUOTED + rb"|(\r\n|\n|\r)")
 _QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
+_HEXADECIMAL = re.compile(r"\s*0[xX]")
+_TWO_ROW_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_BLANK_LINES = (
+    "blank lines of CSV files of one column are no rows (an empty text is written as two quotes)"
+)
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row
 _BLOCK_LIMIT = (1 << 31) - 1
@@ -66,6 +80,11 @@ class Csv:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         return scan_rows(shard, columns, CsvRows(shard.name, columns), _merge)
 
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        rows = CsvRows(shard.name, columns)
+        rows.head(first_bytes(shard, HEAD_BYTES), False)
+        return pa.schema([(name, pa.null()) for name in rows.names]) if rows.names else None
+
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = bytes(shard.read(place.start, place.end))
         if is_compressed(shard):
@@ -84,9 +103,11 @@ class CsvRows:
     def __init__(self, name: str, columns: Sequence[str] | None) -> None:
         self._name, self._columns = name, columns
         self._header = b""
-        self._names: list[str] = []
+        self.names: list[str] = []  # of the header line
         self._ends = RowEnds()
         self._rows = 0  # parsed
+        self.rounded: Rounded = {}
+        self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
@@ -111,16 +132,19 @@ class CsvRows:
             ragged.append(row)
             return "error"
 
+        if schema is None and len(self.names) == 1:
+            self._count_blank_lines(content)
         if _BLANK.fullmatch(content):
             return _parse(self._header, schema, fill_missing=schema is not None)
         try:
-            table = _parse(content, schema, self._names, keep, fill_missing=schema is not None)
+            table = _parse(content, schema, self.names, keep, fill_missing=schema is not None)
         except pa.ArrowInvalid:
             if ragged:
                 self._refuse_ragged(ragged[0])
             raise
         if schema is None:
             self._refuse_bytes(table)
+            self._check_numbers(content, table)
         self._rows += table.num_rows
         return table
 
@@ -135,7 +159,7 @@ class CsvRows:
                 f"UTF-8: {iconv('UTF-16LE', self._name)}"
             )
         try:
-            names = self._names = _parse(self._header).column_names
+            names = self.names = _parse(self._header).column_names
         except UnicodeDecodeError:
             raise DataError(
                 f"{self._name} has a header line that is not UTF-8; if it is Latin-1, write it as UTF-8: "
@@ -185,6 +209,46 @@ class CsvRows:
             f'{self._name}: a quote (") in row {row} is never closed, so all that follows would be one value; was the '
             "file cut off? Close the quote, or double it and quote the whole field"
         )
+
+    def _check_numbers(self, content: bytes, table: pa.Table) -> None:
+        """Their text is looked at again where the numbers do not tell."""
+        table = table.select([n for n in table.column_names if table.column_names.count(n) == 1])
+        add_whole_numbers(table, self._rows, self._name, self.rounded)
+        found = [pair for pair in large_floats(table) if pair[0] not in self.rounded]
+        below = [(f.name, _negative(table, f.name)) for f in table.schema if f.type == pa.int64()]
+        below = [(name, rows) for name, rows in below if len(rows)]
+        if below and (b"0x" in content or (b"X" in content and b"0X" in content)):
+            found += below
+        if not found:
+            return
+        as_text = pa.schema([(name, pa.string()) for name, _ in found])
+        texts = _parse(content, as_text, self.names)
+        for name, rows in found:
+            for row, text in zip(rows + self._rows + 1, texts.column(name).take(rows), strict=True):
+                written = text.as_py()
+                add_written(name, written, row, self._name, self.rounded)
+                if _HEXADECIMAL.match(written) and name in top_level(table.schema, self._columns):
+                    raise DataError(
+                        f"{self._name}: column {name!r} of row {row} is {written!r}, which does not fit into int64; "
+                        "write it as a decimal number or with a letter that makes it text, or leave the column out"
+                    )
+
+    def _count_blank_lines(self, content: bytes) -> None:
+        """Of one column: some programs write them for nulls."""
+        if not any(two in content for two in _TWO_ROW_ENDS) and not content.startswith(
+            (b"\n", b"\r")
+        ):
+            return
+        start, row = 0, self._rows
+        for found in _QUOTED_OR_ROW_END.finditer(content):
+            if found[1] is None:
+                continue
+            if found.start() == start:
+                before, first = self.remarks.get(_BLANK_LINES, (0, f"behind row {row}"))
+                self.remarks[_BLANK_LINES] = before + 1, first
+            else:
+                row += 1
+            start = found.end()
 
     def _refuse_bytes(self, table: pa.Table) -> None:
         for field in table.schema:
@@ -294,6 +358,8 @@ def _parse(
     fill_missing: bool = False,
 ) -> pa.Table:
     """In this thread, as one block, so that a row may be of any length. `names`: None if the header is part of `content`."""
+    if names is not None and content.startswith(BYTE_ORDER_MARK):
+        content = BYTE_ORDER_MARK + content  # pyarrow takes one away, and here it is of a value
     types = {} if schema is None else {field.name: field.type for field in schema}
     return pa.csv.read_csv(
         pa.BufferReader(content),
@@ -311,6 +377,11 @@ def _parse(
             false_values=_FALSE,
         ),
     )
+
+
+def _negative(table: pa.Table, name: str) -> _Ints:
+    """The rows in which it is below zero."""
+    return np.flatnonzero(pc.less(table.column(name), 0).fill_null(False).to_numpy())
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:

@@ -51,7 +51,7 @@ class ShardAt:
         return self.store.read(self.path, start, end, self.version)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # of a million shards, some thousands are kept at a time
 class Scan:
     """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read` asks for.
 
@@ -60,7 +60,7 @@ class Scan:
     end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
     request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells;
     `null_lists`: lists of no fixed size that are null themselves. `remarks`: what the user should know of it: how many
-    of what, and the first one's name.
+    of what, and the first one's name. `rounded`: see exact.py.
     """
 
     schema: pa.Schema
@@ -74,6 +74,7 @@ class Scan:
     nulls: Mapping[str, int] = field(default_factory=dict)
     null_lists: Mapping[str, int] = field(default_factory=dict)
     remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Format(Protocol):
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""
+
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        """Of a shard whose content `scan` reads: the columns of its first rows. None: not known."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         """The type under which two shards' columns are read, which are plain (kinds.py); None: they are not the same data."""

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
 from elastic_dp.data.columns.schema import widest
+from elastic_dp.data.formats.exact_numbers import Rounded, add_json, add_whole_numbers
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     decompress,
+    first_bytes,
     iconv,
     is_compressed,
     refuse_utf_16,
@@ -28,12 +31,21 @@ from elastic_dp.data.formats.text import (
 )
 from elastic_dp.errors import DataError
 
+FIRST_BYTES = 1 << 20  # in which a column that is asked for is looked for
 _BLOCK_LIMIT = (1 << 31) - 1
 # A null that is the value of no key and in no list, most likely: the literal comes first, which re finds fast.
 _ODD_NULL = re.compile(rb"null(?<![:,\[]null)(?<![:,\[] null)")
 _BEFORE_NULL = 64  # bytes
 _NOT_UTF_8 = re.compile(r"\\udc[89a-f]")
 _SHOWN = 80  # bytes of a line
+# Lists and objects inside each other. Parquet and Arrow files that nest deeper cannot be read either.
+MAX_NESTING = 100
+# Brackets that pyarrow may be given to descend into. It takes about 420 bytes of stack for each, and the process ends
+# where the stack does. A row with fewer bytes is not looked at.
+_OPEN_BRACKETS = 500
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_AT_ONCE = 1 << 20  # bytes of a row, so that a long one costs little memory
+_AROUND = 8  # bytes of a line break in which the brackets of two rows are looked for
 
 
 class JsonLines:
@@ -45,6 +57,12 @@ class JsonLines:
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         return scan_rows(shard, columns, JsonRows(shard.name), _merge)
+
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        content = first_bytes(shard, FIRST_BYTES)
+        start = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
+        content = content[start : content.rfind(b"\n") + 1]
+        return _parse(content).schema if content.strip() else None
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = shard.read(place.start, place.end)
@@ -62,6 +80,8 @@ class JsonRows:
     def __init__(self, name: str) -> None:
         self._name = name
         self._rows = 0  # parsed
+        self.rounded: Rounded = {}
+        self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
@@ -80,10 +100,17 @@ class JsonRows:
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         if not content.strip():
             table = pa.table({})
-        elif schema is not None:
-            table = _parse(content, schema)
         else:
-            table = self._infer(content)
+            try:
+                table = self._infer(content) if schema is None else _parse(content, schema)
+            except _TooDeep as error:
+                raise self._too_deep(f"row {self._number_at(content, error.at)}") from None
+            for field in table.schema:
+                if _levels(field.type) > MAX_NESTING:
+                    raise self._too_deep(f"column {field.name!r}")
+            if schema is None:
+                add_whole_numbers(table, self._rows, self._name, self.rounded)
+                add_json(content, table, self._rows, self._name, self.rounded)
         self._rows += table.num_rows
         return table
 
@@ -95,6 +122,8 @@ class JsonRows:
         self._refuse_null_rows(content)
         try:
             return _parse(content)
+        except _TooDeep:
+            raise
         except pa.ArrowInvalid as error:
             lines = (line for line in content.split(b"\n") if line.strip())
             for number, line in enumerate(lines, self._rows + 1):
@@ -133,6 +162,12 @@ class JsonRows:
                 number = self._number_at(content, start)
                 self._refuse_line(number, content[start:checked], reason)
 
+    def _too_deep(self, what: str) -> DataError:
+        return DataError(
+            f"cannot read {self._name}: {what} has more than {MAX_NESTING} lists and objects inside each other; write its "
+            "value as text, or remove it"
+        )
+
     def _number_at(self, content: bytes, start: int) -> int:
         """Of the row whose line starts there."""
         return self._rows + sum(map(bool, map(bytes.strip, content[:start].split(b"\n")))) + 1
@@ -146,7 +181,10 @@ class JsonRows:
 
 
 def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """In this thread, as one block, so that a line may be of any length."""
+    """In this thread, as one block, so that a line may be of any length. `schema`: of content that was parsed without one
+    before, which raises _TooDeep for what would end the process."""
+    if schema is None:
+        _refuse_deep_rows(content)
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
     reading = pa.json.ReadOptions(use_threads=False, block_size=block_size)
     options = pa.json.ParseOptions(
@@ -157,6 +195,62 @@ def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     return pa.unify_schemas([one, other], promote_options="permissive")
+
+
+class _TooDeep(pa.ArrowInvalid):
+    """`at`: where the row begins."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(f"a row has more than {MAX_NESTING} lists and objects inside each other")
+        self.at = at
+
+
+def _refuse_deep_rows(content: bytes) -> None:
+    at = 0
+    while len(content) - at > _OPEN_BRACKETS:
+        end = content.rfind(b"\n", at, at + _OPEN_BRACKETS)
+        if end < 0 or not _is_between_rows(content, end):
+            end = _row_end(content, at + _OPEN_BRACKETS)
+            brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
+            if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
+                raise _TooDeep(at)
+        at = end + 1
+
+
+def _is_between_rows(content: bytes, at: int) -> bool:
+    """Whether pyarrow is in no list and no object at this line break, unless it has given up before: there is no comma
+    between "}" and "{", and no line break in a text."""
+    if content[at - 1 : at + 2] == b"}\n{":
+        return True
+    before, behind = content[max(0, at - _AROUND) : at], content[at : at + _AROUND]
+    return before.rstrip().endswith(b"}") and behind.lstrip().startswith(b"{")
+
+
+def _row_end(content: bytes, at: int) -> int:
+    while (end := content.find(b"\n", at)) >= 0:
+        if _is_between_rows(content, end):
+            return end
+        at = end + 1
+    return len(content)
+
+
+def _nesting(row: bytes) -> int:
+    """How deep it gets at most."""
+    data = np.frombuffer(_TEXT.sub(b"", row), np.uint8)
+    steps = np.zeros(256, np.int64)
+    steps[[ord("["), ord("{")]], steps[[ord("]"), ord("}")]] = 1, -1
+    level = deepest = 0
+    for at in range(0, len(data), _AT_ONCE):
+        levels = level + np.cumsum(steps[data[at : at + _AT_ONCE]])
+        level, deepest = int(levels[-1]), max(deepest, int(levels.max()))
+    return deepest
+
+
+def _levels(kind: pa.DataType) -> int:
+    levels, inner = 0, [kind]
+    while inner := [at.field(n).type for at in inner for n in range(at.num_fields)]:
+        levels += 1
+    return levels
 
 
 def _why_no_object(line: bytes) -> str:

@@ -94,6 +94,9 @@ class Parquet:
             before = self._counted = schema, countable(footer, schema, columns)
         return before[1]
 
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
+        return None
+
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         if shard.local is not None:
             return self._read_local(shard, shard.local, place, leaves)

@@ -5,7 +5,8 @@ up to the first dot of the file's name. Columns are bytes, but `txt` and `json` 
 Samples are cut into row groups of about 4 MiB in the order of the tar; one range of it is one row group.
 
 As for webdataset, members without an ending (LICENSE) are no samples; nor are notes such as README.md. What is passed
-over is counted, and which members are is a matter of their names alone, so that `scan` and `read` agree.
+over is counted, and which members are is a matter of their names alone, so that `scan` and `read` agree. A link that would
+be a column of a sample is refused, and so is what follows the end of the archive.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _NOTE_ENDINGS = {"md", "txt", "rst", "html", "cff", "bib"}
 _NOTES = "members that are no samples, since they have no ending or are notes"
 _LINKS = "members that are links or devices, and are not read"
 _APART = "keys that come again later in their shard, and are another sample there"
+_NO_END = "members behind which their shard ends without a tar's end mark, so that more may have been cut off"
 _SHOWN = 40  # bytes of a value, in an error message
 
 
@@ -94,6 +96,14 @@ class Tar:
         nbytes = 2 * (ends - starts) + rows * 16 * len(names)
         nulls = {name: names[_KEY] - count for name, count in names.items()}
         return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, remarks=remarks)
+
+    def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        names = {_KEY}
+        for member in _members(_Scanned(shard)):
+            names.add(_split(member.name)[1])
+            if member.offset >= GROUP_BYTES:
+                break
+        return pa.schema([(name, pa.null()) for name in sorted(names)])
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
         content = memoryview(shard.read(place.start, place.end))
@@ -161,8 +171,11 @@ def _members(
     """
     buffered = io.BufferedReader(file, _BLOCK) if isinstance(file, io.RawIOBase) else file
     with tarfile.open(fileobj=buffered, mode="r:") as members:
+        member = tarfile.TarInfo()
         for member in members:
             members.members = []  # type: ignore[attr-defined]  # else it keeps them all
+            if member.size < 0:  # tarfile would go back, and some versions of it for ever
+                raise tarfile.ReadError(f"{member.name} has the size {member.size}")
             name = member.name.rsplit("/", 1)[-1]
             if member.isdir() or name.startswith("."):
                 continue
@@ -170,6 +183,11 @@ def _members(
                 raise tarfile.ReadError(
                     f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
                     "without --sparse"
+                )
+            if (member.islnk() or member.issym()) and not _is_note(name):
+                raise tarfile.ReadError(
+                    f"{member.name} is a link to {member.linkname}, and its bytes do not lie there; write the tar with "
+                    "`tar --dereference --hard-dereference`"
                 )
             if member.isfile() and not _is_note(name):
                 if _split(member.name)[1] == _KEY:
@@ -180,8 +198,17 @@ def _members(
             elif remarks is not None:
                 _remark(remarks, _NOTES if member.isfile() else _LINKS, member.name)
         buffered.seek(members.offset)
-        if buffered.read(_BLOCK).strip(b"\0"):
+        end = buffered.read(_BLOCK)
+        if end.strip(b"\0"):
             raise tarfile.ReadError(f"no member begins at byte {members.offset}")
+        if not end and remarks is not None:
+            _remark(remarks, _NO_END, member.name)
+        while rest := buffered.read(_READ_BYTES):
+            if rest.strip(b"\0"):
+                raise tarfile.ReadError(
+                    f"more follows its end, which is at byte {members.offset}, most likely another tar; to join tars use "
+                    "`tar --concatenate`, not cat, or leave them apart"
+                )
 
 
 def _split(name: str) -> tuple[str, str]:

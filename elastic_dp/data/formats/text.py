@@ -18,22 +18,31 @@ import pyarrow as pa
 
 from elastic_dp.data.columns.nulls import count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import has_lengths, leaves, top_level
+from elastic_dp.data.formats.exact_numbers import Rounded
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
+UNPACKED_BYTES = (
+    2 << 30
+)  # of a compressed shard, which is one row group; pyarrow parses no more at once
 ROW_BYTES = 256 << 20  # of one row; beyond it, a quote was most likely never closed
 HEAD_BYTES = 64 << 10  # that are read first to find where the rows begin
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UNPACKED_AT_ONCE = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+_BLOCK_BYTES = 1 << 20  # more than a block of bz2 takes
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextRows(Protocol):
-    """The rows of one file, which is given to it from front to back.
+    """The rows of one file, which is given to it from front to back. `rounded`, `remarks`: see Scan.
 
     What is wrong with the file is a DataError that names the file, the row or line, and what to do.
     """
+
+    rounded: Rounded
+    remarks: dict[str, tuple[int, str]]
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         """How many bytes come before the first row. `content`: the file's first bytes; None: more are needed."""
@@ -59,7 +68,25 @@ def is_compressed(shard: ShardAt) -> bool:
 
 def decompress(shard: ShardAt, content: bytes) -> bytes:
     with pa.CompressedInputStream(pa.BufferReader(content), _codec(shard)) as stream:
-        return bytes(stream.read())
+        pieces, nbytes = [], 0
+        while piece := stream.read(_UNPACKED_AT_ONCE):
+            pieces.append(piece)
+            nbytes += len(piece)
+            if nbytes > UNPACKED_BYTES:
+                raise DataError(
+                    f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, which training reads as one row group; "
+                    "write it in parts (elastic-dp data convert does)"
+                )
+        return b"".join(pieces)
+
+
+def first_bytes(shard: ShardAt, nbytes: int) -> bytes:
+    """Of what is in it; of a compressed shard those that its own first bytes hold."""
+    packed = bytes(shard.read(0, min(shard.size, nbytes + _BLOCK_BYTES)))
+    if not is_compressed(shard):
+        return packed[:nbytes]
+    with pa.CompressedInputStream(pa.BufferReader(packed), _codec(shard)) as stream:
+        return bytes(stream.read(nbytes))
 
 
 def scan_rows(
@@ -98,7 +125,18 @@ def scan_rows(
     for leaf in leaves(schema, columns):
         missing = int(counts.sum()) - given[leaf.name]
         (null_lists if has_lengths(leaf.type) else nulls)[leaf.name] += missing
-    return Scan(schema, counts, starts, ends, nbytes, check, nulls=+nulls, null_lists=+null_lists)
+    return Scan(
+        schema,
+        counts,
+        starts,
+        ends,
+        nbytes,
+        check,
+        nulls=+nulls,
+        null_lists=+null_lists,
+        remarks=rows.remarks,
+        rounded=rows.rounded,
+    )
 
 
 def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,10 +72,12 @@ def inspect(
     columns: Sequence[str] | None = None,
     virtual_workers: int | None = None,
     micro_batch_size: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where there is no data set.
 
     `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size` it has a plan.
+    `storage_options`: as `DataConfig` has them.
     """
     if (virtual_workers is None) != (micro_batch_size is None):
         raise DataError(
@@ -86,7 +89,7 @@ def inspect(
     ):
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}, must be at least 1")
-    found = survey(url, columns)
+    found = survey(url, columns, storage_options)
     shape = Shape(virtual_workers or 1, micro_batch_size or 1)
     known = found.has_row_groups
     return Inspection(

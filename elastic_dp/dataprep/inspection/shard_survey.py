@@ -7,9 +7,10 @@ Schemas are compared, and row groups weighed, as training does it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,9 +98,13 @@ class Survey:
         return _sum([column.stored for column in self.columns], len(self.group_rows))
 
 
-def survey(url: str, columns: Sequence[str] | None = None) -> Survey:
+def survey(
+    url: str,
+    columns: Sequence[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Survey:
     """Raises DataError where there is no data set, or one without these columns."""
-    there = list_files(url)
+    there = list_files(url, storage_options=storage_options)
     kind, files = find_format(url, there)
     wanted = None if columns is None else list(columns)
     skipped = there.beside(files)

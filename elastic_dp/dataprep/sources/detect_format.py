@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
 from elastic_dp.data.discovery.listing import splits_words
+from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_words
 from elastic_dp.dataprep.sources.documents import documents_of_column, documents_of_files
 from elastic_dp.dataprep.sources.images import open_images
@@ -51,10 +53,14 @@ class Source:
     skipped: tuple[Skipped, ...] = ()
 
 
-def find_source(url: str, text_globs: Sequence[str] = ()) -> Source:
+def find_source(
+    url: str,
+    text_globs: Sequence[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Source:
     """`text_globs`: read the files that match one of them as text, and no others. Raises DataError where the format is
     not known, or is not one."""
-    files = list_files(url, text_globs)
+    files = list_files(url, text_globs, storage_options)
     if text_globs:
         read = files.matching(text_globs)
         if not read.names:
@@ -75,8 +81,8 @@ def find_source(url: str, text_globs: Sequence[str] = ()) -> Source:
     return Source(url, kind, read, files.beside(read))
 
 
-def open_rows(source: Source, columns: list[str] | None = None) -> Rows:
-    """Raises DataError where it has no rows as it is."""
+def open_rows(source: Source, columns: list[str] | None = None, *, partitions: bool = True) -> Rows:
+    """`partitions`: with the columns that only the names of folders hold. Raises DataError where it has no rows as it is."""
     if source.kind == "text":
         raise DataError(
             f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
@@ -85,14 +91,15 @@ def open_rows(source: Source, columns: list[str] | None = None) -> Rows:
         raise DataError(
             f"{redact_url(source.url)!r} holds tar shards, which convert does not read; training does, as they are"
         )
-    return _OPENERS[source.kind](source.files, columns)
+    folders = Partitions(source.files.names if partitions else ())
+    return _OPENERS[source.kind](source.files, columns, folders)
 
 
 def open_documents(source: Source, columns: list[str] | None = None) -> Documents:
     """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
     if source.kind == "text":
         return documents_of_files(source.files)
-    rows, url = open_rows(source, columns), source.url
+    rows, url = open_rows(source, columns, partitions=False), source.url
     texts = [
         f.name
         for f in rows.schema

@@ -20,7 +20,7 @@ def documents_of_files(files: Files) -> Documents:
             # pyarrow's streams are no io.BufferedIOBase, so lines are cut here, on decoded text
             text = io.TextIOWrapper(io.BufferedReader(_Raw(raw)), encoding="utf-8", newline="")
             rest = ""
-            while chunk := _read(text, name):
+            while chunk := _read(text, name, files):
                 pieces = list(_pieces(rest + chunk))
                 yield from ((piece, False) for piece, last in pieces if not last)
                 rest = pieces[-1][0]
@@ -44,8 +44,8 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
     yield text[start:], True
 
 
-def _read(text: io.TextIOWrapper, name: str) -> str:
-    with reading(name):
+def _read(text: io.TextIOWrapper, name: str, files: Files) -> str:
+    with reading(name, files.options):
         return text.read(PIECE_CHARS)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.dataprep.sources.row_stream import Rows, choose
 from elastic_dp.dataprep.sources.source_files import Files, reading
 from elastic_dp.errors import DataError
@@ -19,7 +20,8 @@ BATCH_BYTES = 8 << 20
 BATCH_FILES = 64  # read at once
 
 
-def open_images(files: Files, columns: list[str] | None) -> Rows:
+def open_images(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    """`partitions` are none: folders are classes."""
     flat = [name for name in files.names if "/" not in name]
     if flat:
         raise DataError(
@@ -35,7 +37,7 @@ def open_images(files: Files, columns: list[str] | None) -> Rows:
 
     def batches() -> Iterator[pa.RecordBatch]:
         for names in _batches_of_names(files):
-            with reading(f"{names[0]} … {names[-1]}"):
+            with reading(f"{names[0]} … {names[-1]}", files.options):
                 found = files.system.cat([files.path(name) for name in names])
             content = [found[files.path(name)] for name in names]
             labels = [label[name.split("/")[0]] for name in names]

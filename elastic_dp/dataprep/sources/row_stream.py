@@ -6,13 +6,14 @@ text they were, and the image columns of Hugging Face, structs of bytes and path
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import cast, plain
 from elastic_dp.data.columns.schema import refuse_names_that_are_no_text
+from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.errors import DataError
 
 Documents = Iterator[tuple[str, bool]]  # pieces of text in order; True: it ends the document
@@ -20,10 +21,43 @@ Documents = Iterator[tuple[str, bool]]  # pieces of text in order; True: it ends
 
 @dataclass(frozen=True)
 class Rows:
-    """`batches()` reads from the start, each batch of `schema`; batches may be of any size, also empty."""
+    """`batches()` reads from the start, each batch of `schema`; batches may be of any size, also empty. `empty`: the files
+    in which it has found no row."""
 
     schema: pa.Schema
     batches: Callable[[], Iterator[pa.RecordBatch]]
+    empty: list[str] = field(default_factory=list)
+
+
+def rows_of_files(
+    names: Sequence[str],
+    schema: pa.Schema,
+    batches_of: Callable[[str, pa.Schema], Iterator[pa.RecordBatch]],
+    columns: list[str] | None,
+    partitions: Partitions,
+) -> Rows:
+    """Of one file after the other. `schema`: of the columns that files hold. `columns`: all that are wanted, in their
+    order, of which `partitions` may have some; None for all."""
+    added = partitions.fields(schema, columns)
+    order = columns or [*schema.names, *(f.name for f in added)]
+    every = pa.schema([*schema, *added], metadata=schema.metadata)
+    every = pa.schema([every.field(name) for name in order], metadata=schema.metadata)
+    empty: list[str] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        empty.clear()
+        for name in names:
+            count = 0
+            for batch in batches_of(name, schema):
+                count += batch.num_rows
+                for f in added:
+                    batch = batch.append_column(f, partitions.column(f, name, batch.num_rows))
+                yield batch.select(order)
+                del batch  # else it takes memory while the next one is read
+            if not count:
+                empty.append(name)
+
+    return Rows(every, batches, empty)
 
 
 def choose(schema: pa.Schema, columns: list[str] | None, where: str) -> pa.Schema:
@@ -46,8 +80,14 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def plain_batch(batch: pa.RecordBatch, schema: pa.Schema, where: str) -> pa.RecordBatch:
-    """`batch` with the columns and types of `schema`, which came out of `plain_schema`."""
-    columns = [_plain_column(batch.column(field.name), field, where) for field in schema]
+    """`batch` with the columns and types of `schema`, which came out of `plain_schema`. A column that it lacks is null."""
+    there = set(batch.schema.names)
+    columns = [
+        _plain_column(batch.column(field.name), field, where)
+        if field.name in there
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
@@ -59,7 +99,8 @@ def _plain_column(column: pa.Array, field: pa.Field, where: str) -> pa.Array:
     if not _is_image(column.type):
         if column.type.equals(field.type):
             return column
-        return cast(pa.chunked_array([column]), field.type).combine_chunks()
+        found = cast(pa.chunked_array([column]), field.type).combine_chunks()
+        return found if found.type.equals(field.type) else found.cast(field.type)
     content = column.flatten()[column.type.get_field_index("bytes")]
     if content.null_count > column.null_count:
         raise DataError(

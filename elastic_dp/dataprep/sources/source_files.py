@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import pyarrow as pa
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import glob_translate
 
 from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
 from elastic_dp.data.discovery.listing import glob_mark
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
 from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
 from elastic_dp.errors import DataError, ElasticError, StorageError
-from elastic_dp.storage import Entry, Look, redact, redact_url
+from elastic_dp.storage import (
+    Entry,
+    Look,
+    glob_translate,
+    is_local,
+    open_file_system,
+    redact,
+    redact_url,
+)
 from elastic_dp.storage.local_backend import LINKS, LocalBackend
 
 _GLOB_MARKS = "*?["
-_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Files:
     query: str = ""
     hidden: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def path(self, name: str) -> str:
         return (f"{self.root}/{name}" if self.root else name) + self.query
@@ -68,13 +74,13 @@ class Files:
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.system, LocalFileSystem)
+        return is_local(self.system)
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
         """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
         path = self.path(name)
-        with reading(name), self.system.open(path, "rb") as raw:
+        with reading(name, self.options), self.system.open(path, "rb") as raw:
             codec = next((c for end, c in _UNPACKED.items() if name.lower().endswith(end)), None)
             if codec:
                 yield pa.CompressedInputStream(raw, codec)
@@ -88,28 +94,32 @@ class Files:
             with self.open(name) as raw:
                 yield raw
         else:
-            with reading(name), pa.memory_map(self.path(name)) as mapped:
+            with reading(name, self.options), pa.memory_map(self.path(name)) as mapped:
                 yield mapped
 
 
-def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
+def list_files(
+    url: str,
+    text_globs: Sequence[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Files:
     """`text_globs`: files that match one are not hidden by a "_" ("__init__.py").
 
     Raises DataError if there is none or not all are there yet, StorageError if the store refuses."""
     try:
-        system, path = url_to_fs(url)
+        system, path = open_file_system(url, storage_options)
         path, query = _split(system, str(path).rstrip("/"))
         dead: list[str] = []
-        if isinstance(system, LocalFileSystem):
+        if is_local(system):
             root, found, dead = _find_local(url, path)
         else:
             root, found = _find(system, path, query)
     except ElasticError:
         raise
     except (FileNotFoundError, ImportError, ValueError) as error:
-        raise DataError(_said(f"cannot list {url!r}", error)) from None
+        raise DataError(_said(f"cannot list {url!r}", error, storage_options)) from None
     except Exception as error:  # a foreign file system may raise anything
-        raise StorageError(_said(f"cannot list {url!r}", error)) from None
+        raise StorageError(_said(f"cannot list {url!r}", error, storage_options)) from None
     sizes = {
         str(name).removeprefix(root).lstrip("/"): int(facts.get("size") or 0)
         for name, facts in found.items()
@@ -127,7 +137,9 @@ def list_files(url: str, text_globs: Sequence[str] = ()) -> Files:
         )
     there = tuple(sizes[name] for name in names)
     links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
-    return Files(system, root, tuple(names), there, query, tuple(hidden), links)
+    return Files(
+        system, root, tuple(names), there, query, tuple(hidden), links, storage_options or {}
+    )
 
 
 def kind_of(name: str) -> str:
@@ -139,13 +151,13 @@ def kind_of(name: str) -> str:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
+def reading(name: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
     try:
         yield
     except (ElasticError, AssertionError):
         raise
     except Exception as error:  # of a foreign file system, or of a decoder
-        raise DataError(_said(f"cannot read {name}", error)) from None
+        raise DataError(_said(f"cannot read {name}", error, options)) from None
 
 
 def _split(system: Any, path: str) -> tuple[str, str]:
@@ -174,9 +186,10 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
     is_deep_glob = any(mark in path for mark in _GLOB_MARKS) and "/" in path[len(root) + 1 :]
     for found in sorted(tables_among(system.find(root) if is_deep_glob else files)):
         if any(file.startswith(f"{found.root}/") for file in files):
-            refuse_table(found, redact_url(url), found.root)
+            refuse_table(found, redact_url(url), found.root, names_in, system.cat_file)
     table = table_above(root, names_in, itself=True)
-    refuse_table(table, redact_url(url), table.root if table else "")
+    root_url = table.root if table else ""
+    refuse_table(table, redact_url(url), root_url, names_in, system.cat_file)
 
 
 def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
@@ -216,8 +229,8 @@ def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
     return root, facts, look.unreadable.get(LINKS, [])
 
 
-def _said(what: str, error: Exception) -> str:
-    return redact(f"{what}: {type(error).__name__}: {error}", {})
+def _said(what: str, error: Exception, options: Mapping[str, Any] | None) -> str:
+    return redact(f"{what}: {type(error).__name__}: {error}", options or {})
 
 
 def _is_hidden(name: str, text_globs: Sequence[str]) -> bool:

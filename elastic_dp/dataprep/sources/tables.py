@@ -4,41 +4,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.data.columns.column_types import lossless
+from elastic_dp.data.columns.schema import Columns, refuse_names_that_are_no_text
+from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.parquet import open_footer
-from elastic_dp.dataprep.sources.row_stream import Rows, choose, plain_batch, plain_schema
+from elastic_dp.dataprep.sources.row_stream import (
+    Rows,
+    choose,
+    plain_batch,
+    plain_schema,
+    rows_of_files,
+)
 from elastic_dp.dataprep.sources.source_files import Files, reading
 from elastic_dp.errors import DataError
 
 BATCH_BYTES = 4 << 20
 
+SCHEMA_THREADS = 16
+
+_SchemaOf = Callable[[str], tuple[pa.Schema, bool]]  # and whether the file is known to have no row
 _Batches = Callable[[str, pa.Schema], Iterator[pa.RecordBatch]]
 
 
-def open_parquet(files: Files, columns: list[str] | None) -> Rows:
-    def schema_of(name: str) -> pa.Schema:
+def open_parquet(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    def schema_of(name: str) -> tuple[pa.Schema, bool]:
         with files.open(name) as raw:
-            return open_footer(raw, name, columns)[0].schema.to_arrow_schema()
+            footer = open_footer(raw, name, columns)[0]
+            return footer.schema.to_arrow_schema(), not footer.num_rows
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open(name) as raw:
             # buffer_size and no pre_buffer: a row group of a million rows is not read whole
-            file = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
-            yield from file.iter_batches(_batch_rows(file.metadata), columns=schema.names)
+            file = pq.ParquetFile(
+                raw, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+            )
+            here = [name for name in file.schema_arrow.names if name in schema.names]
+            # each row group by itself: what a damaged page has too much would shift the rows of the next one
+            for group in range(file.num_row_groups):
+                yield from file.iter_batches(_batch_rows(file.metadata), [group], here)
 
-    return _rows(files, files.names, schema_of, batches_of, columns)
+    return _rows(files, files.names, schema_of, batches_of, columns, partitions)
 
 
-def open_arrow(files: Files, columns: list[str] | None) -> Rows:
-    return _open_arrow(files, files.names, columns)
+def open_arrow(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    return _open_arrow(files, files.names, columns, partitions)
 
 
-def open_saved_dataset(files: Files, columns: list[str] | None) -> Rows:
+def open_saved_dataset(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
     """The Arrow files in the order of state.json, which need not be that of their names."""
     with files.open("state.json") as raw:
         content = raw.read()
@@ -49,13 +68,16 @@ def open_saved_dataset(files: Files, columns: list[str] | None) -> Rows:
     for name in names:
         if name not in files.names:  # also one that leads out of the folder
             raise DataError(f"state.json names {name!r}, which is no file of this folder")
-    return _open_arrow(files, names, columns)
+    return _open_arrow(files, names, columns, partitions)
 
 
-def _open_arrow(files: Files, names: tuple[str, ...], columns: list[str] | None) -> Rows:
-    def schema_of(name: str) -> pa.Schema:
+def _open_arrow(
+    files: Files, names: tuple[str, ...], columns: list[str] | None, partitions: Partitions
+) -> Rows:
+    def schema_of(name: str) -> tuple[pa.Schema, bool]:
         with files.open_mapped(name) as raw:
-            return _open_ipc(raw, name).schema
+            reader = _open_ipc(raw, name)
+            return reader.schema, getattr(reader, "num_record_batches", 1) == 0
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open_mapped(name) as raw:
@@ -65,42 +87,51 @@ def _open_arrow(files: Files, names: tuple[str, ...], columns: list[str] | None)
             else:
                 yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
 
-    return _rows(files, names, schema_of, batches_of, columns)
+    return _rows(files, names, schema_of, batches_of, columns, partitions)
 
 
 def _rows(
     files: Files,
     names: tuple[str, ...],
-    schema_of: Callable[[str], pa.Schema],
+    schema_of: _SchemaOf,
     batches_of: _Batches,
     columns: list[str] | None,
+    partitions: Partitions,
 ) -> Rows:
-    with reading(names[0]):
-        first = choose(schema_of(names[0]), columns, names[0])
-        schema = plain_schema(first).remove_metadata().with_metadata(_lasting(first.metadata))
+    """Of one schema, by the rules of training (schema.py)."""
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        for name in names:
-            _check_same(
-                names[0], schema, name, plain_schema(choose(schema_of(name), columns, name))
-            )
-            for batch in batches_of(name, schema):
-                with reading(name):
-                    batch.validate(full=True)  # Arrow follows offsets without asking
-                    plain = plain_batch(batch, schema, name)
-                yield plain
+    def look(name: str) -> tuple[pa.Schema, bool]:
+        with reading(name, files.options):
+            schema, is_empty = schema_of(name)
+            refuse_names_that_are_no_text(name, schema)
+            return plain_schema(schema), is_empty
 
-    return Rows(schema, batches)
+    found = Columns(columns)
+    with ThreadPoolExecutor(SCHEMA_THREADS, thread_name_prefix="elastic-dp-schemas") as pool:
+        first = None
+        rest = map(look, names) if files.is_local else pool.map(look, names)
+        for name, (there, is_empty) in zip(names, rest, strict=True):
+            if first is None:
+                first = there
+            if not is_empty:
+                found.add(name, there, lossless)
+    assert first is not None
+    schema = found.schema() if len(found.schema()) else first
+    found.refuse_case()
+    if columns is not None:
+        known = {*schema.names, *(f.name for f in partitions.fields(schema, columns))}
+        choose(first, [name for name in columns if name not in known], names[0])
+        schema = pa.schema([schema.field(name) for name in columns if name in schema.names])
+    schema = schema.with_metadata(_lasting(first.metadata))
 
+    def plain_batches(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for batch in batches_of(name, schema):
+            with reading(name, files.options):
+                batch.validate(full=True)  # Arrow follows offsets without asking
+                plain = plain_batch(batch, schema, name)
+            yield plain
 
-def _check_same(first: str, schema: pa.Schema, name: str, other: pa.Schema) -> None:
-    if not schema.equals(other, check_metadata=False):
-        ours, theirs = ({f"{f.name}: {f.type}" for f in s} for s in (schema, other))
-        raise DataError(
-            f"the schemas differ: {first} has {', '.join(sorted(ours - theirs)) or 'no more columns'}, "
-            f"{name} has {', '.join(sorted(theirs - ours)) or 'no more columns'}; convert them apart, or "
-            "choose columns that agree"
-        )
+    return rows_of_files(names, schema, plain_batches, columns, partitions)
 
 
 def _open_ipc(raw: Any, name: str) -> Any:

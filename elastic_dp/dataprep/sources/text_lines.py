@@ -7,29 +7,36 @@ same. Dates stay text. A CSV column that is numbers in one block and words in an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 
+from elastic_dp.data.columns.schema import leaves
+from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
+from elastic_dp.data.formats.exact_numbers import refuse_rounded
 from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.text import TextRows
-from elastic_dp.dataprep.sources.row_stream import Rows, choose
+from elastic_dp.dataprep.sources.row_stream import Rows, choose, rows_of_files
 from elastic_dp.dataprep.sources.source_files import Files, reading
 from elastic_dp.errors import DataError
 
+_log = logging.getLogger(__name__)
 _Open = Callable[[str], TextRows]  # by the file's name
 
 
-def open_jsonl(files: Files, columns: list[str] | None) -> Rows:
-    return _rows(files, JsonRows, columns, mixed_is_text=False)
+def open_jsonl(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    return _rows(files, JsonRows, columns, partitions, mixed_is_text=False)
 
 
-def open_csv(files: Files, columns: list[str] | None) -> Rows:
-    return _rows(files, lambda name: CsvRows(name, columns), columns, mixed_is_text=True)
+def open_csv(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
+    opened = partial(CsvRows, columns=columns)
+    return _rows(files, opened, columns, partitions, mixed_is_text=True)
 
 
 def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
@@ -45,25 +52,36 @@ def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
         rows.end()
 
 
-def _rows(files: Files, opened: _Open, columns: list[str] | None, *, mixed_is_text: bool) -> Rows:
-    schema = pa.schema([])
+def _rows(
+    files: Files,
+    opened: _Open,
+    columns: list[str] | None,
+    partitions: Partitions,
+    *,
+    mixed_is_text: bool,
+) -> Rows:
+    schema, rounded = pa.schema([]), dict[str, str]()
     for name in files.names:
-        with reading(name):
-            for table in _tables(files, name, opened(name), None):
+        with reading(name, files.options):
+            for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
-    schema = choose(
-        pa.schema([(f.name, _settled(f.type)) for f in schema]), columns, files.names[0]
-    )
+            rounded = {**rows.rounded, **rounded}
+            for what, (count, first) in rows.remarks.items():
+                _log.warning("%s: %s, such as %s of %s", what, f"{count:,}", first, name)
+    schema = pa.schema([(f.name, _settled(f.type)) for f in schema])
+    if columns is not None:
+        added = [f.name for f in partitions.fields(schema, columns)]
+        schema = choose(schema, [name for name in columns if name not in added], files.names[0])
+    refuse_rounded(rounded, leaves(schema))
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        for name in files.names:
-            for table in _tables(files, name, opened(name), schema):
-                if table.num_rows:
-                    with reading(name):
-                        table = table.select(schema.names).cast(schema).combine_chunks()
-                    yield from table.to_batches()
+    def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for table in _tables(files, name, opened(name), schema):
+            if table.num_rows:
+                with reading(name, files.options):
+                    table = table.select(schema.names).cast(schema).combine_chunks()
+                yield from table.to_batches()
 
-    return Rows(schema, batches)
+    return rows_of_files(files.names, schema, batches_of, columns, partitions)
 
 
 def _tables(

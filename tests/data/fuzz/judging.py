@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet as pq
 
 from elastic_dp.config import DataConfig
@@ -42,11 +43,13 @@ class Finding(Exception):
 
 
 def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[str], None]) -> str:
-    """ "rows", or the name of the error, for each way of reading. `say` is told which way is tried next."""
+    """ "rows", or the name of the error, for each way of reading; "rows?" where no reference reads the file. `say` is told
+    which way is tried next."""
     path = folder / f"a{ENDINGS[kind]}"
     path.write_bytes(damaged.content)
     _cut_small(random.Random(seed))
-    found = []
+    found: list[str] = []
+    made: dict[str, Columns] = {}
     ways = {"read": _in_place, "convert": _converted, "inspect": _inspected}
     for name, way in ways.items():
         if kind == "tar" and name == "convert":
@@ -55,11 +58,30 @@ def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[s
         outcome = _tried(name, way, path, folder)
         found.append(outcome if isinstance(outcome, str) else "rows")
         if isinstance(outcome, dict):
-            say(f"{name}: reference")
-            _compare(name, kind, damaged, path, outcome)
+            if outcome:
+                say(f"{name}: reference")
+                found[-1] += "" if _compare(name, kind, damaged, path, outcome) else "?"
+                made[name] = outcome
         elif damaged.whole and kind == "tar" and name == "read":
             raise Finding(f"{name}: a whole tar is refused: {outcome}")
+        elif (
+            damaged.whole and kind == "csv" and name == "convert" and _must_convert(damaged.content)
+        ):
+            raise Finding(f"{name}: a whole CSV is refused: {outcome}")
+    if len(made) == 2:
+        _compare_columns("read, beside convert", made["read"], made["convert"])
+    if "read" in made and kind in ("parquet", "arrow") and found[-1] == "rows":
+        rows, counted = len(next(iter(made["read"].values()))), inspect(str(path)).rows
+        if counted not in (None, rows):
+            raise Finding(f"inspect: {counted} rows, and {rows} are read")
     return " ".join(found)
+
+
+def _must_convert(content: bytes) -> bool:
+    """csv.writer leaves a "\\r" unquoted where lines end with "\\n", and csv.reader ends a row there. A number that no float64
+    holds may be refused."""
+    rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+    return b"1e400" not in content and len({len(row) for row in rows if row}) == 1
 
 
 def _cut_small(rng: random.Random) -> None:
@@ -103,7 +125,7 @@ def _converted(path: Path, folder: Path) -> Columns:
     to = folder / "converted"
     shutil.rmtree(to, ignore_errors=True)
     convert(str(path), str(to))
-    tables = [pq.read_table(part) for part in sorted(to.glob("*.parquet"))]
+    tables = [pq.ParquetFile(part).read(use_threads=False) for part in sorted(to.glob("*.parquet"))]
     return columns_of(pa.concat_tables(tables))
 
 
@@ -115,16 +137,20 @@ def _inspected(path: Path, folder: Path) -> Columns:
 # ------------------------------------------------------------------------------------ the other side
 
 
-def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -> None:
-    if not ours:
-        return
-    try:
-        theirs = _REFERENCES[kind](path, damaged, ours)
-    except (
-        Exception
-    ):  # a reference reader may raise anything: then there is nothing to compare with
-        return
-    rows = {len(values) for values in ours.values()}
+def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -> bool:
+    """Whether there was something to compare with."""
+    compared = False
+    for reference in _REFERENCES[kind]:
+        try:
+            theirs = reference(path, damaged, ours)
+        except Exception:  # a reference reader may raise anything
+            continue
+        _compare_columns(way, ours, theirs)
+        compared = True
+    return compared
+
+
+def _compare_columns(way: str, ours: Columns, theirs: Columns) -> None:
     for name, values in ours.items():
         if name not in theirs:
             raise Finding(
@@ -137,12 +163,21 @@ def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -
                 raise Finding(
                     f"{way}: row {number} of {name!r} is {one!r:.80}, must be {other!r:.80}"
                 )
-    if len(rows) > 1:
+    for name in theirs.keys() - ours.keys():
+        raise Finding(f"{way}: the column {name!r} is lost; there are {sorted(ours)}")
+    if len(rows := {len(values) for values in ours.values()}) > 1:
         raise Finding(f"{way}: columns of {sorted(rows)} rows")
 
 
 def _reference_parquet(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    return columns_of(pq.ParquetFile(path).read(use_threads=False))
+    """Each row group by itself, as Polars and DuckDB have it: pyarrow moves what a damaged page has too much into the next one."""
+    file = pq.ParquetFile(path)
+    groups = range(file.num_row_groups)
+    tables = [
+        pq.ParquetFile(path, page_checksum_verification=True).read_row_group(n, use_threads=False)
+        for n in groups
+    ]
+    return columns_of(pa.concat_tables(tables) if tables else file.schema_arrow.empty_table())
 
 
 def _reference_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
@@ -153,37 +188,67 @@ def _reference_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
 
 
 def _reference_csv(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """Whole files by Python's reader, which is not ours; others by pyarrow in one piece."""
-    kinds = {name: pa.array(values).type for name, values in ours.items()}
-    if damaged.whole:
-        text = damaged.content.decode("utf-8-sig")
-        header, *rows = (row for row in csv.reader(io.StringIO(text, newline="")) if row)
-        texts = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
-        return {name: [_of_text(v, kinds[name]) for v in values] for name, values in texts.items()}
+    """All in one piece."""
+    content = damaged.content
+    types = {name: pa.array(values).type for name, values in ours.items()}
     table = pa.csv.read_csv(
-        pa.BufferReader(damaged.content),
-        pa.csv.ReadOptions(use_threads=False, block_size=len(damaged.content) + 1),
+        pa.BufferReader(content),
+        pa.csv.ReadOptions(use_threads=False, block_size=len(content) + 1),
         pa.csv.ParseOptions(newlines_in_values=True),
-        pa.csv.ConvertOptions(column_types=kinds),
+        pa.csv.ConvertOptions(column_types=types),
     )
     return columns_of(table)
 
 
+def _reference_csv_module(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    """Python's, which takes a quote that is never closed."""
+    types = {name: pa.array(values).type for name, values in ours.items()}
+    text = io.StringIO(damaged.content.decode("utf-8-sig"), newline="")
+    header, *rows = (row for row in csv.reader(text) if row)
+    texts = dict(zip(header, map(list, zip(*rows, strict=True)), strict=True))
+    return {name: [_of_text(v, types[name]) for v in values] for name, values in texts.items()}
+
+
 def _of_text(value: str, kind: pa.DataType) -> Any:
+    if not pa.types.is_string(kind) and value in pa.csv.ConvertOptions().null_values:
+        return None
     if pa.types.is_integer(kind):
         return int(value)
     if pa.types.is_floating(kind):
-        return float(value or "nan")
+        return float(value)
     if pa.types.is_boolean(kind):
-        return value.lower() in ("true", "1")
+        return value.lower() == "true"
     return value
 
 
 def _reference_jsonl(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    text = damaged.content.decode("utf-8-sig")
-    rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    """A byte order mark before a row is no part of it; pyarrow takes one away from the start of each piece of a file."""
+    lines = (line.removeprefix("\ufeff") for line in damaged.content.decode().split("\n"))
+    rows = [json.loads(line) for line in lines if line.strip()]
     assert all(isinstance(row, dict) for row in rows)
-    return {name: [_inside(row, name.split(".")) for row in rows] for name in ours}
+    lost = {
+        key
+        for row in rows
+        for key, value in row.items()
+        if not any(name == key or name.startswith(f"{key}.") for name in ours) and _has_value(value)
+    }
+    names = [*ours, *lost]
+    return {name: [_inside(row, name.split(".")) for row in rows] for name in names}
+
+
+def _reference_jsonl_arrow(path: Path, damaged: Damaged, ours: Columns) -> Columns:
+    """All in one piece; how many rows there are, since it takes texts for dates."""
+    content = damaged.content
+    options = pa.json.ReadOptions(use_threads=False, block_size=len(content) + 1)
+    rows = pa.json.read_json(pa.BufferReader(content), options).num_rows
+    return {name: values if len(values) == rows else [None] * rows for name, values in ours.items()}
+
+
+def _has_value(value: Any) -> bool:
+    """An object without keys has no column, and says nothing."""
+    if isinstance(value, dict):
+        return any(map(_has_value, value.values()))
+    return value is not None
 
 
 def _inside(value: Any, names: list[str]) -> Any:
@@ -208,12 +273,13 @@ def _reference_tar(path: Path, damaged: Damaged, ours: Columns) -> Columns:
             content = reading.read()
             assert len(content) == member.size
             samples[-1][ending] = content
+    names = {name: ours.get(name, ()) for sample in samples for name in sample}
     return {
         name: [
             _member(sample.get(name), values[n] if n < len(values) else None)
             for n, sample in enumerate(samples)
         ]
-        for name, values in ours.items()
+        for name, values in names.items()
     }
 
 
@@ -224,10 +290,10 @@ def _member(content: Any, ours: Any) -> Any:
     return int(content) if isinstance(content, bytes) and isinstance(ours, int | float) else content
 
 
-_REFERENCES: dict[str, Callable[[Path, Damaged, Columns], Columns]] = {
-    "parquet": _reference_parquet,
-    "arrow": _reference_arrow,
-    "csv": _reference_csv,
-    "jsonl": _reference_jsonl,
-    "tar": _reference_tar,
+_REFERENCES: dict[str, tuple[Callable[[Path, Damaged, Columns], Columns], ...]] = {
+    "parquet": (_reference_parquet,),
+    "arrow": (_reference_arrow,),
+    "csv": (_reference_csv, _reference_csv_module),
+    "jsonl": (_reference_jsonl, _reference_jsonl_arrow),
+    "tar": (_reference_tar,),
 }

@@ -450,6 +450,7 @@ _VALUES = (
     {"a": 1},
     [[1]],
     [{"a": 1}],
+    json.loads("[" * 60 + "]" * 60),
 )
 _JSON_MARKS = (
     b"{",
@@ -475,6 +476,8 @@ _JSON_MARKS = (
     b"{}",
     b"{}\n",
     b"[" * 200,
+    b"[" * 40_000,
+    b'{"a":' * 150,
     b"99999999999999999999",
     b"//",
 )
@@ -498,8 +501,31 @@ def _jsonl(rng: random.Random) -> Damaged:
     if rng.randrange(4) == 0:
         return Damaged(content, whole=True)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        content = _insert_mark(rng, content, _JSON_MARKS)
+        change = _change_lines if rng.randrange(2) else _insert_mark
+        content = change(rng, content, _JSON_MARKS)
     return Damaged(content)
+
+
+def _change_lines(rng: random.Random, content: bytes, marks: tuple[bytes, ...]) -> bytes:
+    """What is left may well be rows: lines doubled, moved, joined or broken, and marks between or inside texts."""
+    lines = content.split(b"\n")
+    at = rng.randrange(len(lines))
+    match rng.randrange(6):
+        case 0:
+            lines.insert(rng.randrange(len(lines) + 1), lines[at])
+        case 1:
+            lines.insert(
+                at, rng.choice((b"", b" \t", b"\r", b"\xef\xbb\xbf", b"\0", b"\x0b", b"{}"))
+            )
+        case 2:
+            lines[at : at + 2] = [rng.choice((b"", b" ", b"\r", b",")).join(lines[at : at + 2])]
+        case 3:
+            lines[at] = lines[at].replace(b", ", rng.choice((b",\n", b"\r", b",", b" , ")), 1)
+        case 4:
+            lines[at] = rng.choice(marks) + lines[at]
+        case 5:
+            lines[at] = lines[at].replace(b': "', b': "' + rng.choice(marks), 1)
+    return b"\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------ tar
@@ -631,8 +657,13 @@ def _tar_value(rng: random.Random, name: str, wide: int, old: bytes) -> bytes:
         return bytes([rng.choice(_TYPES)])
     if name in ("size", "mtime", "mode") and rng.randrange(3):
         number = _changed_number(rng, 512)
-        text = b"%0*o" % (wide - 1, number) if number >= 0 else b"-1"
-        packed = b"\x80" + (number & (1 << 88) - 1).to_bytes(11, "big")
+        text = (
+            b"%0*o" % (wide - 1, number)
+            if number >= 0
+            else b"-%o" % rng.choice((1, 511, 512, 700, 1024))
+        )
+        sign = b"\x80" if number >= 0 else b"\xff"
+        packed = sign + (number & (1 << 8 * wide - 8) - 1).to_bytes(wide - 1, "big")
         return rng.choice((text[-wide:], packed[:wide])).ljust(wide, b"\0")
     return _changed_bytes(rng, old)[:wide].ljust(wide, b"\0")
 

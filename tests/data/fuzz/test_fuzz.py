@@ -44,7 +44,7 @@ def spoilt(path, folder):
     return {}
 
 judging._in_place = spoilt
-judging._REFERENCES["csv"] = lambda path, damaged, ours: {"c0": [7]}
+judging._REFERENCES["csv"] = (lambda path, damaged, ours: {"c0": [7]},)
 """
 
 

@@ -11,6 +11,8 @@ import resource
 import sys
 from pathlib import Path
 
+import pyarrow
+
 ADDRESS_SPACE_BYTES = 4 << 30  # above what the libraries take
 
 
@@ -19,6 +21,7 @@ def main(kinds: list[str], first: int, count: int, folder: Path, before: str = "
     from tests.data.fuzz.mutations import mutated
 
     logging.disable()
+    pyarrow.set_cpu_count(1)  # on a busy machine, waiting for threads is most of the time
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     limit = taken + ADDRESS_SPACE_BYTES

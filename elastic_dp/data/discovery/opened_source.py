@@ -1,0 +1,98 @@
+"""Sources of a data set whose shards are listed, and what is wrong with the columns that are asked for, as far as their
+names and first rows tell."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data.columns.schema import Columns, names_missing
+from elastic_dp.data.discovery.listing import Listed
+from elastic_dp.data.discovery.partitions import partition_names
+from elastic_dp.data.formats.format import Format, ShardAt
+from elastic_dp.errors import DataError, StorageError
+from elastic_dp.storage import Entry, Store
+
+FOOTERS_IN_FLIGHT = 32
+_NAMES_SHOWN = 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    """A source whose shards are known by name. `prefix`: of their names, for people."""
+
+    store: Store
+    listed: Listed
+    format: Format
+    prefix: str
+
+
+def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
+    """Raises DataError for a column that no shard has in its first rows, where a scan of all rows, which may take hours,
+    would be needed to know more. Mostly the first shard has all of them."""
+    missing = list(config.columns or ())
+    if not missing or not all(source.format.scans_content for source in sources):
+        return
+    shards = ((s, n, entry) for s in sources for n, entry in enumerate(s.listed.entries))
+    first: tuple[str, pa.Schema] | None = None
+    looked, ahead = 0, 1
+
+    def look(at: tuple[OpenedSource, int, Entry]) -> tuple[str, pa.Schema | None]:
+        source, number, entry = at
+        name = source.prefix + source.listed.name(number)
+        shard = ShardAt(source.store, entry.path, entry.size, entry.version, name)
+        try:
+            return name, source.format.first_columns(shard, config.columns)
+        except StorageError:
+            raise
+        except Exception:  # the scan says what is wrong with it
+            return name, None
+
+    with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
+        while some := list(itertools.islice(shards, ahead)):
+            for name, schema in pool.map(look, some):
+                if schema is None:
+                    return
+                first = first or (name, schema)
+                if not (missing := names_missing(missing, schema)):
+                    return
+            looked, ahead = looked + len(some), FOOTERS_IN_FLIGHT
+    assert first is not None
+    name, schema = first
+    raise DataError(
+        f"DataConfig.columns: no column {', '.join(map(repr, missing))} in the first rows of {name}, which have "
+        f"{', '.join(map(repr, schema.names[:_NAMES_SHOWN]))}"
+        + (f", nor in those of {looked - 1:,} more" if looked > 1 else "")
+        + "; a column that only later rows have is found by `elastic-dp data convert`, which reads all of them"
+    )
+
+
+def say_partitions(config: DataConfig, sources: Sequence[OpenedSource], columns: Columns) -> None:
+    """Columns that only the names of folders hold. Raises DataError where one is asked for."""
+    folders = {
+        (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])
+        for source in sources
+        for entry in source.listed.entries
+        if "=" in entry.path
+    }
+    there = columns.first_names()
+    names = [name for name in partition_names(sorted(folders)) if name not in there]
+    if config.columns is not None:
+        names = [name for name in names if name in config.columns]
+    if not names:
+        return
+    said = (
+        f"only the names of folders hold the column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}, which are not "
+        "read; `elastic-dp data convert` writes them as columns"
+    )
+    if config.columns is not None:
+        raise DataError(f"DataConfig.columns: {said}")
+    _log.warning("DataConfig.url: %s", said)

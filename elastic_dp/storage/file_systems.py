@@ -1,0 +1,25 @@
+"""File systems of fsspec, for what needs a file object: pyarrow's readers and writers while data is converted.
+
+Training reads and writes through `Store`. Errors of these file systems are foreign; whoever uses one wraps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsspec.core import split_protocol, url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from elastic_dp.storage.option_names import fsspec_options
+
+
+def open_file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The file system and the path in it. Raises StorageError for an unknown option, else what fsspec raises."""
+    scheme = "" if "::" in url else split_protocol(url)[0] or "file"
+    found: tuple[Any, str] = url_to_fs(url, **fsspec_options(scheme, options or {}))
+    return found
+
+
+def is_local(system: Any) -> bool:
+    return isinstance(system, LocalFileSystem)
