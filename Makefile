@@ -3,7 +3,7 @@ PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: train test slow chaos check install
+.PHONY: train test slow chaos check docs wheel install
 
 train: .venv/installed
 	.venv/bin/python -m jobs.gpt
@@ -25,6 +25,12 @@ check: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+docs: .venv/installed
+	.venv/bin/mkdocs build --strict
+
+wheel: .venv/installed
+	.venv/bin/python -m pytest -q -m slow tests/test_wheel.py
 
 install: .venv/installed
 

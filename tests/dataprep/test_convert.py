@@ -22,7 +22,7 @@ from hypothesis import given, settings
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
-from elastic_dp.data.columns.arrow_arrays import column_types as kinds
+from elastic_dp.data.columns import column_types as kinds
 from elastic_dp.data.discovery.skipped_files import skipped_words
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
