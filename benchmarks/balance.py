@@ -29,8 +29,8 @@ from elastic_dp.cluster.process_fleet import ProcessRun
 from elastic_dp.coordinator import assignment
 from elastic_dp.data import open_data
 from elastic_dp.spec import JobSpec, MapStyleData, ScalingConfig
-from elastic_dp.train.run import LocalRun
-from elastic_dp.train.speed import Speed
+from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.step.compute_speed import Speed
 
 FAST_S, SLOW_S, VIRTUAL = 0.04, 0.08, 6
 IDEAL = ((0, 4), (4, 6))

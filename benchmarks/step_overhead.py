@@ -29,9 +29,9 @@ from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.coordinator.messages import Event, Membership, Seat, TrainingPosition, WorkerReady
 from elastic_dp.distributed.process_group import Rendezvous, open_store
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
-from elastic_dp.train.control import Control
-from elastic_dp.train.run import run_worker
+from elastic_dp.train.generations.worker_control import Control
 from elastic_dp.train.session import Session
+from elastic_dp.train.worker_run import run_worker
 
 WORLD = 2
 ROWS = {"0.9M": 8, "4.9M": 8, "25.5M": 4}

@@ -14,8 +14,8 @@ from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.index import Index
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.run import LocalRun
+from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
 ENDLESS = 1_000_000  # steps: until it is stopped

@@ -18,7 +18,7 @@ from elastic_dp.coordinator.phases import (
     PhaseMachine,
     Transition,
 )
-from elastic_dp.train.state import StepRecord
+from elastic_dp.train.state.step_record import StepRecord
 
 ROOT = Path(__file__).parent.parent / "elastic_dp"
 

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from elastic_dp.coordinator.messages import Event, WorkerId
-from elastic_dp.train.link import Written
+from elastic_dp.train.controller_link import Written
 
 _REMEMBERED = 10_000  # calls of ctx.log
 

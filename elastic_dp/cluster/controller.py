@@ -54,15 +54,15 @@ from elastic_dp.coordinator.messages import (
     WorkerLost,
 )
 from elastic_dp.distributed.process_group import Rendezvous, open_store
-from elastic_dp.distributed.store import StoreServer
+from elastic_dp.distributed.rendezvous_store import StoreServer
 from elastic_dp.errors import ElasticError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.train.kind import why_inexact
-from elastic_dp.train.link import Written
-from elastic_dp.train.run import TIME_IS_UP
-from elastic_dp.train.sealing import Sealer
+from elastic_dp.train.checkpointing.sealing import Sealer
+from elastic_dp.train.controller_link import Written
+from elastic_dp.train.exactness.machine_kind import why_inexact
+from elastic_dp.train.interruption import TIME_IS_UP
 
 LEFT = "left, as it was asked to"
 

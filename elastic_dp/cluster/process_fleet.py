@@ -29,8 +29,8 @@ from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.spec import JobSpec
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.threads import background
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.link import Written
+from elastic_dp.train.controller_link import Written
+from elastic_dp.train.fault_injection import Fault
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")

@@ -16,7 +16,7 @@ from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import make, read_json, write_json
-from elastic_dp.train.code import code_of
+from elastic_dp.train.exactness.code_fingerprint import code_of
 
 _FORMAT = 1
 _NAME = "start.json"

@@ -47,11 +47,12 @@ from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import Progress
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.inputs import check_function
-from elastic_dp.train.kind import why_inexact
-from elastic_dp.train.restoring import decides
-from elastic_dp.train.run import LocalRun, TrainFunction
+from elastic_dp.train.checkpointing.job_match import decides
+from elastic_dp.train.exactness.machine_kind import why_inexact
+from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.loop_guard.steps_arguments import check_function
+from elastic_dp.train.worker_run import TrainFunction
 
 
 class ElasticTrainer:

@@ -34,13 +34,13 @@ from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpoints import Checkpoints
-from elastic_dp.train.code import code_of
-from elastic_dp.train.control import ORPHANED, Control
-from elastic_dp.train.faults import Fault, Faults
-from elastic_dp.train.link import Link
-from elastic_dp.train.run import fail_worker, run_worker
+from elastic_dp.train.checkpointing.worker_checkpointer import Checkpoints
+from elastic_dp.train.controller_link import Link
+from elastic_dp.train.exactness.code_fingerprint import code_of
+from elastic_dp.train.fault_injection import Fault, Faults
+from elastic_dp.train.generations.worker_control import ORPHANED, Control
 from elastic_dp.train.session import Session
+from elastic_dp.train.worker_run import fail_worker, run_worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
     """Variables that must be set before torch starts its threads or CUDA, or takes its first memory."""
-    from elastic_dp.train.kind import EXACT_ENVIRONMENT
+    from elastic_dp.train.exactness.machine_kind import EXACT_ENVIRONMENT
 
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.

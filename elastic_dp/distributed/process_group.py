@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.distributed.gloo_device import GlooDevice
-from elastic_dp.distributed.store import StoreClient, StoreServer
+from elastic_dp.distributed.rendezvous_store import StoreClient, StoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.threads import background
 

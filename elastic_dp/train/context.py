@@ -11,10 +11,10 @@ import torch
 from elastic_dp.data import open_evaluation
 from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.spec import DataConfig, MapStyleData
-from elastic_dp.train.evaluate import EvaluationBatches, evaluate
 from elastic_dp.train.session import Session
-from elastic_dp.train.state import StepRecord
-from elastic_dp.train.step import LossFn
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
+from elastic_dp.train.step.step_runner import LossFn
 
 _OF_A_LINE = frozenset({"time", "event", "command"})  # what tells the journal's lines apart
 

@@ -29,25 +29,36 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.transfer import Parcel, send
+from elastic_dp.distributed.tensor_broadcast import Parcel, send
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.spec import JobSpec
-from elastic_dp.train.checkpoints import Checkpoints
-from elastic_dp.train.control import ORPHANED, Answer, Control, Form, Keep, Orphaned, Released, Wake
-from elastic_dp.train.faults import Faults
-from elastic_dp.train.groups import Groups
-from elastic_dp.train.handing import received, wrapped
-from elastic_dp.train.inputs import check_inputs
-from elastic_dp.train.kind import kind_of, software_of, why_inexact
-from elastic_dp.train.link import Link, Status, Timing
-from elastic_dp.train.restoring import decides
-from elastic_dp.train.seats import handing_over
-from elastic_dp.train.speed import Speed
-from elastic_dp.train.state import LossScale, StepRecord, TrainState, types_of
-from elastic_dp.train.step import BatchSource, LossFn, Redo, Stepper, StopAgreed
-from elastic_dp.train.unpassed import Unpassed
-from elastic_dp.train.weights import Weights
+from elastic_dp.train.checkpointing.job_match import decides
+from elastic_dp.train.checkpointing.worker_checkpointer import Checkpoints
+from elastic_dp.train.controller_link import Link, Status, Timing
+from elastic_dp.train.exactness.machine_kind import kind_of, software_of, why_inexact
+from elastic_dp.train.fault_injection import Faults
+from elastic_dp.train.generations.generation_groups import Groups
+from elastic_dp.train.generations.state_payload import received, wrapped
+from elastic_dp.train.generations.state_transfer import handing_over
+from elastic_dp.train.generations.worker_control import (
+    ORPHANED,
+    Answer,
+    Control,
+    Form,
+    Keep,
+    Orphaned,
+    Released,
+)
+from elastic_dp.train.loop_guard.steps_arguments import check_inputs
+from elastic_dp.train.loop_guard.unpassed_state import Unpassed
+from elastic_dp.train.state.loss_scale import LossScale
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import TrainState, types_of
+from elastic_dp.train.state.weight_comparison import Weights
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.compute_speed import Speed
+from elastic_dp.train.step.step_runner import LossFn, Redo, Stepper, StopAgreed
 
 _LOOK_AGAIN_S = 0.02
 
@@ -243,7 +254,8 @@ class Session:
             where = self.worker, self.generation, self.place
             why = self.ended or ""
             self.link.post(WorkerFinished(*where, digest, because, why, self.founded))
-            self._wait_for_the_end_of_this_generation()
+            if not self.control.wait_until_ended():
+                self.leave(ORPHANED)
 
     # -------------------------------------------------------------------------- generations
 
@@ -409,17 +421,6 @@ class Session:
                 disagreement=self.weights.disagreement,
             )
         )
-
-    def _wait_for_the_end_of_this_generation(self) -> None:
-        ended = Wake()
-        self.control.guard(ended)
-        self.control.idle = True
-        orphaned = False
-        while not orphaned and not ended.event.wait(self.control.orphaned_in_s()):
-            orphaned = self.control.orphaned_in_s() <= 0
-        self.control.idle = False
-        if orphaned:
-            self.leave(ORPHANED)
 
     # -------------------------------------------------------------------------------- steps
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.errors import CheckpointError, RunMismatch
-from elastic_dp.train.code import code_of
+from elastic_dp.train.exactness.code_fingerprint import code_of
 from tests.runs import Points, group, spec_of
 from tests.train.jobs import Average, adamw, classifier, cross_entropy
 
@@ -220,7 +220,10 @@ max_steps = 10
 
 def code_in_a_process(script, tmp_path):
     path = tmp_path / "job.py"
-    path.write_text(script + "\nfrom elastic_dp.train.code import code_of\nprint(code_of(train))")
+    path.write_text(
+        script
+        + "\nfrom elastic_dp.train.exactness.code_fingerprint import code_of\nprint(code_of(train))"
+    )
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": "random"}
     command = [sys.executable, path]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout

@@ -22,7 +22,7 @@ import torch
 
 from elastic_dp.data import convert, open_data, open_evaluation
 from elastic_dp.spec import DataConfig
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import Fault
 from tests.runs import group, local, spec_of
 
 ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch

@@ -13,7 +13,7 @@ import ray
 
 import elastic_dp as edp
 from elastic_dp.errors import ClusterError
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import Fault
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (

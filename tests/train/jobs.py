@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from elastic_dp.distributed import gradients
-from elastic_dp.distributed.gradients import GradientSum
-from elastic_dp.train.run import LocalRun
+from elastic_dp.distributed import gradient_sum
+from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
 
@@ -78,7 +78,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
 
     def cut(ctx: Any) -> None:
         for limit in ("UNCUT", "FIRST_BUCKET", "LAST_BUCKET", "BUCKET"):
-            setattr(gradients, f"{limit}_BYTES", 256)
+            setattr(gradient_sum, f"{limit}_BYTES", 256)
         session = ctx._session
         for method, point in {"_launch": "sent", "_add_up": "gather"}.items():
             setattr(GradientSum, method, _passing(point, session, getattr(GradientSum, method)))

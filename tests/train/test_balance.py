@@ -2,7 +2,7 @@
 
 import torch
 
-from elastic_dp.train.speed import STEPS, Speed
+from elastic_dp.train.step.compute_speed import STEPS, Speed
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy

@@ -15,7 +15,7 @@ import torch
 
 from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig
 from elastic_dp.errors import RunMismatch
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import Fault
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic_dp.cluster.pulse import _look_at
 from elastic_dp.coordinator.messages import StopRequested
 from elastic_dp.spec import FailureConfig
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import Fault
 from tests.patience import PATIENCE_S, Stalls, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, plain

@@ -10,11 +10,11 @@ import os
 import pytest
 
 from elastic_dp.coordinator.messages import StopRequested, TrainingPosition
-from elastic_dp.distributed import transfer
+from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.spec import MapStyleData
-from elastic_dp.train.faults import POINTS, Fault
-from elastic_dp.train.run import LocalRun
-from elastic_dp.train.seats import handing_over
+from elastic_dp.train.fault_injection import POINTS, Fault
+from elastic_dp.train.generations.state_transfer import handing_over
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 from tests.runs import Points, group, lines_of, local, spec_of
 from tests.train.jobs import (
@@ -29,7 +29,11 @@ from tests.train.jobs import (
 ENDLESS = 1_000_000  # until it is stopped
 WHILE_FORMING = ("forming", "giving_state", "taking_state")
 IN_BUCKETS = ("sent", "exchange", "gather")  # the first and the last: between two of them
-WITH_CHECKPOINTS = ("restoring", "sharing", "keeping")  # see test_checkpoints, test_restoring
+WITH_CHECKPOINTS = (
+    "restoring",
+    "sharing",
+    "keeping",
+)  # see test_worker_checkpointer, test_collective_read
 ENDS = ("WorkerLost", "WorkerFailed")  # of a process
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
@@ -154,7 +158,7 @@ def in_pieces(train, folder):
     A taker leaves a file that says so: the generation, and the step that it was at."""
 
     def torn(ctx):
-        session, together = ctx._session, transfer._together
+        session, together = ctx._session, tensor_broadcast._together
 
         def with_a_point(flats):
             pieces = list(together(flats))
@@ -173,8 +177,8 @@ def in_pieces(train, folder):
             session.pass_point("giving_state" if gives else "taking_state")
             yield from pieces[2:]
 
-        transfer._TOGETHER_BYTES, transfer._MAX_IN_FLIGHT = 256, 1
-        transfer._together = with_a_point
+        tensor_broadcast._TOGETHER_BYTES, tensor_broadcast._MAX_IN_FLIGHT = 256, 1
+        tensor_broadcast._together = with_a_point
         train(ctx)
 
     return torn

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_dp.cluster import controller, pulse
 from elastic_dp.spec import MapStyleData
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import Fault
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import PATIENT, Points, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
