@@ -27,9 +27,9 @@ from benchmarks.models import GPT, SIZES, RandomTokens, loss_fn
 from benchmarks.report import exit_code, median_interval, write
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.coordinator.messages import Event, Membership, Seat, TrainingPosition, WorkerReady
-from elastic_dp.distributed.process_group import Rendezvous, open_store
+from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
-from elastic_dp.train.generations.worker_control import Control
+from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.session import Session
 from elastic_dp.train.worker_run import run_worker
 
@@ -48,7 +48,7 @@ TARGETS, TARGET_ACCUMULATING = {"fast": 1.0, "exact": 1.03}, 1.02
 class StaticLink:
     """A controller that forms one generation of all workers, once."""
 
-    def __init__(self, control: Control, membership: Membership, port: int) -> None:
+    def __init__(self, control: WorkerControl, membership: Membership, port: int) -> None:
         self._control, self._membership, self._port = control, membership, port
 
     def post(self, event: Event) -> None:
@@ -97,7 +97,7 @@ def worker(
         Seat(f"w{r}", r * per_worker, (r + 1) * per_worker, TrainingPosition(0), False)
         for r in range(WORLD)
     )
-    control = Control()
+    control = WorkerControl()
     link = StaticLink(control, Membership(1, seats, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
     session = Session(
@@ -146,7 +146,7 @@ def ddp_step(
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    store = open_store("127.0.0.1", b"secret")
+    store = open_rendezvous_store("127.0.0.1", b"secret")
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         args = (store.port, f"{folder}/store", size, exact, per_worker, pairs, out)

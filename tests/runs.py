@@ -14,7 +14,7 @@ from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.index import Index
 from elastic_dp.spec import FailureConfig, JobSpec, MapStyleData, ScalingConfig
-from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
@@ -76,7 +76,7 @@ def group(
     spec: JobSpec,
     train: Callable[..., None],
     *,
-    faults: tuple[Fault, ...] = (),
+    faults: tuple[WorkerFault, ...] = (),
     script: Sequence[tuple[int, Event | Callable[[ProcessRun], None]]] = (),
     timeout_s: float = 240.0,
     index: Index | None = None,

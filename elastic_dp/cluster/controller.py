@@ -53,14 +53,14 @@ from elastic_dp.coordinator.messages import (
     WorkerId,
     WorkerLost,
 )
-from elastic_dp.distributed.process_group import Rendezvous, open_store
-from elastic_dp.distributed.rendezvous_store import StoreServer
+from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
+from elastic_dp.distributed.rendezvous_store import RendezvousStoreServer
 from elastic_dp.errors import ElasticError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.checkpointing.sealing import Sealer
-from elastic_dp.train.controller_link import Written
+from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.interruption import TIME_IS_UP
 
@@ -99,7 +99,7 @@ class Controller:
         self._gone: dict[WorkerId, Cause] = {}
         self._released: set[WorkerId] = set()
         self._died: set[WorkerId] = set()  # by their pulses, before anybody told them to go
-        self._store: StoreServer | None = None
+        self._store: RendezvousStoreServer | None = None
         self._sealer: Sealer | None = None
         self._last_words: LastWords | None = None
         for line in self.journal.recorded():  # by a controller before this one
@@ -139,7 +139,7 @@ class Controller:
         """What a worker wants those to know who follow the run."""
         self.journal.command(Explain(text))
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         """A member's word about a checkpoint."""
         if self._sealer is not None:
             self._sealer.wrote(worker, written)
@@ -174,7 +174,7 @@ class Controller:
 
     def open(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._store = open_store(self.host, self.secret)
+        self._store = open_rendezvous_store(self.host, self.secret)
         self._rendezvous = Rendezvous(self.host, self._store.port, self.run, self.secret)
         self.heartbeats.start()
         if self.url is not None:

@@ -39,7 +39,7 @@ class Address(NamedTuple):
 
 
 class Page:
-    """Where a worker writes its place for the pulse beside it. Implements `train.session.Status`."""
+    """Where a worker writes its place for the pulse beside it. Implements `train.controller_link.HeartbeatStatus`."""
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()

@@ -56,7 +56,7 @@ from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.spec import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.telemetry.journal import Journal, Position
 from elastic_dp.threads import background
-from elastic_dp.train.controller_link import Written
+from elastic_dp.train.controller_link import WrittenParts
 
 _LOW_ON_MEMORY = "low on memory"  # in what Ray says of those whom its memory monitor killed
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
@@ -327,7 +327,7 @@ class ControllerActor:
         self._controller.say(text)
 
     @ray.method(concurrency_group="events")
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         self._controller.wrote(worker, written)
 
     @ray.method(concurrency_group="events")

@@ -19,7 +19,7 @@ from elastic_dp.cluster.record import Limits, RunRecord
 from elastic_dp.cluster.run import ask, ray_ends_with_us
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
-from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 
 
 def lead(
@@ -27,7 +27,7 @@ def lead(
     url: str,
     pickled: bytes,
     index: Any,
-    faults: tuple[Fault, ...],
+    faults: tuple[WorkerFault, ...],
     record: RunRecord,
     runtime_env: Mapping[str, Any],
 ) -> tuple[Any, bool]:

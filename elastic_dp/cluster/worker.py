@@ -34,11 +34,11 @@ from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing.worker_checkpointer import Checkpoints
-from elastic_dp.train.controller_link import Link
-from elastic_dp.train.exactness.code_fingerprint import code_of
-from elastic_dp.train.fault_injection import Fault, Faults
-from elastic_dp.train.generations.worker_control import ORPHANED, Control
+from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
+from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
+from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
 from elastic_dp.train.session import Session
 from elastic_dp.train.worker_run import fail_worker, run_worker
 
@@ -54,7 +54,7 @@ class Job:
     controller: Address  # where it hears heartbeats
     secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[WorkerFault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Worker:
     """`deliver` may be called from any thread; `run` is the training thread until the worker is released."""
 
     def __init__(
-        self, identity: WorkerId, job: Job, link: Link, address: str | None = None
+        self, identity: WorkerId, job: Job, link: ControllerLink, address: str | None = None
     ) -> None:
         self.identity, self._job, self._link = identity, job, link
         self._begin = threading.Event()
@@ -82,7 +82,7 @@ class Worker:
         self._page = Page()
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
-        self._control = Control(
+        self._control = WorkerControl(
             lease_s=spec.failure.lease,
             orphan_timeout_s=spec.failure.orphan_timeout,
             renewed_at=self._page.renewed_at,
@@ -173,12 +173,12 @@ class Worker:
             control=self._control,
             is_source=self._is_source,
             checkpoints=self._checkpoints(),
-            code=code_of(self._train, constants=False),
-            faults=Faults(self._job.faults, self.identity),
+            code=code_fingerprint(self._train, constants=False),
+            faults=FaultInjector(self._job.faults, self.identity),
         )
         return run_worker(self._train, self._session)
 
-    def _checkpoints(self) -> Checkpoints | None:
+    def _checkpoints(self) -> WorkerCheckpointer | None:
         if self._job.url is None:
             return None
         store = Store(
@@ -186,7 +186,7 @@ class Worker:
             timeout_s=self._spec.failure.storage_timeout_s,
             on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
         )
-        return Checkpoints(
+        return WorkerCheckpointer(
             Catalog(store),
             self._spec.checkpoint,
             self.identity,

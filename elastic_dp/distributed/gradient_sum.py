@@ -1,6 +1,6 @@
 """Gradients of V virtual workers, added up across the members of a generation while backward still runs.
 
-Exact mode adds along the fixed tree of `tree.py`: the sum has the same bits for every world size. A worker adds its own
+Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world size. A worker adds its own
 subtrees as it goes, each gradient in its own hook; sums that wait are not copied. In the backward pass of its last
 leaf, every bucket that is complete is sent: part r of each of my subtree sums to rank r (all-to-all), which adds up the
 tree for its part and gives the finished part to all (all-gather, into the buffer that the first one emptied). Two
@@ -13,7 +13,7 @@ What always holds:
 - Buckets are launched in index order, on every rank the same. One is launched early only when each of its
   parameters has fired. A parameter that fires twice in one backward (tied weights under reentrant checkpointing
   do) makes the step void (`late`): it may have been sent too early, or been added to its neighbour in parts. From
-  then on (`careful`) nothing is launched before backward has ended, and every leaf is added as a whole.
+  then on (`sequential`) nothing is launched before backward has ended, and every leaf is added as a whole.
 - An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for x = -0.0.
 - A buffer of an operation that was walked away from is never used again, since that may still write into it.
   The others serve the next generation, too: touching new memory costs more than a collective.
@@ -69,7 +69,7 @@ class GradientSum:
     """Adds gradients for one model; buffers and collectives are those of the generation it was opened for."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self.careful = self.late = False
+        self.sequential = self.late = False
         self._names = {p: name for name, p in parameters.items()}
         self._all = list(self._names)
         self._parameters: list[torch.nn.Parameter] = []
@@ -92,7 +92,7 @@ class GradientSum:
         self._fired = bytearray()
         self._used = bytearray()
         self._error: GroupError | None = None
-        self._spare: list[torch.Tensor] = []  # memory for the buffers of later generations
+        self._free: list[torch.Tensor] = []  # memory for the buffers of later generations
 
     # ----------------------------------------------------------------------- generation
 
@@ -116,15 +116,15 @@ class GradientSum:
         self._stack.clear()
         for bucket in self._buckets:
             if group is not None and all(map(group.is_over, bucket.operations)):
-                self._spare += bucket.memory
+                self._free += bucket.memory
             bucket.memory, bucket.flats, bucket.views, bucket.received = [], [], [], []
             bucket.launched, bucket.gathering = [], None
 
-    def set_aside(self, virtual_workers: int) -> None:
+    def preallocate(self, virtual_workers: int) -> None:
         """Touch memory for buffers before a group waits for it: what each bucket sends, and what it receives."""
         self._virtual_workers = virtual_workers
         self._arrange()
-        self._spare = [
+        self._free = [
             torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
             for b in self._buckets * 2
         ]
@@ -134,7 +134,7 @@ class GradientSum:
         for bucket in self._buckets:
             self._allocate(bucket)
         # A device's allocator keeps memory by itself. The host's gives it back to the system, so here it is kept.
-        self._spare = [memory for memory in self._spare if memory.device.type == "cpu"]
+        self._free = [memory for memory in self._free if memory.device.type == "cpu"]
 
     def _arrange(self) -> None:
         """Hooks and buckets for the parameters that require a gradient now."""
@@ -151,7 +151,7 @@ class GradientSum:
                 for i, p in enumerate(parameters)
             ]
             self._buckets = _cut(parameters)
-            self._spare = []
+            self._free = []
             self._bucket_of = [b for b in self._buckets for _ in b.parameters]
             self._used = bytearray(len(parameters))
 
@@ -176,13 +176,13 @@ class GradientSum:
     def _buffer(self, bucket: _Bucket, numel: int) -> torch.Tensor:
         fitting = [
             t
-            for t in self._spare
+            for t in self._free
             if (t.dtype, t.device) == (bucket.dtype, bucket.device)
             and numel <= t.numel() <= 2 * numel + self._virtual_workers
         ]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
-            self._spare = [t for t in self._spare if t is not memory]
+            self._free = [t for t in self._free if t is not memory]
         else:  # with room for the padding of any other world size
             size = numel + self._virtual_workers
             memory = torch.empty(size, dtype=bucket.dtype, device=bucket.device)
@@ -252,7 +252,7 @@ class GradientSum:
         if is_last:
             return
         for i, p in enumerate(self._parameters):
-            if self.careful or (self._merges and not self._fired[i]):
+            if self.sequential or (self._merges and not self._fired[i]):
                 self._hand[i] = self._merged(i, p.grad)
                 p.grad = None
         del self._stack[len(self._stack) - self._merges :]
@@ -342,7 +342,7 @@ class GradientSum:
                 name = self._names[parameter]
                 raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
             self._used[index] = 1
-            if self.careful:
+            if self.sequential:
                 return  # `after_leaf` and `send` take it, when it is whole
             if self._fired[index]:
                 self.late, parameter.grad = True, None
@@ -372,7 +372,7 @@ class GradientSum:
             ):
                 self._write(view, one)
         for index, p in enumerate(bucket.parameters, bucket.first):
-            if self.careful or not self._fired[index]:
+            if self.sequential or not self._fired[index]:
                 self._write_last(bucket, index, p)
         self._next += 1
         try:

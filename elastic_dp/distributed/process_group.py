@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.distributed.gloo_device import GlooDevice
-from elastic_dp.distributed.rendezvous_store import StoreClient, StoreServer
+from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient, RendezvousStoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.threads import background
 
@@ -190,7 +190,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave for good. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
-        _graveyard.bury((self._backend, self._pending, self._store))
+        _abandoned_groups.add((self._backend, self._pending, self._store))
         self._backend, self._pending, self._store = None, set(), None
 
 
@@ -211,9 +211,9 @@ class Rendezvous:
     secret: bytes = field(repr=False)  # of the run
 
 
-def open_store(host: str, secret: bytes) -> StoreServer:
+def open_rendezvous_store(host: str, secret: bytes) -> RendezvousStoreServer:
     """At this address of this machine, until it is closed; see its `port`."""
-    return StoreServer(host, secret)
+    return RendezvousStoreServer(host, secret)
 
 
 class Forming:
@@ -294,21 +294,23 @@ class Forming:
         self._ended.set()
 
 
-_clients: dict[tuple[str, int, bytes], StoreClient] = {}  # connected, idle; the newest server's
+_clients: dict[
+    tuple[str, int, bytes], RendezvousStoreClient
+] = {}  # connected, idle; the newest server's
 _clients_lock = threading.Lock()
 
 
-def _store_client(meet: Rendezvous, timeout: timedelta) -> StoreClient:
+def _store_client(meet: Rendezvous, timeout: timedelta) -> RendezvousStoreClient:
     """A client nobody else uses: a forming that was walked away from may block in its own for long."""
     with _clients_lock:
         client = _clients.pop((meet.host, meet.port, meet.secret), None)
     if client is None:
-        return StoreClient(meet.host, meet.port, meet.secret, timeout)
+        return RendezvousStoreClient(meet.host, meet.port, meet.secret, timeout)
     client.set_timeout(timeout)
     return client
 
 
-def _keep_client(meet: Rendezvous, client: StoreClient) -> None:
+def _keep_client(meet: Rendezvous, client: RendezvousStoreClient) -> None:
     """Connecting takes a millisecond or two, in which a group stands still."""
     with _clients_lock:
         _clients.clear()
@@ -388,7 +390,7 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
 # ----------------------------------------------------------------------------------------- graveyard
 
 
-class _Graveyard:
+class _AbandonedGroups:
     """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to the end.
 
     Not at once: Gloo's destructor waits about 4 ms for every peer, with the interpreter's lock held, which would
@@ -396,29 +398,29 @@ class _Graveyard:
     """
 
     def __init__(self) -> None:
-        self._dead: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def bury(self, body: tuple[Any, set[Operation], Any]) -> None:
-        if body[0] is None:
+    def add(self, abandoned: tuple[Any, set[Operation], Any]) -> None:
+        if abandoned[0] is None:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = background("graveyard", self._dig)
+                self._thread = background("graveyard", self._drop_in_turn)
                 self._thread.start()
-        self._dead.put(body)
+        self._waiting.put(abandoned)
 
-    def _dig(self) -> None:
+    def _drop_in_turn(self) -> None:
         while True:
-            body = self._dead.get()
+            abandoned = self._waiting.get()
             # One thread a body: a group that is stuck for hours must not keep the next ones from going.
-            background("burial", partial(_drop, body)).start()
-            del body
+            background("burial", partial(_drop, abandoned)).start()
+            del abandoned
 
 
-def _drop(body: tuple[Any, set[Operation], Any]) -> None:
-    _backend, operations, _store = body
+def _drop(abandoned: tuple[Any, set[Operation], Any]) -> None:
+    _backend, operations, _store = abandoned
     time.sleep(_REST_S)
     for operation in operations:
         if operation.work is not None:
@@ -426,4 +428,4 @@ def _drop(body: tuple[Any, set[Operation], Any]) -> None:
                 operation.work.wait()
 
 
-_graveyard = _Graveyard()
+_abandoned_groups = _AbandonedGroups()

@@ -14,7 +14,7 @@ _LENGTH_BYTES = 4
 _FIRST_CAPACITY = 512
 
 
-class Header:
+class RecordGather:
     """Gathers one record per rank; `launch` does not wait, `collect` does."""
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -95,7 +95,7 @@ class _Client:
         self.known = False
 
 
-class StoreServer:
+class RendezvousStoreServer:
     """One thread; it goes on whatever arrives. Open from the start until `close`."""
 
     def __init__(self, host: str, secret: bytes) -> None:
@@ -234,7 +234,7 @@ def _parent(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-class StoreClient(dist.Store):
+class RendezvousStoreClient(dist.Store):
     """Raises DistStoreError where the server cannot be reached, is not of this run, or a key does not come in time.
 
     A `set` is not waited for: whoever asks for the value waits.
@@ -248,7 +248,7 @@ class StoreClient(dist.Store):
         self._asked = 0
         self._of_all: str | None = None  # the parent of what each rank sets
         self._known: dict[str, str] = {}
-        self._clones: list[StoreClient] = []  # torch holds their C++ half alone
+        self._clones: list[RendezvousStoreClient] = []  # torch holds their C++ half alone
         self._connect()
 
     def _connect(self) -> None:
@@ -305,8 +305,8 @@ class StoreClient(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def clone(self) -> StoreClient:
-        self._clones.append(StoreClient(*self._address, self._secret, self._timeout))
+    def clone(self) -> RendezvousStoreClient:
+        self._clones.append(RendezvousStoreClient(*self._address, self._secret, self._timeout))
         return self._clones[-1]
 
     # ------------------------------------------------------------------------------------------

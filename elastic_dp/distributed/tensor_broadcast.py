@@ -17,7 +17,7 @@ import torch
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.errors import CollectiveFailed
 
-_TOGETHER_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
+_PACKED_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
 _PIECE_BYTES = 4 << 20  # of what each member has a share of
 _MAX_IN_FLIGHT = 2  # more of them only get in each other's way
 _HEAD_BYTES = 1 << 16  # of the first broadcast: the lengths, and as much of the texts as fits
@@ -28,7 +28,7 @@ _Flight = tuple[Operation, torch.Tensor, list[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorMeta:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -40,34 +40,36 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
 
-Targets = Callable[[bytes, Sequence[TensorSpec]], Mapping[int, torch.Tensor]]
+Targets = Callable[[bytes, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class StatePayload:
     """What is ready to be sent: the lengths of the texts and the texts themselves, and the tensors as they are."""
 
     head: torch.Tensor
     flats: Sequence[torch.Tensor]
 
 
-def wrap(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> Parcel:
+def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayload:
     """Needs no group, so it can be made while one forms. The tensors must not change before it is sent."""
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
-    specs = _specs_to_json([spec_of(t) for t in tensors])
+    specs = _specs_to_json([meta_of(t) for t in tensors])
     lengths = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") for part in (specs, text))
     head = bytearray(lengths + specs + text)
     head.extend(bytes(max(0, _HEAD_BYTES - len(head))))
-    return Parcel(torch.frombuffer(head, dtype=torch.uint8), [_flat_bytes(t) for t in tensors])
+    return StatePayload(
+        torch.frombuffer(head, dtype=torch.uint8), [_flat_bytes(t) for t in tensors]
+    )
 
 
-def send(group: ProcessGroup, parcel: Parcel) -> None:
+def send(group: ProcessGroup, payload: StatePayload) -> None:
     """Give it to all others of `group`; this is rank 0 there."""
-    head = parcel.head.to(group.home)
+    head = payload.head.to(group.home)
     first = group.broadcast(head[:_HEAD_BYTES], 0)
     if len(head) > _HEAD_BYTES:
         group.wait(group.broadcast(head[_HEAD_BYTES:], 0))
-    _stream(group, parcel.flats, sending=True)
+    _stream(group, payload.flats, sending=True)
     group.wait(first)
     group.synchronize()
 
@@ -94,14 +96,14 @@ def receive(
         group.synchronize()
     content = first + rest.cpu().numpy().tobytes()
     specs, text = _specs_from_json(content[begin:middle]), content[middle:end]
-    tensors = _room(specs, device, {} if targets is None else targets(text, specs))
+    tensors = _destinations(specs, device, {} if targets is None else targets(text, specs))
     _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
     group.synchronize()
     return text, tensors
 
 
-def _room(
-    specs: Sequence[TensorSpec], device: torch.device, ours: Mapping[int, torch.Tensor]
+def _destinations(
+    specs: Sequence[TensorMeta], device: torch.device, ours: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     """Where the tensors go: into ours, where one is named and fits, else into fresh memory."""
     tensors = []
@@ -117,17 +119,19 @@ def _room(
     return tensors
 
 
-def settle(
+def copy_to_own_memory(
     tensors: Sequence[torch.Tensor], device: torch.device, ours: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
     """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh one."""
-    own = _room([spec_of(t) for t in tensors], device, ours)
+    own = _destinations([meta_of(t) for t in tensors], device, ours)
     for mine, given in zip(own, tensors, strict=True):
         mine.copy_(given)
     return own
 
 
-def share_out(group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+def exchange_spans(
+    group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]
+) -> None:
     """The bytes start ≤ i < end of `line` (on the host) are there at the rank whose span that is; afterwards at all.
 
     In pieces, one of each rank in turn, so that all of them send at one time."""
@@ -140,7 +144,7 @@ def share_out(group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int
                     buffer = piece.to(group.home)
                     yield group.broadcast(buffer, root), buffer, [] if buffer is piece else [piece]
 
-    _land(group, launched(), most=2 * len(spans))
+    _wait_in_turn(group, launched(), most=2 * len(spans))
     group.synchronize()
 
 
@@ -148,7 +152,7 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
     """Broadcast byte vectors, a few in flight; on the receivers, packed ones are taken apart again."""
 
     def launched() -> Iterator[_Flight]:
-        for parts in _together(flats):
+        for parts in _packs(flats):
             direct = len(parts) == 1 and parts[0].device.type == group.home.type
             if direct:
                 buffer = parts[0]
@@ -159,10 +163,10 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
                 buffer = torch.empty(size, dtype=torch.uint8, device=group.home)
             yield group.broadcast(buffer, 0), buffer, [] if direct or sending else parts
 
-    _land(group, launched(), most=_MAX_IN_FLIGHT)
+    _wait_in_turn(group, launched(), most=_MAX_IN_FLIGHT)
 
 
-def _land(group: ProcessGroup, launched: Iterable[_Flight], most: int) -> None:
+def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -> None:
     """Wait for each in turn, with at most so many in flight, and copy what has arrived to where it belongs."""
     flights: deque[_Flight] = deque()
 
@@ -181,44 +185,44 @@ def _land(group: ProcessGroup, launched: Iterable[_Flight], most: int) -> None:
         land()
 
 
-def _together(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _packs(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Large ones alone, small ones of one device in packs; the same cut on both sides, by sizes alone."""
     pack_: list[torch.Tensor] = []
     size = 0
     for flat in flats:
         if flat.numel() == 0:
             continue
-        if flat.numel() >= _TOGETHER_BYTES:
+        if flat.numel() >= _PACKED_BYTES:
             yield [flat]
             continue
         pack_.append(flat)
         size += flat.numel()
-        if size >= _TOGETHER_BYTES:
+        if size >= _PACKED_BYTES:
             yield pack_
             pack_, size = [], 0
     if pack_:
         yield pack_
 
 
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type)
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type)
 
 
-def _specs_to_json(specs: Sequence[TensorSpec]) -> bytes:
+def _specs_to_json(specs: Sequence[TensorMeta]) -> bytes:
     """The kinds there are, and the kind of each: models have many tensors of few kinds."""
     kinds = {spec: number for number, spec in enumerate(dict.fromkeys(specs))}
     told = [[str(k.dtype)[6:], k.shape, k.stride, k.device_type] for k in kinds]
     return json.dumps([told, [kinds[spec] for spec in specs]], separators=(",", ":")).encode()
 
 
-def _specs_from_json(content: bytes) -> list[TensorSpec]:
+def _specs_from_json(content: bytes) -> list[TensorMeta]:
     told, numbers = json.loads(content)
     kinds = []
     for name, shape, stride, device_type in told:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise CollectiveFailed(f"a member sends a tensor of {name!r}, unknown here")
-        kinds.append(TensorSpec(tuple(shape), tuple(stride), dtype, device_type))
+        kinds.append(TensorMeta(tuple(shape), tuple(stride), dtype, device_type))
     return [kinds[number] for number in numbers]
 
 

@@ -38,7 +38,7 @@ class Step:
     def grad_norm(self) -> float:
         if self._record.grad_norm is None:
             if self._session.state.record is self._record and self._session.in_body:
-                self._record.grad_norm = self._session.stepper.grad_norm()
+                self._record.grad_norm = self._session.step_runner.grad_norm()
             if self._record.grad_norm is None:
                 raise LoopError(
                     f"grad_norm of step {self.number} is read too late: its gradients are gone; read it in "
@@ -173,7 +173,7 @@ class TrainContext:
 
     def _is_in_loss(self) -> bool:
         state = getattr(self._session, "state", None)  # there is none before the loop
-        return state is not None and state.untouched.is_in_loss
+        return state is not None and state.loop_body_guard.is_in_loss
 
     def _tell_if_in_loss(self, name: str) -> None:
         """It differs between workers, or changes with the fleet."""

@@ -12,7 +12,7 @@ from elastic_dp.coordinator.messages import Event, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenParts:
     """What one member tells of a checkpoint.
 
     `members`: by rank, those whom this one shared the writing with; one that is a step behind may have others.
@@ -32,7 +32,7 @@ class Written:
     data: str = ""
 
 
-class Link(Protocol):
+class ControllerLink(Protocol):
     """The way to the controller. Posting never waits and never fails: what is lost is asked for again."""
 
     def post(self, event: Event) -> None: ...
@@ -45,7 +45,7 @@ class Link(Protocol):
         """For whoever follows the run; any thread may call it."""
         ...
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         """Parts of a checkpoint are written; any thread may call it."""
         ...
 
@@ -54,7 +54,7 @@ class Link(Protocol):
         ...
 
 
-class Status(Protocol):
+class HeartbeatStatus(Protocol):
     """Where heartbeats look: written by the training thread, read by a process beside it."""
 
     def write(self, generation: int, step: int, phase: str) -> None: ...
@@ -65,7 +65,7 @@ class Status(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class GenerationTiming:
     """When a generation began here, for those who measure pauses (seconds of `time.time`)."""
 
     generation: int

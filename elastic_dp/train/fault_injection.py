@@ -46,7 +46,7 @@ HANDING_OVER = POINTS[:5]  # before a generation's first step
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class WorkerFault:
     """At the `nth` passing of `point` by whom all that is given fits: step, rank, identity, world size.
 
     `once` is a file that the first one to get here creates: whoever comes later is spared. `after` are such
@@ -68,10 +68,10 @@ class Fault:
 
 
 @dataclass
-class Faults:
+class FaultInjector:
     """The plan of one worker."""
 
-    plan: Sequence[Fault] = ()
+    plan: Sequence[WorkerFault] = ()
     worker: str = ""
     weights: Sequence[torch.Tensor] = ()
     _passed: dict[int, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Faults:
                     _act(fault, self.weights)
 
 
-def _is_first(fault: Fault, generation: int) -> bool:
+def _is_first(fault: WorkerFault, generation: int) -> bool:
     if fault.once is None:
         return True
     try:
@@ -118,7 +118,7 @@ def _generation_of(path: str) -> float:
         return math.inf
 
 
-def _act(fault: Fault, weights: Sequence[torch.Tensor]) -> None:
+def _act(fault: WorkerFault, weights: Sequence[torch.Tensor]) -> None:
     if fault.action == "sleep":
         time.sleep(fault.seconds)
     elif fault.action == "flip":  # as memory does it: no version is raised

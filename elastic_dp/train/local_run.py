@@ -27,10 +27,10 @@ from elastic_dp.errors import Interrupted, LeaseLost
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing.sealing import Sealer
-from elastic_dp.train.checkpointing.worker_checkpointer import Checkpoints
-from elastic_dp.train.controller_link import Written
-from elastic_dp.train.exactness.machine_kind import Determinism
-from elastic_dp.train.generations.worker_control import Control, Released
+from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.generations.worker_control import Released, WorkerControl
 from elastic_dp.train.interruption import INTERRUPTED, TIME_IS_UP, is_ours_to_handle
 from elastic_dp.train.session import Session
 from elastic_dp.train.step.batch_source import BatchSource
@@ -52,16 +52,16 @@ class LocalRun:
     check: Callable[[], None] = lambda: None  # under the run's lease: whether it is of this job
 
     def __post_init__(self) -> None:
-        self.control = Control()
+        self.control = WorkerControl()
         self._generation = 0
         self._failure: Exception | None = None
         self._session: Session | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: WorkerCheckpointer | None = None
         self._sealer: Sealer | None = None
         if self.url is not None:
             timeout_s = self.spec.failure.storage_timeout_s
             catalog = Catalog(Store(self.url, timeout_s=timeout_s, on_wait=self.say))
-            kept = Checkpoints(catalog, self.spec.checkpoint, "w1", self)
+            kept = WorkerCheckpointer(catalog, self.spec.checkpoint, "w1", self)
             self._checkpoints = kept
             self._sealer = Sealer(
                 catalog,
@@ -103,11 +103,11 @@ class LocalRun:
         if self.spec.max_time_s is not None:
             limit.start()
         try:
-            with Determinism(self.spec.exact) as determinism, self._interruptible(session):
+            with DeterministicKernels(self.spec.exact) as determinism, self._interruptible(session):
                 session.inexact_because = determinism.because
                 call_train_function(train, session)
                 with contextlib.suppress(Released):
-                    session.linger()
+                    session.serve_until_released()
                 if self._failure is not None and not self.digest:  # while it was being made
                     raise self._failure
         except Released:
@@ -169,7 +169,7 @@ class LocalRun:
         if self.on_say is not None:
             self.on_say(text)
 
-    def wrote(self, worker: str, written: Written) -> None:
+    def wrote(self, worker: str, written: WrittenParts) -> None:
         assert self._sealer is not None
         self._sealer.wrote(worker, written)
 

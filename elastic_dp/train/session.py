@@ -29,36 +29,36 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import Parcel, send
+from elastic_dp.distributed.tensor_broadcast import StatePayload, send
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.spec import JobSpec
-from elastic_dp.train.checkpointing.job_match import decides
-from elastic_dp.train.checkpointing.worker_checkpointer import Checkpoints
-from elastic_dp.train.controller_link import Link, Status, Timing
-from elastic_dp.train.exactness.machine_kind import kind_of, software_of, why_inexact
-from elastic_dp.train.fault_injection import Faults
-from elastic_dp.train.generations.generation_groups import Groups
-from elastic_dp.train.generations.state_payload import received, wrapped
-from elastic_dp.train.generations.state_transfer import handing_over
+from elastic_dp.train.checkpointing.job_match import job_identity
+from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
+from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
+from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.generations.generation_groups import GenerationGroups
+from elastic_dp.train.generations.state_payload import receive_state, serialize_state
+from elastic_dp.train.generations.state_transfer import state_transfer_ranks
 from elastic_dp.train.generations.worker_control import (
     ORPHANED,
-    Answer,
-    Control,
-    Form,
-    Keep,
+    CheckpointState,
+    ConfirmLeft,
+    FormGroup,
     Orphaned,
     Released,
+    WorkerControl,
 )
-from elastic_dp.train.loop_guard.steps_arguments import check_inputs
-from elastic_dp.train.loop_guard.unpassed_state import Unpassed
+from elastic_dp.train.loop_guard.loop_guard import LoopGuard
+from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState, types_of
-from elastic_dp.train.state.weight_comparison import Weights
+from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.compute_speed import Speed
-from elastic_dp.train.step.step_runner import LossFn, Redo, Stepper, StopAgreed
+from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.step_runner import LossFn, Redo, StepRunner, StopAgreed
 
 _LOOK_AGAIN_S = 0.02
 
@@ -72,14 +72,14 @@ class Session:
     data: BatchSource
     device: torch.device
     backend: str
-    link: Link
-    status: Status
-    control: Control
+    link: ControllerLink
+    status: HeartbeatStatus
+    control: WorkerControl
     is_source: bool
-    checkpoints: Checkpoints | None = None
-    code: str = ""  # code.code_of the train function
-    faults: Faults = field(default_factory=Faults)
-    timings: list[Timing] = field(default_factory=list)
+    checkpoints: WorkerCheckpointer | None = None
+    code: str = ""  # code_fingerprint of the train function
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    timings: list[GenerationTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.place = TrainingPosition(0)
@@ -98,7 +98,7 @@ class Session:
         self.ended: str | None = None
         self.in_body = False
         self.log_calls = 0
-        self._groups = Groups(self.worker, self.device, self.backend, self.control)
+        self._groups = GenerationGroups(self.worker, self.device, self.backend, self.control)
         self._phase = "start"
         self._said_bad: set[int] = set()
 
@@ -163,16 +163,16 @@ class Session:
     ) -> None:
         if self.opened:
             raise LoopError("ctx.steps was called twice; a train function has one loop")
-        check_inputs(model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {})
+        check_steps_arguments(
+            model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {}
+        )
         loss_scale = LossScale() if precision == "fp16" else None
         self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
-        passed = [scheduler, *self.state.user.values()]
-        self._unpassed = Unpassed(model, self.state.optimizers.all, loss_fn, passed)
         compared = self.spec.failure.compare_weights_every if self.spec.exact else None
-        self.weights = Weights(self.state.parameters, compared)
+        self.weights = WeightComparison(self.state.parameters, compared)
         self.faults.weights = list(self.state.parameters.values())
         by_speed = self.spec.scaling.balance == "measured"
-        self.stepper = Stepper(
+        self.step_runner = StepRunner(
             self.state,
             self.weights,
             loss_fn,
@@ -186,24 +186,25 @@ class Session:
             self.control,
             self.report,
             self.pass_point,
-            Speed(self.device, self.status.write_speed if by_speed else None),
+            ComputeSpeed(self.device, self.status.write_speed if by_speed else None),
         )
-        kind = kind_of(self.device, self.spec.exact)
-        software = software_of(self.device, self.code)
+        self._loop_guard = LoopGuard(self.state, self.step_runner.buffers, loss_fn)
+        kind = machine_kind(self.device, self.spec.exact)
+        software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
             told = self.total_steps if self.told_total_steps else None
-            self.checkpoints.open(self.state, self._signature, decides(self.spec), told)
+            self.checkpoints.open(self.state, self._signature, job_identity(self.spec), told)
         self.opened = True
         can_source = self.is_source or not self.asked_source
-        self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)
+        self.step_runner.gradients.preallocate(self.spec.scaling.num_virtual_workers)
         if self.is_source:
-            self.stepper.probe(self.inexact_because, self.link.say)
+            self.step_runner.probe(self.inexact_because, self.link.say)
         else:
-            self.state.set_aside()
-            self.stepper.warm_up()
+            self.state.preallocate()
+            self.step_runner.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:
@@ -227,7 +228,7 @@ class Session:
                 self.leave(reason)
                 continue
             try:
-                outcome = self.stepper.attempt(self.place.step + 1)
+                outcome = self.step_runner.attempt(self.place.step + 1)
             except GroupError as error:
                 self.leave(str(error))
                 continue
@@ -238,7 +239,7 @@ class Session:
             else:
                 assert isinstance(outcome, Redo)
 
-    def linger(self) -> NoReturn:
+    def serve_until_released(self) -> NoReturn:
         """After the train function returned: stay a source for those behind, until released."""
         digest = self.state.digest()
         while True:
@@ -267,10 +268,10 @@ class Session:
             if isinstance(call, Orphaned):
                 self._keep_alone()
                 raise Released(ORPHANED)
-            if isinstance(call, Answer):
+            if isinstance(call, ConfirmLeft):
                 self._post_stopped(call.generation, "asked")
                 continue
-            if isinstance(call, Keep):
+            if isinstance(call, CheckpointState):
                 self._keep(call.writers)
                 continue
             before, was_whole = self.place, self.whole
@@ -293,7 +294,7 @@ class Session:
         """Out of this generation, for good: undo what is not committed, say where we stand."""
         if self.in_body:
             self._finish_record()
-        self.stepper.close()
+        self.step_runner.close()
         generation = self.control.leave()
         self._groups.leave()
         self._post_stopped(generation, reason, unreachable)
@@ -309,20 +310,20 @@ class Session:
         """A second group of the same members, for evaluations; formed when first asked for."""
         return self._groups.side()
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: FormGroup) -> None:
         membership = form.membership
         self.membership = membership
         self.report("form")
         self.pass_point("forming")
         seats = membership.seats
         self.weights.members = tuple(seat.worker for seat in seats)
-        involved = handing_over(membership, self.rank, self.place)
+        involved = state_transfer_ranks(membership, self.rank, self.place)
         source = seats[membership.rank(membership.source)]
         if not membership.restore:  # the rows of virtual workers that come here, meanwhile
             self._read_ahead(source.place.step + 1)
         self._groups.start(form, involved)
         gives = bool(involved) and membership.source == self.worker
-        parcel = self._parcel() if gives and not membership.restore else None  # meanwhile
+        payload = self._state_payload() if gives and not membership.restore else None  # meanwhile
         state_group = self._groups.formed()
         formed_at = time.time()
         taken = 0
@@ -331,13 +332,13 @@ class Session:
         if membership.restore or membership.source == self.worker:
             self.whole, self.founded = True, membership.founded
         if state_group is not None and not membership.restore:
-            taken = self._hand_over(state_group, membership, parcel)
+            taken = self._hand_over(state_group, membership, payload)
         copied_at = time.time()
         if membership.restore:
             self._read_ahead(self.place.step + 1)
         assert self._groups.main is not None
-        self.stepper.open(self._groups.main, [(s.first, s.last) for s in seats])
-        self.timings.append(Timing(membership.generation, formed_at, copied_at, taken))
+        self.step_runner.open(self._groups.main, [(s.first, s.last) for s in seats])
+        self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
     def _read_ahead(self, next_step: int) -> None:
@@ -345,17 +346,19 @@ class Session:
         mine = self.membership.seats[self.rank]
         self.data.read_ahead(next_step, range(mine.first, mine.last))
 
-    def _parcel(self) -> Parcel:
+    def _state_payload(self) -> StatePayload:
         tree = self.state.tree(self.evaluations, self.ended)
         ours = {"place": self.place, "evaluations_in_loop": self.evaluations_in_loop}
-        return wrapped(tree | ours | {"agreed": self.weights.agreed})
+        return serialize_state(tree | ours | {"agreed": self.weights.agreed})
 
-    def _hand_over(self, group: ProcessGroup, membership: Membership, parcel: Parcel | None) -> int:
+    def _hand_over(
+        self, group: ProcessGroup, membership: Membership, payload: StatePayload | None
+    ) -> int:
         """Give or take state, as the membership says. Returns the bytes taken."""
         if membership.source == self.worker:
             self.report("give")
             self.pass_point("giving_state")
-            send(group, parcel or self._parcel())
+            send(group, payload or self._state_payload())
             return 0
         self.report("receive")
         self.pass_point("taking_state")
@@ -372,7 +375,7 @@ class Session:
         seal, self.evaluations = self.checkpoints.restore(self.state, group, self.device, enters)
         step = seal.step
         self.data.mark_bad(self.state.bad_row_groups)
-        self.stepper.buffers.reload()
+        self.step_runner.buffers.reload()
         self.evaluations_begun = self.evaluations_in_loop = len(self.evaluations)
         self.weights.agreed = step
         last = self.total_steps and step >= self.total_steps
@@ -382,13 +385,13 @@ class Session:
     def _take(self, group: ProcessGroup, founded: int) -> int:
         joins = not self.whole
         targets = self.state.own_tensors if joins else None
-        tree, nbytes = received(group, self.device, types_of(self.state), targets)
+        tree, nbytes = receive_state(group, self.device, types_of(self.state), targets)
         self.control.may_continue()
         place = tree["place"]
         if joins or place.step > self.place.step:
             self.state.adopt(tree, body=joins)
             self.data.mark_bad(self.state.bad_row_groups)
-            self.stepper.buffers.reload()
+            self.step_runner.buffers.reload()
             self.evaluations_begun = tree["evaluations_in_loop"] if joins else 0
             self.weights.agreed = tree["agreed"]
             record = self.state.record
@@ -403,7 +406,7 @@ class Session:
         """The gradient norm is computed when first read; a hand-over may come before that."""
         record = self.state.record
         if record is not None and record.grad_norm is None:
-            record.grad_norm = self.stepper.grad_norm()
+            record.grad_norm = self.step_runner.grad_norm()
 
     def _post_stopped(
         self, generation: int, reason: str, unreachable: tuple[WorkerId, ...] = ()
@@ -446,8 +449,7 @@ class Session:
         self.log_calls = 0
         # Here and not with the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
-        self.state.untouched.begin()
-        self._unpassed.begin()
+        self._loop_guard.body_begins()
         self.report("body")
         self.pass_point("body")
         return record
@@ -469,26 +471,18 @@ class Session:
                 members = writers or self.weights.members
                 kept.take(self.state, step, self.evaluations, members, self.founded)
             elif due:
-                kept.put_off()
+                kept.defer()
                 self.control.keep()
             self.weights.compare_after(step)  # others may have taken it
         self.control.checkpoint_late = kept.late
 
     def _body_ended(self) -> None:
-        self.state.untouched.check()
-        self.state.optimizers.check_body()
-        said = [*self.state.untouched.attributes_set(), *self._unpassed.check()]
-        for text in said if self.rank == 0 else ():
-            self.link.say(text)
-        written = self.stepper.buffers.written_outside()
-        if written is not None:
-            raise LoopError(
-                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by calling the model "
-                "in training mode: use ctx.evaluate, or call model.eval() before and model.train() after; "
-                "keep an average of buffers in a model of its own and pass it as state="
-            )
-        self.stepper.buffers.take_extra_state()
+        self._loop_guard.body_ended(self._warn)
         self.in_body = False
+
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:  # the others say the same
+            self.link.say(text)
 
     def pass_point(self, name: str, step: int | None = None) -> None:
         """A named instant at which a test may have planned a fault."""

@@ -10,9 +10,9 @@ from elastic_dp.data.generators import seed_everything
 from elastic_dp.errors import ElasticError, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train.context import TrainContext
-from elastic_dp.train.controller_link import Link
-from elastic_dp.train.exactness.machine_kind import Determinism
-from elastic_dp.train.generations.worker_control import ORPHANED, Control, Released
+from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.generations.worker_control import ORPHANED, Released, WorkerControl
 from elastic_dp.train.session import Session
 
 TrainFunction = Callable[[TrainContext], None]
@@ -21,14 +21,14 @@ _SAY_AGAIN_S = 5.0
 
 def run_worker(train: TrainFunction, session: Session) -> str:
     """Until this worker is released; returns why. What user code raises is posted, not raised."""
-    with Determinism(session.spec.exact) as determinism:
+    with DeterministicKernels(session.spec.exact) as determinism:
         session.inexact_because = determinism.because
         try:
             try:
                 call_train_function(train, session)
             except (Exception, SystemExit) as error:  # the user's code may raise anything
                 return fail_worker(session.worker, session.link, session.control, error)
-            session.linger()
+            session.serve_until_released()
         except Released as released:
             return str(released)
         finally:
@@ -36,7 +36,9 @@ def run_worker(train: TrainFunction, session: Session) -> str:
                 session.checkpoints.close()
 
 
-def fail_worker(worker: str, link: Link, control: Control, error: Exception | SystemExit) -> str:
+def fail_worker(
+    worker: str, link: ControllerLink, control: WorkerControl, error: Exception | SystemExit
+) -> str:
     """Say what went wrong, again and again, since there may be another controller by now; returns why it was released."""
     failure = _failure(worker, error)
     try:

@@ -12,7 +12,7 @@ from elastic_dp.cluster.ledger import Ledger, requests, time_left_s
 from elastic_dp.cluster.worker import Job, Worker
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.train.controller_link import Link
+from elastic_dp.train.controller_link import ControllerLink
 from tests.coordinator.scenes import Scene
 from tests.runs import spec_of
 
@@ -89,7 +89,7 @@ def test_it_asks_the_workers_there_are():
     assert made.coordinator._lineage.established
 
 
-class Heard(Link):
+class Heard(ControllerLink):
     def __init__(self):
         self.said = []
 

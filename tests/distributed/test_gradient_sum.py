@@ -14,8 +14,13 @@ import torch
 
 from elastic_dp.distributed import gradient_sum, process_group
 from elastic_dp.distributed.gradient_sum import GradientSum
-from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous, open_store
-from elastic_dp.distributed.record_gather import Header
+from elastic_dp.distributed.process_group import (
+    Forming,
+    ProcessGroup,
+    Rendezvous,
+    open_rendezvous_store,
+)
+from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import fold
 from tests.patience import PATIENCE_S
 
@@ -26,14 +31,14 @@ CPU = torch.device("cpu")
 def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Groups go with their test, and not on a thread that may outlive the interpreter."""
     left: list[object] = []
-    monkeypatch.setattr(process_group._graveyard, "bury", left.append)
+    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
     yield
     left.clear()
 
 
 def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[object]:
     """What `act` returns for each rank of a group."""
-    store = open_store("127.0.0.1", b"secret")
+    store = open_rendezvous_store("127.0.0.1", b"secret")
 
     def member(rank: int) -> object:
         forming = Forming(
@@ -142,7 +147,7 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
 
 def test_records_of_any_length_follow_each_other() -> None:
     def gather(group: ProcessGroup) -> list[list[bytes]]:
-        header, heard = Header(group), []
+        header, heard = RecordGather(group), []
         for length in (0, 7, 5000, 3):
             header.launch(bytes([group.rank]) * length * (group.rank + 1))
             heard.append(header.collect())

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_dp.distributed import process_group, rendezvous_store
-from elastic_dp.distributed.process_group import Forming, Rendezvous, open_store
-from elastic_dp.distributed.rendezvous_store import StoreClient
+from elastic_dp.distributed.process_group import Forming, Rendezvous, open_rendezvous_store
+from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient
 from elastic_dp.errors import FormingFailed
 from tests.patience import PATIENCE_S, eventually
 
@@ -23,13 +23,13 @@ PATIENT = timedelta(seconds=PATIENCE_S)
 
 @pytest.fixture
 def server():
-    server = open_store("127.0.0.1", SECRET)
+    server = open_rendezvous_store("127.0.0.1", SECRET)
     yield server
     server.close()
 
 
 def client(server, secret=SECRET, timeout=PATIENT):
-    return StoreClient("127.0.0.1", server.port, secret, timeout)
+    return RendezvousStoreClient("127.0.0.1", server.port, secret, timeout)
 
 
 def test_values_come_back_to_whoever_waits(server):

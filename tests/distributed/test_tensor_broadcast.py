@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_dp.distributed import tensor_broadcast
-from elastic_dp.distributed.process_group import Forming, Rendezvous, open_store
+from elastic_dp.distributed.process_group import Forming, Rendezvous, open_rendezvous_store
 from elastic_dp.errors import CollectiveFailed, StateError
 from elastic_dp.train.generations import state_payload
 from tests.checkpoint.states import same
@@ -51,13 +51,13 @@ def test_every_kind_of_value_comes_in_every_bit():
     from elastic_dp.checkpoint.encoding import types_in
 
     def receive(group):
-        return state_payload.received(group, torch.device("cpu"), types_in(TREE))
+        return state_payload.receive_state(group, torch.device("cpu"), types_in(TREE))
 
-    tree, _ = there(state_payload.wrapped(TREE), receive)
+    tree, _ = there(state_payload.serialize_state(TREE), receive)
     for key, value in TREE.items():
         assert same(value, tree[key]), key
     nan = torch.tensor([0x7FC12345, -0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    tree, nbytes = there(state_payload.wrapped({"x": nan, "text": "é" * 100_000}), receive)
+    tree, nbytes = there(state_payload.serialize_state({"x": nan, "text": "é" * 100_000}), receive)
     assert tree["x"].view(torch.int32).tolist() == nan.view(torch.int32).tolist() and nbytes == 8
     assert tree["text"] == "é" * 100_000  # longer than the first broadcast
 
@@ -67,11 +67,11 @@ def test_tensors_arrive_where_they_are_to_be():
     tree = {"a": torch.ones(3), "b": torch.ones(2)}
 
     def receive(group):
-        return state_payload.received(
+        return state_payload.receive_state(
             group, torch.device("cpu"), {}, lambda encoded, specs: {encoded["a"]["v"]: mine}
         )
 
-    got, _ = there(state_payload.wrapped(tree), receive)
+    got, _ = there(state_payload.serialize_state(tree), receive)
     assert got["a"].data_ptr() == mine.data_ptr() and mine.tolist() == [1, 1, 1]
 
 
@@ -87,10 +87,10 @@ class Runs:
 def test_code_is_neither_sent_nor_run():
     """State travelled as a pickle, so whoever joined a group could run code in each member."""
     with pytest.raises(StateError, match="Runs"):
-        state_payload.wrapped({"x": Runs()})
-    foreign = tensor_broadcast.wrap(pickle.dumps(Runs()))
+        state_payload.serialize_state({"x": Runs()})
+    foreign = tensor_broadcast.pack_payload(pickle.dumps(Runs()))
     with pytest.raises(ValueError, match=r"codec|Expecting"):
-        there(foreign, lambda group: state_payload.received(group, torch.device("cpu"), {}))
+        there(foreign, lambda group: state_payload.receive_state(group, torch.device("cpu"), {}))
     assert not Runs.ran
 
 
@@ -100,7 +100,7 @@ def test_tensor_of_an_unknown_kind_is_refused():
 
 
 def test_state_goes_through_a_real_group():
-    store = open_store("127.0.0.1", SECRET)
+    store = open_rendezvous_store("127.0.0.1", SECRET)
     found = {}
 
     def member(rank):
@@ -109,10 +109,10 @@ def test_state_goes_through_a_real_group():
         group = Forming(meet, rank=rank, world_size=2, **how).start().wait()
         if rank == 0:
             tensor_broadcast.send(
-                group, state_payload.wrapped({"w": torch.arange(400_000.0), "n": 2**70})
+                group, state_payload.serialize_state({"w": torch.arange(400_000.0), "n": 2**70})
             )
         else:
-            found["tree"], _ = state_payload.received(group, torch.device("cpu"), {})
+            found["tree"], _ = state_payload.receive_state(group, torch.device("cpu"), {})
         group.wait(group.all_reduce(torch.ones(1)))
         group.close()
 

@@ -83,7 +83,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
         for method, point in {"_launch": "sent", "_add_up": "gather"}.items():
             setattr(GradientSum, method, _passing(point, session, getattr(GradientSum, method)))
         train(ctx)
-        assert len(session.stepper.gradients._buckets) >= 3
+        assert len(session.step_runner.gradients._buckets) >= 3
 
     return cut
 

@@ -15,7 +15,7 @@ from elastic_dp.spec import CheckpointConfig
 _ASK_AGAIN_S = 30.0  # nobody may have been there to take it, or it was lost
 
 
-class Pace:
+class CheckpointSchedule:
     """Times are of one clock, in seconds. Of one thread."""
 
     def __init__(self, config: CheckpointConfig, now: float) -> None:

@@ -16,11 +16,11 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.reading import newest_first, read_share
 from elastic_dp.checkpoint.seal import Seal
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import receive, send, share_out, wrap
+from elastic_dp.distributed.tensor_broadcast import exchange_spans, pack_payload, receive, send
 from elastic_dp.errors import CheckpointDamaged
 
 
-def read_together(
+def read_collectively(
     catalog: Catalog,
     group: ProcessGroup,
     *,
@@ -43,7 +43,9 @@ def read_together(
         if not reasons:
             layout, size = seal.manifest.layout, group.world_size
             if size > 1:
-                share_out(group, line, [layout.span(layout.share(r, size)) for r in range(size)])
+                exchange_spans(
+                    group, line, [layout.span(layout.share(r, size)) for r in range(size)]
+                )
             return seal, line
         if group.rank == 0:
             damaged(CheckpointDamaged(seal.step, "; ".join(dict.fromkeys(reasons))))
@@ -56,7 +58,7 @@ def _of_all(group: ProcessGroup, seal: Seal | None) -> Seal:
         return seal
     if group.rank == 0:
         assert seal is not None
-        send(group, wrap(seal.step.to_bytes(8, "little") + seal.to_bytes()))
+        send(group, pack_payload(seal.step.to_bytes(8, "little") + seal.to_bytes()))
         return seal
     given, _ = receive(group, torch.device("cpu"))
     return Seal.from_bytes(given[8:], int.from_bytes(given[:8], "little"))

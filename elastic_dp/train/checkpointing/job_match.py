@@ -22,7 +22,7 @@ from elastic_dp.wording import counted
 _FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
 
 
-def made_of(
+def hyperparameters_of(
     optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
 ) -> dict[str, Any]:
     """What the code gave the optimizer and the scheduler, as texts; to be called before the first step. `total_steps`:
@@ -44,7 +44,7 @@ def made_of(
     }
 
 
-def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In words. `then` is empty in a checkpoint of before there was such a record."""
     if not then:
         return []
@@ -62,7 +62,7 @@ def changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new]
 
 
-def decides(spec: JobSpec) -> dict[str, Any]:
+def job_identity(spec: JobSpec) -> dict[str, Any]:
     """What decides a run's result, beside its data, and must not change while it keeps its name."""
     return {
         "virtual_workers": spec.scaling.num_virtual_workers,
@@ -85,7 +85,7 @@ def check_job(about: About, job: Mapping[str, Any], data: str) -> None:
             )
 
 
-def total_changed(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+def changed_total_steps(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
     """In words, where the code reads the total: by itself it says nothing of what is made from it."""
     old, new = then.get("total_steps"), now["total_steps"]
     if old is None or new is None or old == new:

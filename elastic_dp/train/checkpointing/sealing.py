@@ -9,7 +9,7 @@
 - Steps are sealed in their order: what is told late of a step before the newest seal is of no use to anybody.
 - All of it happens on one thread of its own, in the order in which it was told; storage may take its time. It begins
   with the lease on the run, so nothing is found or sealed while another holds it; and a lease that is lost is told.
-- That thread also keeps the pace (pace.py): it knows what checkpoints cost and how often everyone was lost.
+- That thread also keeps the schedule (checkpoint_schedule.py): it knows what checkpoints cost and how often everyone was lost.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.errors import CheckpointError, FileDamaged, LeaseLost, StateError, StorageError
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.threads import background
-from elastic_dp.train.checkpointing.checkpoint_schedule import Pace
-from elastic_dp.train.controller_link import Written
+from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
+from elastic_dp.train.controller_link import WrittenParts
 
 _AGAIN_S = 2.0
 _PATIENCE_S = 5.0  # with members that have not told what they wrote
@@ -48,7 +48,7 @@ T = TypeVar("T")
 class _Unsealed:
     """A checkpoint of which some parts were written."""
 
-    first: Written
+    first: WrittenParts
     shares: dict[WorkerId, list[Share]] = field(default_factory=dict)
     asked: dict[int, WorkerId] = field(default_factory=dict)  # of whom each part was asked
     stall_s: float = 0.0
@@ -93,7 +93,7 @@ class Sealer:
         self._holder = Holder(
             catalog.store, lease, time.monotonic, time.time, catalog.highest_fence
         )
-        self._pace = Pace(config, time.monotonic())
+        self._schedule = CheckpointSchedule(config, time.monotonic())
         self._was_lost = False  # whether going on from a checkpoint means that everyone was lost
         self._metrics = _Metrics()
         self._said_unranked = False
@@ -112,7 +112,7 @@ class Sealer:
         """What a checkpoint of this step is to know."""
         self._metrics.add(step, metrics)
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         self._tasks.put(lambda: self._count(worker, written))
 
     def lost(self, worker: WorkerId) -> None:
@@ -163,7 +163,7 @@ class Sealer:
     def _next(self) -> Callable[[], None] | None:
         """The next task; in between the lease is renewed, and what is due is asked for."""
         while True:
-            self._hurry()
+            self._request_missing()
             self._keep_pace()
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=self._idle_s())
@@ -179,12 +179,14 @@ class Sealer:
         now = time.monotonic()
         hurry_at = [one.told_at + _PATIENCE_S for one in self._unsealed.values()]
         dues = [at for at in hurry_at if at > now]
-        return max(0.0, min(self._holder.lease.renew_at_s(), self._pace.due_at(now), *dues) - now)
+        return max(
+            0.0, min(self._holder.lease.renew_at_s(), self._schedule.due_at(now), *dues) - now
+        )
 
     def _keep_pace(self) -> None:
         now = time.monotonic()
-        if now >= self._pace.due_at(now):
-            self._pace.asked(now)
+        if now >= self._schedule.due_at(now):
+            self._schedule.asked(now)
             self._want()
 
     def _acquire(self) -> None:
@@ -212,7 +214,7 @@ class Sealer:
             newest = next(self._catalog.seals(), None)
             if newest is not None:
                 about = newest.about
-                self._pace.resume(about.losses, about.observed_s, time.monotonic())
+                self._schedule.resume(about.losses, about.observed_s, time.monotonic())
 
     def _go_on(self) -> int | None:
         """From the newest checkpoint, under a claim of our own: what is sealed from now on descends from it."""
@@ -221,7 +223,7 @@ class Sealer:
         self._at_most = sys.maxsize
         self._catalog.claim(self._fence, names[-1] if names else None)
         if self._was_lost and names:
-            self._pace.lost(time.monotonic())
+            self._schedule.lost(time.monotonic())
         self._was_lost = True
         self._unsealed.clear()
         self._sealed = 0  # what is newest by name may be damaged
@@ -245,7 +247,7 @@ class Sealer:
         self._unsealed.clear()
         self._at_most, self._rejected, self._sealed = after_step, founded, 0
 
-    def _count(self, worker: WorkerId, written: Written) -> None:
+    def _count(self, worker: WorkerId, written: WrittenParts) -> None:
         share = written.share
         given_up = worker in self._given_up or written.founded <= self._rejected
         if given_up or share.step in self._refused:
@@ -291,7 +293,7 @@ class Sealer:
             one.asked.update(dict.fromkeys(absent, there[0]))
             self._ask(there[0], step, sorted(absent))
 
-    def _hurry(self) -> None:
+    def _request_missing(self) -> None:
         """What nobody owes is missing, too, where members shared the writing by two memberships."""
         for step, one in self._unsealed.items():
             if time.monotonic() > one.told_at + _PATIENCE_S:
@@ -306,7 +308,7 @@ class Sealer:
             about = self._about(step, one.first)
             write_seal(self._catalog, one.manifest, one.written, self._fence, about)
             self._sealed = step
-            self._pace.sealed(one.stall_s, time.monotonic())
+            self._schedule.sealed(one.stall_s, time.monotonic())
             self._tell(f"checkpoint of step {step} is sealed")
             self._say_unranked(step, about)
             self._on_seal(step)
@@ -326,9 +328,9 @@ class Sealer:
                 "step logs with ctx.log, or gives to ctx.checkpoint, counts"
             )
 
-    def _about(self, step: int, written: Written) -> About:
+    def _about(self, step: int, written: WrittenParts) -> About:
         """What is known of a step that is being sealed."""
-        losses, observed_s = self._pace.observed(time.monotonic())
+        losses, observed_s = self._schedule.observed(time.monotonic())
         return About(
             job=written.job,
             data=written.data,

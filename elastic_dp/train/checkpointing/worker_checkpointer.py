@@ -30,21 +30,21 @@ from elastic_dp.coordinator.messages import Signature, WorkerId
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import CheckpointDamaged, StateError, StorageError
 from elastic_dp.spec import CheckpointConfig
-from elastic_dp.train.checkpointing.collective_read import read_together
+from elastic_dp.train.checkpointing.collective_read import read_collectively
 from elastic_dp.train.checkpointing.job_match import (
-    changed,
+    changed_hyperparameters,
+    changed_total_steps,
     check_fits,
     check_job,
-    made_of,
-    total_changed,
+    hyperparameters_of,
 )
 from elastic_dp.train.checkpointing.orphan_checkpoint import seal_alone
-from elastic_dp.train.controller_link import Link, Written
-from elastic_dp.train.generations.state_payload import settled
+from elastic_dp.train.controller_link import ControllerLink, WrittenParts
+from elastic_dp.train.generations.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
 
 
-class Checkpoints:
+class WorkerCheckpointer:
     """Of one member. `write` is for the control thread, all else for the training thread."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Checkpoints:
         catalog: Catalog,
         config: CheckpointConfig,
         worker: str,
-        link: Link,
+        link: ControllerLink,
         lease_token: str = "",
         lease_s: float = 60.0,
     ) -> None:
@@ -83,7 +83,7 @@ class Checkpoints:
     ) -> None:
         """Before anything is trained: raises StateError if something of the state cannot be stored. `job`: what else than
         the data decides the result, by name. `total_steps`: of the run, where the train function has read it."""
-        made = made_of(state.optimizer, state.scheduler, total_steps)
+        made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
         self._job, self._data = software.pop("code", ""), signature.data
@@ -109,7 +109,7 @@ class Checkpoints:
             )
         return False
 
-    def put_off(self) -> None:
+    def defer(self) -> None:
         """What the body asked for is from now on a wish, as a controller's is."""
         self._asked = False
 
@@ -162,7 +162,7 @@ class Checkpoints:
     def seal_alone(
         self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
     ) -> None:
-        """At the head of the loop, when no controller has answered for long: see orphans.py. Says what came of it."""
+        """At the head of the loop, when no controller has answered for long: see orphan_checkpoint.py. Says what came of it."""
         with contextlib.suppress(StorageError):
             self._uploader.wait()
         snapshot = self._uploader.snapshot
@@ -201,14 +201,14 @@ class Checkpoints:
         enters: Callable[[str], None],
     ) -> tuple[Seal, list[dict[str, float]]]:
         """Take everything from the newest checkpoint that is whole, as all members of `group` do at the same time.
-        Returns it, and what its step's body evaluated. `enters`: see `read_together`.
+        Returns it, and what its step's body evaluated. `enters`: see `read_collectively`.
 
         Raises RunMismatch if it is not of this job."""
 
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
 
-        seal, line = read_together(self._catalog, group, enters=enters, damaged=damaged)
+        seal, line = read_collectively(self._catalog, group, enters=enters, damaged=damaged)
         types = types_of(state)
         check_job(seal.about, self._naming["job"], self._data)
         tree = whole_tree(seal, line, device=device, types=types)
@@ -222,17 +222,17 @@ class Checkpoints:
             )
         check_fits(tree, seal.about.naming, state)
         made = seal.about.naming.get("made", {})
-        if texts := changed(made, self._naming["made"]):
+        if texts := changed_hyperparameters(made, self._naming["made"]):
             warnings.append(
                 f"{'; '.join(texts)}. The values of the checkpoint of step {seal.step} count, as after "
                 "load_state_dict; to change them in this run, set them in the loop's body"
             )
-        warnings += total_changed(made, self._naming["made"], seal.step)
+        warnings += changed_total_steps(made, self._naming["made"], seal.step)
         if group.rank == 0:  # the others have nothing else to say
             self._link.say(f"going on from step {seal.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        state.adopt(settled(tree, device, types, state.own_tensors), body=True)
+        state.adopt(rehome_state(tree, device, types, state.own_tensors), body=True)
         self._taken = seal.step
         return seal, tree["evaluations"]
 
@@ -241,7 +241,7 @@ class Checkpoints:
         self._uploader.close()
 
     def _wrote(self, share: Share, manifest: Manifest) -> None:
-        written = Written(
+        written = WrittenParts(
             share,
             self._members,
             manifest,

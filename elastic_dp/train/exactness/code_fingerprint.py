@@ -20,7 +20,7 @@ from typing import Any
 from elastic_dp.shipping import is_installed
 
 
-def code_of(train: Any, *, constants: bool = True) -> str:
+def code_fingerprint(train: Any, *, constants: bool = True) -> str:
     """16 hexadecimal digits. Without `constants` for workers to compare: a module of theirs may hold the name of its host."""
     walk = _Walk(constants)
     walk.visit("train", train)

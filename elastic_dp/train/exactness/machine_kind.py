@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-def kind_of(device: torch.device, exact: bool) -> str:
+def machine_kind(device: torch.device, exact: bool) -> str:
     """Equal strings: the same operations give the same bits (with deterministic kernels)."""
     parts = [f"torch {torch.__version__}", f"exact {exact}"]
     if device.type == "cuda":
@@ -43,7 +43,7 @@ def _processor() -> str:
     return " ".join(facts[name] for name in named if name in facts)
 
 
-def software_of(device: torch.device, code: str) -> tuple[tuple[str, str], ...]:
+def software_versions(device: torch.device, code: str) -> tuple[tuple[str, str], ...]:
     """What members must have in common to understand each other and to run the same program, exact or not."""
     versions = [
         ("Python", ".".join(platform.python_version_tuple()[:2])),
@@ -74,7 +74,7 @@ def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, .
 EXACT_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-class Determinism:
+class DeterministicKernels:
     """Deterministic kernels while open; `because` names every operation that had none."""
 
     def __init__(self, exact: bool) -> None:
@@ -82,7 +82,7 @@ class Determinism:
         self._exact = exact
         self._restore: Any = None
 
-    def __enter__(self) -> Determinism:
+    def __enter__(self) -> DeterministicKernels:
         if not self._exact:
             return self
         self._restore = (

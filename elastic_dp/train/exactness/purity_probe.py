@@ -43,7 +43,7 @@ Facts = dict[str, str]  # what is compared, by name; a digest begins with "#"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProbeOutcome:
     """What one run of a micro-batch gave."""
 
     rows: Facts
@@ -53,22 +53,22 @@ class Outcome:
     metrics: Facts = field(default_factory=dict)
 
 
-class Runs(Protocol):
-    """`train.step.Stepper`, as a probe needs it."""
+class ProbeTarget(Protocol):
+    """`StepRunner`, as a probe needs it."""
 
     exact: bool
     device: torch.device
 
-    def try_out(self) -> Outcome | None:
+    def try_out(self) -> ProbeOutcome | None:
         """Run the micro-batch and undo what it wrote; None where it has no loss."""
         ...
 
     def holds(self) -> tuple[Facts, Facts]:
-        """`Outcome.left` and `Outcome.kept`, now."""
+        """`ProbeOutcome.left` and `ProbeOutcome.kept`, now."""
         ...
 
 
-def probe(runs: Runs, because: list[str], say: Callable[[str], None]) -> None:
+def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> None:
     """Raises DataError and LossError. `because`: why the run is not exact, so far."""
     kernels = bool(because) or runs.device.type == "cuda"  # may be why results differ
     left: Facts = {}
@@ -122,7 +122,7 @@ def _settings_undone(device: torch.device) -> list[str]:
 
 
 def _judge(
-    before: Facts, first: Outcome, second: Outcome, meanwhile: list[str]
+    before: Facts, first: ProbeOutcome, second: ProbeOutcome, meanwhile: list[str]
 ) -> DataError | LossError | None:
     if rows := _differences(first.rows, second.rows):
         return DataError(

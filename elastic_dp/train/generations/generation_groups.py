@@ -14,23 +14,23 @@ import torch
 from elastic_dp.coordinator.messages import Membership, WorkerId
 from elastic_dp.distributed.process_group import Forming, ProcessGroup
 from elastic_dp.errors import FormingFailed, GroupError
-from elastic_dp.train.generations.worker_control import Control, Form
+from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
 
 
-class Groups:
+class GenerationGroups:
     """`main` is set while the worker is inside a generation."""
 
     def __init__(
-        self, worker: WorkerId, device: torch.device, backend: str, control: Control
+        self, worker: WorkerId, device: torch.device, backend: str, control: WorkerControl
     ) -> None:
         self._worker, self._device, self._backend, self._control = worker, device, backend, control
         self.main: ProcessGroup | None = None
         self.unreachable: tuple[WorkerId, ...] = ()  # in the last forming that failed
-        self._form: Form | None = None
+        self._form: FormGroup | None = None
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
 
-    def start(self, form: Form, involved: Sequence[int]) -> None:
+    def start(self, form: FormGroup, involved: Sequence[int]) -> None:
         """Begin to form the group of all, and that of the ranks that are `involved` in the hand-over, if any are."""
         self._form, self.unreachable, self._involved = form, (), involved
         self._main_forming = self._forming("main", range(len(form.membership.seats)))
@@ -83,7 +83,7 @@ class Groups:
             backend=self._backend,
             timeout_s=membership.forming_timeout_s,
         )
-        self._control.guard(forming)
+        self._control.abort_at_end(forming)
         return forming.start()
 
     def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:

@@ -12,20 +12,20 @@ from elastic_dp.checkpoint.decoding import decode
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.tensor_broadcast import Parcel, TensorSpec
+from elastic_dp.distributed.tensor_broadcast import StatePayload, TensorMeta
 
 # For an encoded tree and its tensors: which of ours are to be written in place, by number.
-Targets = Callable[[Any, Sequence[TensorSpec]], Mapping[int, torch.Tensor]]
+Targets = Callable[[Any, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
 
 
-def wrapped(tree: Any) -> Parcel:
+def serialize_state(tree: Any) -> StatePayload:
     """Raises StateError, which names the entry that has no such form."""
     encoded, tensors = encode(tree)
     text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    return tensor_broadcast.wrap(text, [tensor for _, tensor in tensors])
+    return tensor_broadcast.pack_payload(text, [tensor for _, tensor in tensors])
 
 
-def received(
+def receive_state(
     group: ProcessGroup,
     device: torch.device,
     types: Mapping[str, type],
@@ -33,7 +33,7 @@ def received(
 ) -> tuple[Any, int]:
     """The tree that rank 0 of `group` sends, and the bytes of its tensors. `types`: see `decode`."""
 
-    def ours(text: bytes, specs: Sequence[TensorSpec]) -> Mapping[int, torch.Tensor]:
+    def ours(text: bytes, specs: Sequence[TensorMeta]) -> Mapping[int, torch.Tensor]:
         return {} if targets is None else targets(json.loads(text), specs)
 
     text, tensors = tensor_broadcast.receive(group, device, ours)
@@ -41,12 +41,14 @@ def received(
     return tree, sum(t.numel() * t.element_size() for t in tensors)
 
 
-def settled(tree: Any, device: torch.device, types: Mapping[str, type], targets: Targets) -> Any:
+def rehome_state(
+    tree: Any, device: torch.device, types: Mapping[str, type], targets: Targets
+) -> Any:
     """The same tree with its tensors in memory of ours: in what `targets` names, or in fresh one."""
     encoded, named = encode(tree)
     tensors = [tensor for _, tensor in named]
-    ours = targets(encoded, [tensor_broadcast.spec_of(tensor) for tensor in tensors])
-    return decode(encoded, tensor_broadcast.settle(tensors, device, ours), types=types)
+    ours = targets(encoded, [tensor_broadcast.meta_of(tensor) for tensor in tensors])
+    return decode(encoded, tensor_broadcast.copy_to_own_memory(tensors, device, ours), types=types)
 
 
 def tensor_slot(encoded: Any) -> int | None:

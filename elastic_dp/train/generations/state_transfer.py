@@ -3,7 +3,7 @@
 from elastic_dp.coordinator.messages import Membership, TrainingPosition
 
 
-def handing_over(membership: Membership, rank: int, place: TrainingPosition) -> list[int]:
+def state_transfer_ranks(membership: Membership, rank: int, place: TrainingPosition) -> list[int]:
     """The ranks between which state is handed over, the source first; empty if `rank` (at `place`) is not one."""
     seats = membership.seats
     source = membership.rank(membership.source)

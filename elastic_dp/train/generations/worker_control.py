@@ -28,7 +28,7 @@ class Abortable(Protocol):
     def abort(self) -> None: ...
 
 
-class Wake:
+class EndSignal:
     """Set when the generation ends."""
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FormGroup:
     membership: Membership
     rendezvous: Rendezvous
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ConfirmLeft:
     """The controller asks a worker that waits whether it is out of `generation`."""
 
     generation: int
@@ -57,7 +57,7 @@ class Orphaned:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class CheckpointState:
     """Make a checkpoint of the state that this worker has held since `generation`; the `writers` share the writing."""
 
     generation: int
@@ -69,7 +69,7 @@ ORPHANED = "no controller has answered for orphan_timeout_s"
 
 
 @dataclass
-class Control:
+class WorkerControl:
     """Methods above the line are the control thread's, those below it the training thread's."""
 
     lease_s: float = math.inf
@@ -84,8 +84,8 @@ class Control:
     _planned: dict[int, int] = field(default_factory=dict)  # generation -> last step
     _attempting: int | None = None
     _asked: int = 0  # answer for this generation, when next waiting
-    _form: Form | None = None
-    _keep: Keep | None = None
+    _form: FormGroup | None = None
+    _keep: CheckpointState | None = None
     _release: str | None = None
     _stop: str | None = None
     checkpoint_wanted: bool = False
@@ -97,7 +97,7 @@ class Control:
         with self._changed:
             newest = max(self._generation, self._form.membership.generation if self._form else 0)
             if membership.generation > max(newest, self._ended):
-                self._form = Form(membership, rendezvous)
+                self._form = FormGroup(membership, rendezvous)
                 self._planned = {
                     g: s for g, s in self._planned.items() if g >= membership.generation
                 }
@@ -143,7 +143,7 @@ class Control:
 
     def keep_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
         with self._changed:
-            self._keep = Keep(generation, writers)
+            self._keep = CheckpointState(generation, writers)
             self._changed.notify_all()
 
     def _end(self, generation: int) -> None:
@@ -169,7 +169,7 @@ class Control:
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
         return min(left_s, threading.TIMEOUT_MAX)
 
-    def wait(self) -> Form | Answer | Keep | Orphaned:
+    def wait(self) -> FormGroup | ConfirmLeft | CheckpointState | Orphaned:
         """Outside of every generation: the next one to form, or what else is asked. Raises Released."""
         with self._changed:
             while True:
@@ -177,7 +177,7 @@ class Control:
                     raise Released(self._release)
                 if self._asked:
                     asked, self._asked = self._asked, 0
-                    return Answer(asked)
+                    return ConfirmLeft(asked)
                 keep, self._keep = self._keep, None
                 if keep is not None and keep.generation >= self._generation:
                     return keep
@@ -202,7 +202,7 @@ class Control:
             if self._changed.wait_for(lambda: self._release is not None, timeout_s):
                 raise Released(self._release)
 
-    def guard(self, abortable: Abortable) -> None:
+    def abort_at_end(self, abortable: Abortable) -> None:
         """Abort this, too, when the present generation ends."""
         with self._changed:
             self._abortables.append(abortable)
@@ -211,8 +211,8 @@ class Control:
 
     def wait_until_ended(self) -> bool:
         """With nothing left to do in the present generation, until it ends. False: no controller is expected any more."""
-        ended = Wake()
-        self.guard(ended)
+        ended = EndSignal()
+        self.abort_at_end(ended)
         self.idle = True
         orphaned = False
         while not orphaned and not ended.event.wait(self.orphaned_in_s()):

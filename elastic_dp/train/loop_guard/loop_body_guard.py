@@ -34,7 +34,7 @@ _version = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ModuleEntry:
     """What a module holds under a name: a parameter, or a module with parameters."""
 
     name: str
@@ -51,14 +51,14 @@ class _Sample:
     view: np.ndarray[Any, Any]
 
 
-class Untouched:
+class LoopBodyGuard:
     """Watches one model and its optimizer from `begin` to `check`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
-        held = list(_held(model))
-        self._held_names, self._held = [h.name for h in held], [h.value for h in held]
+        held = list(_module_entries(model))
+        self._held_names, self._module_entries = [h.name for h in held], [h.value for h in held]
         self._holders, self._keys = [h.holder for h in held], [h.key for h in held]
         self._dicts, self._dict_names = _dicts(model)
         self._entries = [set(d) for d in self._dicts]
@@ -133,21 +133,21 @@ class Untouched:
                 "that joins could not tell, and what a forward pass makes of its rows is another on each worker. Have all "
                 "parameters, buffers and modules there before the loop; a cache may be a plain attribute"
             )
-        same = list(map(is_, map(dict.get, self._holders, self._keys), self._held))
+        same = list(map(is_, map(dict.get, self._holders, self._keys), self._module_entries))
         if not all(same):
             name = self._held_names[same.index(False)]
-            raise _wrote(f"put something else in the place of {name!r}")
+            raise _body_wrote(f"put something else in the place of {name!r}")
         versions = self._present_versions()
         if versions != self._versions:
             changed = next(
                 i for i, v in enumerate(zip(versions, self._versions, strict=True)) if v[0] != v[1]
             )
-            raise _wrote(f"wrote to {self._names[changed % len(self._names)]!r}")
+            raise _body_wrote(f"wrote to {self._names[changed % len(self._names)]!r}")
         for i, values, state in zip(self._window, self._values, self._states, strict=True):
             if values != self._sample(i):
-                raise _wrote(f"wrote to {self._names[i]!r}")
+                raise _body_wrote(f"wrote to {self._names[i]!r}")
             if state != self._state(i):
-                raise _wrote(f"wrote to the optimizer's state of {self._names[i]!r}")
+                raise _body_wrote(f"wrote to the optimizer's state of {self._names[i]!r}")
 
     def attributes_set(self) -> list[str]:
         """Warnings of plain attributes that the body which has ended has set, each once."""
@@ -204,7 +204,7 @@ class Untouched:
         """Some elements of a parameter, bit by bit."""
         p, sample = self._parameters[i], self._samples.get(i)
         if sample is None or sample.at != p.data_ptr():
-            sample = self._samples[i] = _Sample(p.data_ptr(), _spread(p))
+            sample = self._samples[i] = _Sample(p.data_ptr(), _sampled_view(p))
         return sample.view.tobytes()
 
     def _state(self, i: int) -> list[tuple[str, int, int]]:
@@ -228,18 +228,18 @@ def _dicts(model: nn.Module) -> tuple[list[dict[str, Any]], list[str]]:
     return dicts, names
 
 
-def _held(model: nn.Module) -> Iterator[_Held]:
+def _module_entries(model: nn.Module) -> Iterator[_ModuleEntry]:
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for key, p in module._parameters.items():
             if p is not None:
-                yield _Held(dot + key, module._parameters, key, p)
+                yield _ModuleEntry(dot + key, module._parameters, key, p)
         for key, child in module._modules.items():
             if child is not None and next(child.parameters(), None) is not None:
-                yield _Held(dot + key, module._modules, key, child)
+                yield _ModuleEntry(dot + key, module._modules, key, child)
 
 
-def _spread(p: torch.Tensor) -> np.ndarray[Any, Any]:
+def _sampled_view(p: torch.Tensor) -> np.ndarray[Any, Any]:
     """A view of some elements; of none on a device."""
     if p.device.type != "cpu" or p.numel() == 0:
         return np.empty(0)
@@ -250,7 +250,7 @@ def _spread(p: torch.Tensor) -> np.ndarray[Any, Any]:
     return few.unsqueeze(-1).view(torch.uint8).numpy()
 
 
-def _wrote(what: str) -> LoopError:
+def _body_wrote(what: str) -> LoopError:
     return LoopError(
         f"the body of the loop over ctx.steps {what}. Parameters, buffers and the optimizer's state may change only "
         "inside the step; keep an average of them in a model of its own and pass it as state=, or evaluate another "

@@ -15,7 +15,7 @@ from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.errors import ModelError, SpecError, StateError
 
 
-def check_inputs(
+def check_steps_arguments(
     model: Any,
     optimizer: Any,
     loss_fn: Any,

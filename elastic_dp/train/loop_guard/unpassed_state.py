@@ -30,7 +30,7 @@ _NOT_WALKED = (
 )
 
 
-class Unpassed:
+class UnpassedStateGuard:
     """`passed`: scheduler, if there is one, and values of `state=`. What optimizers hold is carried, too."""
 
     def __init__(

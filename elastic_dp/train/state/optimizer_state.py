@@ -25,7 +25,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SCHEDULER = "scheduler.state_dict()"
 
 
-class Optimizers:
+class OptimizerState:
     """`references`: what else of the run's objects has a name. Raises ModelError."""
 
     def __init__(

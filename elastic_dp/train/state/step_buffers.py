@@ -41,7 +41,7 @@ _Value = torch.Tensor | bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _BufferSlot:
     """Where a buffer lives, so that one that was assigned anew is seen and put back."""
 
     name: str
@@ -57,7 +57,7 @@ class _Place:
 class _Memory:
     """What one or several buffers hold. `content`: each of its elements once."""
 
-    places: tuple[_Place, ...]
+    slots: tuple[_BufferSlot, ...]
     tensors: tuple[torch.Tensor, ...]  # of these places
     homes: tuple[torch.Tensor, ...]  # they see the memory in which the tensors were at first
     content: torch.Tensor
@@ -66,19 +66,19 @@ class _Memory:
     def replaced(self) -> bool:
         """Whether another tensor is in a place, or a tensor is elsewhere in memory (`buffer.data = …`)."""
         return any(
-            place.tensor is not tensor or tensor.data_ptr() != home.data_ptr()
-            for place, tensor, home in zip(self.places, self.tensors, self.homes, strict=True)
+            slot.tensor is not tensor or tensor.data_ptr() != home.data_ptr()
+            for slot, tensor, home in zip(self.slots, self.tensors, self.homes, strict=True)
         )
 
     def put_back(self) -> None:
-        for place, tensor, home in zip(self.places, self.tensors, self.homes, strict=True):
+        for slot, tensor, home in zip(self.slots, self.tensors, self.homes, strict=True):
             if tensor.data_ptr() != home.data_ptr():
                 tensor.data = home
-            place.module._buffers[place.key] = tensor
+            slot.module._buffers[slot.key] = tensor
 
     @property
     def names(self) -> str:
-        return " and ".join(repr(place.name) for place in self.places)
+        return " and ".join(repr(slot.name) for slot in self.slots)
 
     @property
     def version(self) -> int:
@@ -88,7 +88,7 @@ class _Memory:
 
     @property
     def is_count(self) -> bool:
-        return all(place.key == _COUNT for place in self.places)
+        return all(slot.key == _COUNT for slot in self.slots)
 
 
 class StepBuffers:
@@ -201,7 +201,7 @@ class StepBuffers:
         """The name of a buffer that differs from the committed one before a step has begun."""
         for i, memory in enumerate(self._own):
             if memory.replaced or self._written(i):
-                return memory.places[0].name
+                return memory.slots[0].name
         return None
 
     # ------------------------------------------------------------------------------ private
@@ -302,7 +302,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(shape, strides) if tensor.numel() else tensor
 
 
-def write(mine: torch.Tensor, given: torch.Tensor) -> None:
+def copy_values(mine: torch.Tensor, given: torch.Tensor) -> None:
     """Copy the values of `given`, also into a tensor that `expand` made, of which one element is many."""
     if mine.data_ptr() == given.data_ptr():
         return
@@ -314,21 +314,21 @@ def write(mine: torch.Tensor, given: torch.Tensor) -> None:
 
 def _memories(model: nn.Module) -> Iterable[_Memory]:
     """The memory of the buffers, in the order of their first names."""
-    held: dict[int, list[tuple[int, _Place, torch.Tensor]]] = {}  # by the tensor's identity
+    held: dict[int, list[tuple[int, _BufferSlot, torch.Tensor]]] = {}  # by the tensor's identity
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                place = _Place(f"{prefix}.{key}" if prefix else key, module, key)
-                held.setdefault(id(buffer), []).append((len(held), place, buffer))
+                slot = _BufferSlot(f"{prefix}.{key}" if prefix else key, module, key)
+                held.setdefault(id(buffer), []).append((len(held), slot, buffer))
     found: dict[int, _Memory] = {}
     buffers = [entries[0][2] for entries in held.values()]
     for together in _overlapping([*model.parameters(), *buffers]):
         if any(isinstance(tensor, nn.Parameter) for tensor in together):
             continue
         inside = [entry for tensor in together for entry in held[id(tensor)]]
-        (first, *_), places, tensors = zip(*sorted(inside, key=lambda entry: entry[0]), strict=True)
+        (first, *_), slots, tensors = zip(*sorted(inside, key=lambda entry: entry[0]), strict=True)
         homes = tuple(tensor.detach() for tensor in tensors)
-        found[first] = _Memory(places, tensors, homes, _content(places, tensors))
+        found[first] = _Memory(slots, tensors, homes, _content(slots, tensors))
     return [found[first] for first in sorted(found)]
 
 
@@ -361,15 +361,15 @@ def _reach(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _content(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _content(slots: Sequence[_BufferSlot], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     first = min(tensors, key=_first)
     if all(tensor is first for tensor in tensors):
         return _without_repeats(first.detach())
-    for place, tensor in zip(places, tensors, strict=True):
+    for slot, tensor in zip(slots, tensors, strict=True):
         stored = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if tensor.dtype != first.dtype or not stored:
             raise ModelError(
-                f"buffer {place.name!r} ({tensor.dtype}) shares memory with {places[0].name!r} ({tensors[0].dtype}) in "
+                f"buffer {slot.name!r} ({tensor.dtype}) shares memory with {slots[0].name!r} ({tensors[0].dtype}) in "
                 "another dtype or by way of NumPy. Register one of them, and make the other from it in forward"
             )
     size = max(_last(tensor)[1] for tensor in tensors) - first.data_ptr()
@@ -379,16 +379,16 @@ def _content(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> torch
 
 def _assigned(own: _Memory) -> torch.Tensor:
     """The value of a buffer that a leaf assigned anew. Raises ModelError."""
-    if len(own.places) > 1:
+    if len(own.slots) > 1:
         raise ModelError(
             f"buffers {own.names} share memory, and one of them was assigned anew in a step; write into it "
             "(copy_, add_), or register a copy of the other"
         )
-    place, tensor = own.places[0], own.homes[0]
-    present = place.tensor
+    slot, tensor = own.slots[0], own.homes[0]
+    present = slot.tensor
     if present is None or present.shape != tensor.shape or present.dtype != tensor.dtype:
         raise ModelError(
-            f"buffer {place.name!r} changed its shape or dtype in a step, or was removed"
+            f"buffer {slot.name!r} changed its shape or dtype in a step, or was removed"
         )
     value = present.detach()
     for dim, (size, whole) in enumerate(zip(own.content.shape, tensor.shape, strict=True)):
@@ -396,7 +396,7 @@ def _assigned(own: _Memory) -> torch.Tensor:
             value = value.narrow(dim, 0, 1)
     if value.shape != present.shape and not torch.equal(value.expand_as(present), present):
         raise ModelError(
-            f"buffer {place.name!r} is an expanded tensor, of which many elements are one, and was assigned others in a "
+            f"buffer {slot.name!r} is an expanded tensor, of which many elements are one, and was assigned others in a "
             "step; register it with .clone()"
         )
     return torch.empty_like(own.content).copy_(value)

@@ -22,15 +22,15 @@ from elastic_dp.checkpoint.encoding import types_in
 from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.objects import References
 from elastic_dp.checkpoint.shared_memory import join, split
-from elastic_dp.distributed.tensor_broadcast import TensorSpec
+from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.train.generations.state_payload import tensor_slot
-from elastic_dp.train.loop_guard.loop_body_guard import Untouched
+from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.state.loss_scale import LossScale
-from elastic_dp.train.state.optimizer_state import Optimizers, same
-from elastic_dp.train.state.step_buffers import write
+from elastic_dp.train.state.optimizer_state import OptimizerState, same
+from elastic_dp.train.state.step_buffers import copy_values
 from elastic_dp.train.state.step_record import StepRecord
 
-# What the trees of `Optimizers` are called.
+# What the trees of `OptimizerState` are called.
 _OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
 _OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory need not be set aside
@@ -49,7 +49,7 @@ class TrainState:
     bad_row_groups: set[int] = field(default_factory=set)  # left out of the data by all members
     kinds: list[str] = field(default_factory=list)  # of machines that have made steps of this state
     committed_extra: dict[str, bytes] = field(default_factory=dict)
-    _spares: list[list[torch.Tensor]] = field(default_factory=list)  # of `set_aside`
+    _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())
@@ -61,8 +61,10 @@ class TrainState:
             references.add(f"model.{name}", tensor)
         for key, value in self.user.items():
             references.add(f"state[{key!r}]", value)
-        self.optimizers = Optimizers(self.optimizer, self.scheduler, self.parameters, references)
-        self.untouched = Untouched(self.model, self.optimizer)
+        self.optimizers = OptimizerState(
+            self.optimizer, self.scheduler, self.parameters, references
+        )
+        self.loop_body_guard = LoopBodyGuard(self.model, self.optimizer)
         self.note_commit()
 
     def layout(self) -> tuple[str, bytes]:
@@ -123,12 +125,12 @@ class TrainState:
             "ended": ended,
         }
 
-    def set_aside(self) -> None:
+    def preallocate(self) -> None:
         """On a worker that will join: memory for the optimizer's state, so that the group need not wait for it.
 
         Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more than receiving it.
         """
-        self._spares = [
+        self._preallocated = [
             [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
             if p.requires_grad and p.numel() * p.element_size() >= _LARGE_BYTES
             else []
@@ -136,13 +138,13 @@ class TrainState:
             for p in group["params"]
         ]
 
-    def own_tensors(self, encoded: Any, specs: Sequence[TensorSpec]) -> dict[int, torch.Tensor]:
+    def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
         """For a void worker: receive parameters and buffers in place, and optimizer state in what was set aside.
         `encoded`: the tree, with numbers for its tensors."""
         step = encoded["step"]
         buffers = dict(self.model.named_buffers())
         ours: dict[int, torch.Tensor] = {}
-        for given, spares in zip(step["optimizer"], self._spares, strict=False):
+        for given, spares in zip(step["optimizer"], self._preallocated, strict=False):
             slots = [slot for x in given.values() if (slot := tensor_slot(x)) is not None]
             fitting = [s for s in slots if spares and specs[s].shape == spares[0].shape]
             ours |= zip(fitting, spares, strict=False)
@@ -153,7 +155,7 @@ class TrainState:
             slot = tensor_slot(given)
             if slot is not None:
                 ours[slot] = mine
-        self._spares = []
+        self._preallocated = []
         return ours
 
     @torch.no_grad()
@@ -161,10 +163,10 @@ class TrainState:
         """Take what a step changes from a complete tree and, on a joiner, what bodies change."""
         step = tree["step"]
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
-            write(mine, given)
+            copy_values(mine, given)
         buffers = dict(self.model.named_buffers())
         for name, given in step["buffers"].items():
-            write(buffers[name], given)
+            copy_values(buffers[name], given)
         changeable = tree["body"] if body else step
         own = changeable.get("own")
         own = step.get("own") if own is None else own

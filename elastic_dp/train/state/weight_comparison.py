@@ -21,7 +21,7 @@ from elastic_dp.errors import GroupError
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Weights:
+class WeightComparison:
     """`every`: compare after each step that it divides; None: never."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], every: int | None) -> None:

@@ -17,7 +17,7 @@ import torch
 STEPS = 16
 
 
-class Speed:
+class ComputeSpeed:
     """`tell` gets the number after each step; None: nobody wants to know, and nothing is measured."""
 
     def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
@@ -36,15 +36,15 @@ class Speed:
         """A new step, or the same one again."""
         self._instants.clear()
 
-    def starts(self) -> None:
+    def start_micro_batch(self) -> None:
         if self._tell is not None:
             self._instants.append(self._instant())
 
-    def stops(self) -> None:
+    def end_micro_batch(self) -> None:
         if len(self._instants) % 2:
             self._instants.append(self._instant())
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """The device has finished all of this step's virtual workers."""
         if self._tell is None or not self._instants:
             return

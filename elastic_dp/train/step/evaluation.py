@@ -56,7 +56,7 @@ def evaluate(
         raise ModelError(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
-    session.stepper.buffers.take_extra_state()  # of this body; what the evaluation changes is undone
+    session.step_runner.buffers.take_extra_state()  # of this body; what the evaluation changes is undone
     index = session.evaluations_begun
     session.evaluations_begun += 1
     known: Results = {}
@@ -118,7 +118,7 @@ def _one(
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)
-    with autocast(session.stepper.precision, session.device):
+    with autocast(session.step_runner.precision, session.device):
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     return float(loss), weight, metrics, left_out
 
@@ -136,7 +136,7 @@ def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Modu
     finally:
         for module, training in modes:
             module.training = training
-        session.stepper.buffers.undo()
+        session.step_runner.buffers.undo()
         random.setstate(generators[0])
         np.random.set_state(generators[1])
         torch.set_rng_state(generators[2])

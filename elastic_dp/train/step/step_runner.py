@@ -29,18 +29,24 @@ import torch
 from elastic_dp.data.generators import seed_everything
 from elastic_dp.distributed.gradient_sum import GradientSum
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.record_gather import Header
+from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Node, fold
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, body_seed, seed_for
-from elastic_dp.train.exactness.purity_probe import Facts, Outcome, attributes_of, facts_of, probe
-from elastic_dp.train.generations.worker_control import Control
+from elastic_dp.train.exactness.purity_probe import (
+    Facts,
+    ProbeOutcome,
+    attributes_of,
+    facts_of,
+    probe,
+)
+from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.step_buffers import StepBuffers
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
-from elastic_dp.train.state.weight_comparison import Weights
+from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.compute_speed import Speed
+from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean, parse_loss
 
 LossFn = Callable[[Any, Any], Any]
@@ -59,7 +65,7 @@ class Redo:
 
 
 @dataclass(slots=True)
-class _Leaf:
+class MicroBatchResult:
     """What one virtual worker's forward pass gave."""
 
     loss: float
@@ -68,11 +74,11 @@ class _Leaf:
 
 
 @dataclass
-class Stepper:
+class StepRunner:
     """Runs steps for one session; `group` and `shares` are set anew in each generation."""
 
     state: TrainState
-    weights: Weights
+    weights: WeightComparison
     loss_fn: LossFn
     data: BatchSource
     virtual_workers: int
@@ -81,10 +87,10 @@ class Stepper:
     clip_norm: float | None
     precision: str | None
     seed: int
-    control: Control
+    control: WorkerControl
     report: Callable[[str], None]  # tells the phase
-    pass_point: Callable[[str, int], None]  # see `faults`
-    speed: Speed
+    pass_point: Callable[[str, int], None]  # see fault_injection.py
+    speed: ComputeSpeed
     _group: ProcessGroup | None = None
     _shares: list[Node] = field(default_factory=list)
     # Of the last committed step, while they are still there.
@@ -99,7 +105,7 @@ class Stepper:
 
     def open(self, group: ProcessGroup, shares: Sequence[Node]) -> None:
         self._group, self._shares = group, list(shares)
-        self._header, self._values = Header(group), Header(group)
+        self._header, self._values = RecordGather(group), RecordGather(group)
         self.gradients.open(group, shares, self.virtual_workers, self.exact)
         self.speed.open()
 
@@ -122,8 +128,8 @@ class Stepper:
             self._undo()
             self.report("start")
 
-    def try_out(self) -> Outcome | None:
-        """Implements `probe.Runs`."""
+    def try_out(self) -> ProbeOutcome | None:
+        """Implements `ProbeTarget`."""
         batch = self._batch(1, self._largest())
         rows = facts_of("batch", batch)
         leaf = self._run_once(batch)
@@ -137,10 +143,10 @@ class Stepper:
             result |= facts_of(f"the buffer model.{name}", buffer)
         left, kept = self.holds()
         self._undo(tried=True)
-        return Outcome(rows, result, left, kept, facts_of("metrics", leaf.metrics))
+        return ProbeOutcome(rows, result, left, kept, facts_of("metrics", leaf.metrics))
 
     def holds(self) -> tuple[Facts, Facts]:
-        """Implements `probe.Runs`."""
+        """Implements `ProbeTarget`."""
         left: Facts = {}
         for name, p in self.state.parameters.items():
             left |= facts_of(f"model.{name}", p)
@@ -153,7 +159,7 @@ class Stepper:
     def _largest(self) -> int:
         return max(range(self.virtual_workers), key=lambda v: self.data.rows(1, v))
 
-    def _run_once(self, batch: Any) -> _Leaf | None:
+    def _run_once(self, batch: Any) -> MicroBatchResult | None:
         self.gradients.drop()  # those that the user's code has left before the loop
         v = self._largest()
         self._tries = True
@@ -200,7 +206,7 @@ class Stepper:
             return StopAgreed(heard.stop)
         if heard.late:
             self.gradients.settle()
-            self.gradients.careful = True
+            self.gradients.sequential = True
             self._undo()
             return Redo()
         if heard.bad:
@@ -222,7 +228,7 @@ class Stepper:
                 + "; ".join(self.data.describe(step, v) for v in sorted(leaves)[:4])
             )
         group.synchronize()
-        self.speed.stepped()
+        self.speed.end_step()
         self.pass_point("before_commit", step)
         self.control.commit()
         self.pass_point("after_commit", step)
@@ -236,11 +242,13 @@ class Stepper:
 
     # ------------------------------------------------------------------- up to the commit
 
-    def _run_mine(self, step: int, stop: str | None, expected: float) -> dict[int, _Leaf]:
+    def _run_mine(
+        self, step: int, stop: str | None, expected: float
+    ) -> dict[int, MicroBatchResult]:
         """Run my virtual workers, forward and backward."""
         assert self._group is not None
         mine = fold(*self._shares[self._group.rank], self.virtual_workers)
-        outcomes: dict[int, _Leaf] = {}
+        outcomes: dict[int, MicroBatchResult] = {}
         for i, leaf in enumerate(mine):
             is_last = i == len(mine) - 1
             v = leaf.virtual_worker
@@ -258,7 +266,7 @@ class Stepper:
                 loss.backward()
             self.buffers.after_leaf(v, contributes=loss is not None)
             self.gradients.after_leaf(leaf, is_last)
-            self.speed.stops()
+            self.speed.end_micro_batch()
         return outcomes
 
     def _batch(self, step: int, v: int) -> Any:
@@ -268,25 +276,25 @@ class Stepper:
 
     def _forward(
         self, batch: Any, step: int, v: int, expected: float
-    ) -> tuple[torch.Tensor | None, _Leaf]:
+    ) -> tuple[torch.Tensor | None, MicroBatchResult]:
         """The scaled loss to run backward from, or None where the weight is 0."""
         self.report(f"compute {v}")
         seed_everything(seed_for(self.seed, step, v))
         if batch is None:  # all its rows lie in bad row groups
-            return None, _Leaf(0.0, 0.0, {})
-        self.speed.starts()
+            return None, MicroBatchResult(0.0, 0.0, {})
+        self.speed.start_micro_batch()
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would be used again.
         torch.clear_autocast_cache()
-        untouched = self.state.untouched
-        versions = untouched.versions()
-        with untouched.in_loss(), autocast(self.precision, self.device):
+        loop_body_guard = self.state.loop_body_guard
+        versions = loop_body_guard.versions()
+        with loop_body_guard.in_loss(), autocast(self.precision, self.device):
             returned = self.loss_fn(self.state.model, batch)
-        written = untouched.written_since(versions)
+        written = loop_body_guard.written_since(versions)
         if written is not None:
             self._check_written(written)
         rows = self.data.rows(step, v) - self.data.masked(step, v)
         loss, weight, metrics = parse_loss(returned, rows)
-        leaf = _Leaf(float(loss.detach()), weight, metrics)
+        leaf = MicroBatchResult(float(loss.detach()), weight, metrics)
         if weight == 0.0:
             return None, leaf
         if not math.isfinite(leaf.loss) and self.state.loss_scale is None:
@@ -312,7 +320,7 @@ class Stepper:
             )
 
     def _launch_header(
-        self, step: int, outcomes: Mapping[int, _Leaf], stop: str | None
+        self, step: int, outcomes: Mapping[int, MicroBatchResult], stop: str | None
     ) -> tuple[int, int]:
         """How many flags it has for parameters, and for buffers: as many as the others' have."""
         bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in outcomes))
@@ -336,7 +344,7 @@ class Stepper:
         self.pass_point("header", step)
         return len(used), len(changed)
 
-    def _collect_headers(self, step: int, used: int, changed: int) -> _Heard:
+    def _collect_headers(self, step: int, used: int, changed: int) -> StepHeader:
         size = 1 + used + changed
         records = self._header.collect()
         either = _or([record[:size] for record in records])
@@ -344,7 +352,7 @@ class Stepper:
             msgpack.unpackb(record[size:], unicode_errors="surrogatepass") for record in records
         ]
         self.weights.compare(step - 1, [text.get("weights") for text in texts])
-        return _Heard(
+        return StepHeader(
             stop=next((text["stop"] for text in texts if text["stop"]), None),
             late=bool(either[0]),
             used=either[1 : 1 + used],
@@ -352,10 +360,14 @@ class Stepper:
             keep=any(text["keep"] for text in texts),
             keeps_late=any(text["keeps_late"] for text in texts),
             bad=frozenset(group for text in texts for group in text["bad"]),
-            leaves={v: _Leaf(loss, weight, m) for t in texts for v, loss, weight, m in t["v"]},
+            leaves={
+                v: MicroBatchResult(loss, weight, m) for t in texts for v, loss, weight, m in t["v"]
+            },
         )
 
-    def _counting(self, step: int, leaves: Mapping[int, _Leaf]) -> dict[int, _Leaf]:
+    def _counting(
+        self, step: int, leaves: Mapping[int, MicroBatchResult]
+    ) -> dict[int, MicroBatchResult]:
         """Those that have a weight, in the order of virtual workers. Raises LossError."""
         for v in sorted(leaves):
             leaf = leaves[v]
@@ -382,7 +394,7 @@ class Stepper:
     def _apply(
         self,
         step: int,
-        leaves: Mapping[int, _Leaf],
+        leaves: Mapping[int, MicroBatchResult],
         weight: float,
         finite: bool,
         used: Sequence[int],
@@ -427,7 +439,7 @@ class Stepper:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class StepHeader:
     """What the headers of all ranks say together."""
 
     stop: str | None
@@ -437,7 +449,7 @@ class _Heard:
     keep: bool  # somebody wants a checkpoint of this step
     keeps_late: bool  # somebody's last checkpoint is still being written: not yet
     bad: frozenset[int]  # row groups that some member could not decode, and no step before recorded
-    leaves: dict[int, _Leaf]  # by virtual worker
+    leaves: dict[int, MicroBatchResult]  # by virtual worker
 
 
 # --------------------------------------------------------------------------------------------- parts

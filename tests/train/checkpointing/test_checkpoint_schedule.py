@@ -7,17 +7,17 @@ import pytest
 
 from elastic_dp.checkpoint.interval import daly_s
 from elastic_dp.spec import CheckpointConfig
-from elastic_dp.train.checkpointing.checkpoint_schedule import Pace
+from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
 
 AUTO = CheckpointConfig(every="auto")
 
 
 def test_fixed_steps_alone_are_never_asked_for():
-    assert Pace(CheckpointConfig(every_steps=5), 0.0).due_at(1e6) == math.inf
+    assert CheckpointSchedule(CheckpointConfig(every_steps=5), 0.0).due_at(1e6) == math.inf
 
 
 def test_by_time_since_the_last_one():
-    pace = Pace(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
+    pace = CheckpointSchedule(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
     assert pace.due_at(100.0) == 160.0
     pace.sealed(0.1, 120.0)  # of a fixed step
     assert pace.due_at(120.0) == 180.0
@@ -28,7 +28,7 @@ def test_by_time_since_the_last_one():
 
 
 def test_asked_again_where_nobody_was_there_to_take_it():
-    pace = Pace(CheckpointConfig(every_s=1.0), 0.0)
+    pace = CheckpointSchedule(CheckpointConfig(every_s=1.0), 0.0)
     pace.asked(1.0)
     assert pace.due_at(1.0) == 31.0
     pace.lost(5.0)
@@ -36,11 +36,11 @@ def test_asked_again_where_nobody_was_there_to_take_it():
 
 
 def test_auto_waits_for_an_upload_and_follows_what_was_seen():
-    pace = Pace(AUTO, 0.0)
+    pace = CheckpointSchedule(AUTO, 0.0)
     pace.asked(10.0)
     pace.sealed(0.001, 10_000.0)
     assert pace.due_at(10_000.0) >= 10.0 + 9990.0
-    calm, bad = Pace(AUTO, 0.0), Pace(AUTO, 0.0)
+    calm, bad = CheckpointSchedule(AUTO, 0.0), CheckpointSchedule(AUTO, 0.0)
     calm.resume(1, 1e6, 0.0)
     bad.resume(100, 1e6, 0.0)
     assert calm.due_at(0.0) > 5 * bad.due_at(0.0)
@@ -68,14 +68,19 @@ class AtWork:
     """A pace as the sealer drives it; every third loss of everyone ends the controller, too, and a seal knows the rest."""
 
     def __init__(self, cost_s):
-        self.cost_s, self.pace, self.kept, self.lost = cost_s, Pace(AUTO, 0.0), (0, 0.0), 0
+        self.cost_s, self.pace, self.kept, self.lost = (
+            cost_s,
+            CheckpointSchedule(AUTO, 0.0),
+            (0, 0.0),
+            0,
+        )
 
     def interval_s(self, now, lost):
         """Training begins at `now`, after a loss of everyone or a checkpoint."""
         if lost:
             self.lost += 1
             if self.lost % 3 == 0:
-                self.pace = Pace(AUTO, now)
+                self.pace = CheckpointSchedule(AUTO, now)
                 self.pace.resume(*self.kept, now)
             self.pace.lost(now)
         elif now:

@@ -12,7 +12,7 @@ from torch import nn
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import collective_read
-from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import eventually
 from tests.runs import group, local, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import job
@@ -147,7 +147,7 @@ def test_killed_as_it_begins_and_when_its_share_is_read(point, calm, there, tmp_
     """Each rank in turn, each in a generation of its own."""
     files = [str(tmp_path / f"{rank}") for rank in range(3)]
     faults = tuple(
-        Fault(point, rank=rank, once=file, after=tuple(files[:rank]))
+        WorkerFault(point, rank=rank, once=file, after=tuple(files[:rank]))
         for rank, file in enumerate(files)
     )
     outcome, _ = group(spec_for(3), wide, faults=faults, url=str(there))

@@ -16,7 +16,7 @@ from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import sealing
 from elastic_dp.train.checkpointing.sealing import Sealer
-from elastic_dp.train.controller_link import Written
+from elastic_dp.train.controller_link import WrittenParts
 from tests.patience import PATIENCE_S, eventually
 
 TREE = {"weights": torch.arange(1_500_000, dtype=torch.float32)}  # six parts
@@ -60,7 +60,7 @@ class Stage:
             self.snapshot.take(step, TREE)
         with ThreadPoolExecutor(1) as executor:
             share = write_parts(self.catalog, self.snapshot, parts, executor, writer=worker)
-        written = Written(share, members, self.snapshot.manifest(), {}, {}, 0.0, founded)
+        written = WrittenParts(share, members, self.snapshot.manifest(), {}, {}, 0.0, founded)
         self.sealer.wrote(worker, written)
 
 

@@ -15,7 +15,7 @@ from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, 
 from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.storage import Store
 from elastic_dp.train import session
-from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
@@ -116,7 +116,9 @@ def test_killed_as_the_state_is_copied(tmp_path):
     """Those who live write what it should have written. Each rank once, the group back at full size in between."""
     url, dead = tmp_path / "run", [tmp_path / str(rank) for rank in range(3)]
     faults = tuple(
-        Fault("keeping", rank=n, world_size=3, once=str(dead[n]), after=(*map(str, dead[:n]),))
+        WorkerFault(
+            "keeping", rank=n, world_size=3, once=str(dead[n]), after=(*map(str, dead[:n]),)
+        )
         for n in range(3)
     )
     script = [
@@ -169,7 +171,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     tree = dict(
         place=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
     )
-    monkeypatch.setattr(session, "received", lambda *_: (tree, 0))
+    monkeypatch.setattr(session, "receive_state", lambda *_: (tree, 0))
     one = MagicMock(whole=whole, place=TrainingPosition(4))
     one.state.record = record
     one.control.checkpoint_wanted = True

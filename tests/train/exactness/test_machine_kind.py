@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_dp.train.exactness.machine_kind import kind_of
+from elastic_dp.train.exactness.machine_kind import machine_kind
 
 CPUS = {
     "intel": "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 106\nmodel name\t: Xeon @ 2.90GHz\n\n",
@@ -17,7 +17,7 @@ CPUS = {
 
 def kind(monkeypatch, cpuinfo: str) -> str:
     monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
-    return kind_of(torch.device("cpu"), exact=True)
+    return machine_kind(torch.device("cpu"), exact=True)
 
 
 def test_processors_of_two_makes_are_two_kinds_and_their_speed_is_none(monkeypatch):
@@ -34,4 +34,4 @@ def test_a_machine_without_proc(monkeypatch, exact):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert f"exact {exact}; cpu " in kind_of(torch.device("cpu"), exact)
+    assert f"exact {exact}; cpu " in machine_kind(torch.device("cpu"), exact)

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_dp.errors import LoopError, LossError
-from elastic_dp.train.exactness.purity_probe import Outcome, facts_of, probe
+from elastic_dp.train.exactness.purity_probe import ProbeOutcome, facts_of, probe
 from tests.runs import group, local, spec_of, texts_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 
@@ -18,14 +18,14 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 class Unsteady:
-    """Implements `probe.Runs`; each run has another loss."""
+    """Implements `ProbeTarget`; each run has another loss."""
 
     def __init__(self, exact=True, device=CPU):
         self.exact, self.device, self.runs = exact, device, 0
 
     def try_out(self):
         self.runs += 1
-        return Outcome({}, {"the loss": str(self.runs)}, {}, {})
+        return ProbeOutcome({}, {"the loss": str(self.runs)}, {}, {})
 
     def holds(self):
         return {}, {}

@@ -19,9 +19,15 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.spec import FailureConfig
-from elastic_dp.train.controller_link import Link
-from elastic_dp.train.fault_injection import Faults
-from elastic_dp.train.generations.worker_control import ORPHANED, Control, Form, Orphaned, Released
+from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.generations.worker_control import (
+    ORPHANED,
+    FormGroup,
+    Orphaned,
+    Released,
+    WorkerControl,
+)
 from elastic_dp.train.session import Session
 from elastic_dp.train.worker_run import fail_worker
 from tests.patience import PATIENCE_S
@@ -31,7 +37,7 @@ LONG_AGO = 1e6
 SECRET = b"secret"
 
 
-class Nobody(Link):
+class Nobody(ControllerLink):
     """No controller."""
 
     def post(self, event):
@@ -40,7 +46,7 @@ class Nobody(Link):
 
 def control(renewed_s_ago, **timeouts):
     renewed_at = time.monotonic() - renewed_s_ago
-    return Control(renewed_at=lambda: renewed_at, **timeouts)
+    return WorkerControl(renewed_at=lambda: renewed_at, **timeouts)
 
 
 def test_who_waits_for_a_generation_in_vain_is_an_orphan():
@@ -54,7 +60,7 @@ def test_a_session_ends_outside_of_every_generation():
         *(spec_of(), "w1", None, None, "gloo", Nobody(), Page()),
         control(LONG_AGO, lease_s=1.0, orphan_timeout_s=2.0),
         is_source=False,
-        faults=Faults(),
+        faults=FaultInjector(),
     )
     with pytest.raises(Released, match=ORPHANED):
         session.ensure_generation()
@@ -79,8 +85,8 @@ def test_a_finished_worker_that_waits_in_its_generation_notices():
 def test_a_generation_is_entered_with_a_lease():
     """A controller that took over forms it sooner than the next heartbeat is answered."""
     renewed_at = [time.monotonic() - 2000.0]
-    late = Control(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
-    form = Form(
+    late = WorkerControl(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
+    form = FormGroup(
         Membership(3, (Seat("w1", 0, 1, TrainingPosition(0), True),), "w1", 5.0),
         Rendezvous("", 0, "", b""),
     )

@@ -28,7 +28,7 @@ from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.naming import naming_of, optimizer_state
 from elastic_dp.errors import LoopError, ModelError
 from elastic_dp.spec import CheckpointConfig, MapStyleData
-from elastic_dp.train.fault_injection import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.state.train_state import TrainState
 from tests.runs import Points, group, local, resize, spec_of
 from tests.train import optimizers as zoo
@@ -48,7 +48,7 @@ def check_carried(train, tmp_path):
     process. The bodies wait for the three, and it dies when they have made a step."""
     calm = local(job(2 * HALF, 1), train)
     dead = tmp_path / "dead"
-    fault = Fault("backward", worker="w1", world_size=3, once=str(dead), settled=True)
+    fault = WorkerFault("backward", worker="w1", world_size=3, once=str(dead), settled=True)
     first = job(HALF, 1, hold={0: 3})
     url = str(tmp_path / "run")
     outcome, _ = group(first, train, script=[resize(1, 3)], faults=(fault,), url=url)

@@ -10,8 +10,8 @@ from elastic_dp.coordinator.messages import Disagreement
 from elastic_dp.errors import GroupError
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
-from elastic_dp.train.fault_injection import Fault
-from elastic_dp.train.state.weight_comparison import Weights, digest_of, sums_of
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.state.weight_comparison import WeightComparison, digest_of, sums_of
 from tests.runs import PATIENT, group, lines_of, local, never_put_off, spec_of, texts_of
 from tests.train.checkpointing.test_worker_checkpointer import when_sealed
 from tests.train.jobs import plain
@@ -28,7 +28,7 @@ def job(every=6, keep=5, **options):
 def flip(step, tmp_path, rank=1):
     """At the beginning of that step, so that its gradient is wrong as well, and moves the others."""
     path = str(tmp_path / "flipped")
-    return Fault("before_forward", step, rank, action="flip", once=path, settled=True)
+    return WorkerFault("before_forward", step, rank, action="flip", once=path, settled=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_without_a_checkpoint_the_run_fails_and_says_what_to_do(tmp_path):
 
 
 def weights(every=4, members=("w1", "w2", "w3")):
-    made = Weights({"a": torch.ones(3)}, every)
+    made = WeightComparison({"a": torch.ones(3)}, every)
     made.members = members
     return made
 
