@@ -248,7 +248,7 @@ class ElasticTrainer:
         result = Result(
             name=self.spec.name,
             path=self.url,
-            step=session.place.step,
+            step=session.position.step,
             reason=session.ended or "",
             weights_sha256=run.digest,
             exact=self.spec.exact and not because,

@@ -119,9 +119,9 @@ class Worker:
                 if self._session is not None and self._session.checkpoints is not None:
                     self._session.checkpoints.write(step, parts)
             case TakeCheckpoint():
-                control.keep()
+                control.request_checkpoint()
             case KeepState(generation=generation, writers=writers):
-                control.keep_state(generation, writers)
+                control.checkpoint_state(generation, writers)
             case ReportYourself(asked=asked):
                 self._link.post(self._reported(asked))
             case _:

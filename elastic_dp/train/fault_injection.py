@@ -77,6 +77,10 @@ class FaultInjector:
     _passed: dict[int, int] = field(default_factory=dict)
     _began: dict[int, int] = field(default_factory=dict)  # generation -> its first step here
 
+    def watch(self, weights: Sequence[torch.Tensor]) -> None:
+        """A bit of these may be flipped."""
+        self.weights = weights
+
     def point(self, name: str, step: int, rank: int, world_size: int, generation: int) -> None:
         if not self.plan:
             return

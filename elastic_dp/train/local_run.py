@@ -68,7 +68,7 @@ class LocalRun:
                 self.spec.checkpoint,
                 lease_s=self.spec.failure.run_lease_s,
                 ask=lambda worker, step, parts: kept.write(step, parts),
-                want=self.control.keep,
+                want=self.control.request_checkpoint,
                 tell=self.say,
                 on_seal=lambda step: None,
                 stand_down=lambda reason: self._fail(LeaseLost(reason)),
@@ -79,7 +79,7 @@ class LocalRun:
     @property
     def step(self) -> int:
         """The last one that was made."""
-        return 0 if self._session is None else self._session.place.step
+        return 0 if self._session is None else self._session.position.step
 
     def run(self, train: TrainFunction) -> Session:
         """User errors are raised as they are, for pdb and pytest. Ctrl-C and SIGTERM make a checkpoint at the head of the
@@ -127,9 +127,9 @@ class LocalRun:
         """Outside of the loop they end the run at once; in other threads than the main one they are what they were."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
-            if self.control.interrupted or not session.opened or session.exhausted:
+            if self.control.interrupted or not session.loop.opened or session.loop.exhausted:
                 raise Interrupted(128 + number)
-            self.control.interrupted = number
+            self.control.interrupt(number)
             self.say(INTERRUPTED)
 
         both = (signal.SIGINT, signal.SIGTERM) if self._checkpoints is not None else ()

@@ -54,15 +54,15 @@ def call_train_function(train: TrainFunction, session: Session) -> None:
     """The train function, with what it must and must not have done afterwards."""
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
-    if session.failure is not None:
-        raise session.failure
-    if not session.opened:
+    if session.loop.failure is not None:
+        raise session.loop.failure
+    if not session.loop.opened:
         raise LoopError(
             "the train function returned without a loop over ctx.steps(model, optimizer, loss_fn)"
         )
-    if not session.exhausted:
+    if not session.loop.exhausted:
         raise LoopError(
-            f"the loop over ctx.steps was left after step {session.place.step}, before its end. To end the run "
+            f"the loop over ctx.steps was left after step {session.position.step}, before its end. To end the run "
             "early on all workers call ctx.stop(reason) and let the loop go on; it ends by itself"
         )
 

@@ -10,7 +10,7 @@ import torch
 from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.distributed.process_group import Forming, Rendezvous, open_rendezvous_store
 from elastic_dp.errors import CollectiveFailed, StateError
-from elastic_dp.train.generations import state_payload
+from elastic_dp.train.state import state_payload
 from tests.checkpoint.states import same
 from tests.checkpoint.test_encoding import TREE
 from tests.patience import PATIENCE_S

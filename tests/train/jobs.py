@@ -91,7 +91,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
 def _passing(point: str, session: Any, method: Any) -> Any:
     def passes(gradient_sum: GradientSum, bucket: Any) -> Any:
         if bucket.first:
-            session.pass_point(point, session.place.step + 1)
+            session.pass_point(point, session.position.step + 1)
         return method(gradient_sum, bucket)
 
     return passes
@@ -254,7 +254,7 @@ def lazy_optimizer_state(ctx: Any) -> None:
 
     def loss_fn(m: Any, batch: Any) -> torch.Tensor:
         out = m["net"](batch["x"])
-        if ctx._session.place.step >= 5:
+        if ctx._session.position.step >= 5:
             out = out + m["late"](batch["x"])
         return F.cross_entropy(out, batch["y"])
 

@@ -40,7 +40,7 @@ def slow(ctx):
     model = classifier()
 
     def loss_fn(m, batch):
-        if ctx.rank == 1 and ctx._session.place.step == 5 and ctx.generation:
+        if ctx.rank == 1 and ctx._session.position.step == 5 and ctx.generation:
             if where == "lock":
                 ctypes.PyDLL(None).usleep(int(SLOW_S[where] * 1e6))  # PyDLL keeps the GIL
             elif where == "forward":
@@ -69,7 +69,7 @@ def keeps_a_diary(folder):
         def commits():
             commit()
             with open(folder / session.worker, "a", encoding="utf-8") as diary:
-                diary.write(f"{session.generation} {session.place.step + 1} {time.time()}\n")
+                diary.write(f"{session.generation} {session.position.step + 1} {time.time()}\n")
 
         session.control.commit = commits
         plain(ctx)

@@ -167,13 +167,13 @@ def in_pieces(train, folder):
             membership = session.membership
             gives = membership.source == session.worker
             if gives:
-                takers = state_transfer_ranks(membership, session.rank, session.place)[1:]
+                takers = state_transfer_ranks(membership, session.rank, session.position)[1:]
                 arrived = [folder / f"{session.generation}-{r}" for r in takers]
                 over = session.control._over
                 eventually(lambda: all(file.exists() for file in arrived) or over())
             else:
                 arrived = folder / f"{session.generation}-{session.rank}"
-                arrived.write_text(str(session.place.step), encoding="utf-8")
+                arrived.write_text(str(session.position.step), encoding="utf-8")
             session.pass_point("giving_state" if gives else "taking_state")
             yield from pieces[2:]
 
@@ -214,7 +214,7 @@ def held_before_its_commit(train, step, rank, committed):
         control, commit = session.control, session.control.commit
 
         def late():
-            here = session.place.step + 1 == step and not isinstance(session.link, LocalRun)
+            here = session.position.step + 1 == step and not isinstance(session.link, LocalRun)
             if here and session.rank == rank and not waits.exists():
                 waits.touch()
                 eventually(control._over)

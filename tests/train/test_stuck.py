@@ -81,7 +81,7 @@ def holds_the_lock(ctx):
     model = classifier()
 
     def loss_fn(m, batch):
-        if ctx.rank == 1 and ctx.generation == 1 and ctx._session.place.step == 5:
+        if ctx.rank == 1 and ctx.generation == 1 and ctx._session.position.step == 5:
             ctypes.PyDLL(None).usleep(int(HANGS_S * 1e6))  # PyDLL keeps the interpreter's lock
         return cross_entropy(m, batch)
 

@@ -40,7 +40,7 @@ from elastic_dp.train.checkpointing.job_match import (
 )
 from elastic_dp.train.checkpointing.orphan_checkpoint import seal_alone
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
-from elastic_dp.train.generations.state_payload import rehome_state
+from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
 
 

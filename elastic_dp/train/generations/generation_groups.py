@@ -18,7 +18,7 @@ from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
 
 
 class GenerationGroups:
-    """`main` is set while the worker is inside a generation."""
+    """`main` is set while the worker is inside a generation; `membership` stays that of the last one."""
 
     def __init__(
         self, worker: WorkerId, device: torch.device, backend: str, control: WorkerControl
@@ -30,17 +30,39 @@ class GenerationGroups:
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
 
-    def start(self, form: FormGroup, involved: Sequence[int]) -> None:
-        """Begin to form the group of all, and that of the ranks that are `involved` in the hand-over, if any are."""
-        self._form, self.unreachable, self._involved = form, (), involved
-        self._main_forming = self._forming("main", range(len(form.membership.seats)))
+    @property
+    def membership(self) -> Membership | None:
+        """Of the present generation, or of the last one; None before the first."""
+        return None if self._form is None else self._form.membership
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._form is None else self._form.membership.rank(self._worker)
+
+    @property
+    def world_size(self) -> int:
+        return 0 if self._form is None else len(self._form.membership.seats)
+
+    @property
+    def generation(self) -> int:
+        return 0 if self._form is None else self._form.membership.generation
+
+    def enter(self, form: FormGroup) -> None:
+        """From now on this is the present generation."""
+        self._form, self.unreachable = form, ()
+
+    def start(self, involved: Sequence[int]) -> None:
+        """Begin to form the group of all, and that of the ranks between which state travels, if any does."""
+        assert self._form is not None
+        self._involved = involved
+        self._main_forming = self._forming("main", range(len(self._form.membership.seats)))
         self._state_forming = self._forming("state", involved) if involved else None
 
     def formed(self) -> ProcessGroup | None:
         """Wait until they are. Sets `main`; returns the other. Raises GroupError."""
         state = self._state_forming
         try:
-            self.main = self._formed(self._main_forming, range(len(self._membership.seats)))
+            self.main = self._formed(self._main_forming, range(self.world_size))
             state_group = None if state is None else self._formed(state, self._involved)
         except GroupError:
             if state is not None:
@@ -65,11 +87,6 @@ class GenerationGroups:
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 
-    @property
-    def _membership(self) -> Membership:
-        assert self._form is not None
-        return self._form.membership
-
     def _forming(self, purpose: str, ranks: Sequence[int]) -> Forming:
         """The making of a group of the members with these ranks (in this order; I am one of them)."""
         assert self._form is not None
@@ -90,6 +107,7 @@ class GenerationGroups:
         try:
             return forming.wait()
         except FormingFailed:
-            seats = self._membership.seats
+            assert self._form is not None
+            seats = self._form.membership.seats
             self.unreachable = tuple(seats[ranks[r]].worker for r in forming.absent)
             raise

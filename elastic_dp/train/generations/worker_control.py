@@ -85,7 +85,7 @@ class WorkerControl:
     _attempting: int | None = None
     _asked: int = 0  # answer for this generation, when next waiting
     _form: FormGroup | None = None
-    _keep: CheckpointState | None = None
+    _checkpoint: CheckpointState | None = None
     _release: str | None = None
     _stop: str | None = None
     checkpoint_wanted: bool = False
@@ -137,13 +137,17 @@ class WorkerControl:
         with self._changed:
             self._stop = self._stop or str(reason or "asked without a reason")
 
-    def keep(self) -> None:
+    def request_checkpoint(self) -> None:
         """A checkpoint of one of the next steps is wanted: the next header tells all."""
         self.checkpoint_wanted = True
 
-    def keep_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
+    def interrupt(self, number: int) -> None:
+        """The user's own process got this signal."""
+        self.interrupted = number
+
+    def checkpoint_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
         with self._changed:
-            self._keep = CheckpointState(generation, writers)
+            self._checkpoint = CheckpointState(generation, writers)
             self._changed.notify_all()
 
     def _end(self, generation: int) -> None:
@@ -178,9 +182,9 @@ class WorkerControl:
                 if self._asked:
                     asked, self._asked = self._asked, 0
                     return ConfirmLeft(asked)
-                keep, self._keep = self._keep, None
-                if keep is not None and keep.generation >= self._generation:
-                    return keep
+                checkpoint, self._checkpoint = self._checkpoint, None
+                if checkpoint is not None and checkpoint.generation >= self._generation:
+                    return checkpoint
                 left_s = self.orphaned_in_s()
                 if left_s <= 0:
                     return Orphaned()
@@ -257,6 +261,14 @@ class WorkerControl:
                 self._asked = 0
             self._abortables = []
             return self._generation
+
+    def checkpoint_agreed(self) -> None:
+        """The members make one, so nobody need ask for it any more."""
+        self.checkpoint_wanted = False
+
+    def upload_is_late(self, late: bool) -> None:
+        """Our last upload; nobody takes the next checkpoint before it is done."""
+        self.checkpoint_late = late
 
     def _over(self) -> str | None:
         if self._ended >= self._generation:

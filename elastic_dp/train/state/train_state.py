@@ -23,10 +23,10 @@ from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.objects import References
 from elastic_dp.checkpoint.shared_memory import join, split
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
-from elastic_dp.train.generations.state_payload import tensor_slot
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.state.optimizer_state import OptimizerState, same
+from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_buffers import copy_values
 from elastic_dp.train.state.step_record import StepRecord
 

@@ -31,6 +31,14 @@ class WeightComparison:
         self.agreed = 0  # after this step all members held the same, or read it from a checkpoint
         self.disagreement: Disagreement | None = None
 
+    def compare_among(self, members: tuple[WorkerId, ...]) -> None:
+        """Of the generation that begins."""
+        self.members = members
+
+    def agreed_at(self, step: int) -> None:
+        """Our weights are those that all held after this step, or those of its checkpoint."""
+        self.agreed = step
+
     def compare_after(self, step: int) -> None:
         """It goes into a checkpoint."""
         self._wanted = step

@@ -47,7 +47,7 @@ def evaluate(
     session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module | None
 ) -> dict[str, float]:
     """Means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
-    if session.membership is None or not session.opened:
+    if session.membership is None or not session.loop.opened:
         raise LoopError(
             "ctx.evaluate needs the group: call it in the loop over ctx.steps, or after it"
         )
@@ -57,14 +57,14 @@ def evaluate(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
     session.step_runner.buffers.take_extra_state()  # of this body; what the evaluation changes is undone
-    index = session.evaluations_begun
-    session.evaluations_begun += 1
+    progress = session.progress
+    index = progress.evaluation_begins()
     known: Results = {}
-    while index >= len(session.evaluations):
+    while index >= len(progress.evaluations):
         session.ensure_generation()
-        if index < len(session.evaluations):
+        if index < len(progress.evaluations):
             break  # the others had finished it; it came with the hand-over
-        reason = session.control.may_attempt(session.place.step)
+        reason = session.control.may_attempt(progress.position.step)
         if reason is not None:
             session.leave(reason)
             continue
@@ -75,10 +75,9 @@ def evaluate(
         except GroupError as error:
             session.leave(str(error))
             continue
-        session.evaluations.append(_summary(known))
-        session.place = session.place._replace(evaluations=len(session.evaluations))
+        progress.evaluation_committed(_summary(known))
         session.report("body")
-    return dict(session.evaluations[index])
+    return dict(progress.evaluations[index])
 
 
 def _complete(
@@ -111,7 +110,7 @@ def _complete(
 def _one(
     session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
 ) -> tuple[float, float, dict[str, float], int]:
-    place = (session.spec.data.seed, session.place.step, _EVALUATION + i)
+    place = (session.spec.data.seed, session.position.step, _EVALUATION + i)
     seed_everything(batch_seed(*place))
     batch = to_device(data.batch(i), session.device)
     seed_everything(seed_for(*place))  # as in a step

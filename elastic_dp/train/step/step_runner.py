@@ -237,7 +237,8 @@ class StepRunner:
         record = self._apply(step, leaves, weight, finite, heard.used, buffers)
         record.late = heard.keeps_late
         if heard.keep and not heard.keeps_late:
-            record.kept, self.control.checkpoint_wanted = True, False
+            record.kept = True
+            self.control.checkpoint_agreed()
         return record
 
     # ------------------------------------------------------------------- up to the commit

@@ -52,7 +52,7 @@ def dying(rank, once):
     """The same; the first of this rank dies in the middle of what the members send each other."""
 
     def train(ctx):
-        share_out = collective_read.share_out
+        exchange_spans = collective_read.exchange_spans
 
         def die(group, line, spans):
             broadcast, sent = group.broadcast, []
@@ -65,9 +65,9 @@ def dying(rank, once):
                 return broadcast(piece, root)
 
             group.broadcast = counted
-            share_out(group, line, spans)
+            exchange_spans(group, line, spans)
 
-        collective_read.share_out = die
+        collective_read.exchange_spans = die
         wide(ctx)
 
     return train

@@ -14,8 +14,10 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
 from elastic_dp.spec import CheckpointConfig, MapStyleData
 from elastic_dp.storage import Store
-from elastic_dp.train import session
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.generations import state_transfer
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from tests.patience import eventually
@@ -171,13 +173,22 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
     tree = dict(
         place=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
     )
-    monkeypatch.setattr(session, "receive_state", lambda *_: (tree, 0))
-    one = MagicMock(whole=whole, place=TrainingPosition(4))
-    one.state.record = record
-    one.control.checkpoint_wanted = True
-    session.Session._take(one, MagicMock(), founded=1)
-    assert one.place == TrainingPosition(5) and one.whole
-    assert one.control.checkpoint_wanted is not (kept and whole)
+    monkeypatch.setattr(state_transfer, "receive_state", lambda *_: (tree, 0))
+    monkeypatch.setattr(state_transfer, "types_of", lambda state: {})
+    progress, control = WorkerProgress(TrainingPosition(4), has_state=whole), WorkerControl()
+    control._generation, control._inside = 1, True
+    control.request_checkpoint()
+    others = {"buffers", "weights", "data", "reporter", "device"}
+    transfer = state_transfer.StateTransfer(
+        MagicMock(record=record),
+        progress=progress,
+        control=control,
+        total_steps=0,
+        **{name: MagicMock() for name in others},
+    )
+    transfer.take(MagicMock(), founded=1)
+    assert progress.position == TrainingPosition(5) and progress.has_state
+    assert control.checkpoint_wanted is not (kept and whole)
 
 
 def test_by_time(tmp_path):
