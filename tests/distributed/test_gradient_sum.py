@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_dp.distributed import gradient_sum, process_group
+from elastic_dp.distributed import gradient_exchange, process_group
 from elastic_dp.distributed.gradient_sum import GradientSum
 from elastic_dp.distributed.process_group import (
     Forming,
@@ -141,7 +141,7 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
         assert gradients.complete(0.5)
         return order[threading.get_ident()]
 
-    monkeypatch.setattr(gradient_sum, "_sum", told("summed", gradient_sum._sum))
+    monkeypatch.setattr(gradient_exchange, "_sum", told("summed", gradient_exchange._sum))
     assert of_each(3, complete) == [["arrived", "summed"] * 2] * 3
 
 
