@@ -59,7 +59,7 @@ from elastic_dp.errors import ElasticError
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.train.checkpointing.sealing import Sealer
+from elastic_dp.train.checkpointing.sealing import Sealer, SealerActions
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.interruption import TIME_IS_UP
@@ -423,16 +423,18 @@ class Controller:
         return Sealer(
             catalog,
             self.spec.checkpoint,
-            lease_s=self.spec.failure.run_lease_s,
-            ask=lambda worker, step, parts: self._fleet.send(
-                worker, WriteParts(worker, step, tuple(parts)), None
+            SealerActions(
+                request_parts=lambda worker, step, parts: self._fleet.send(
+                    worker, WriteParts(worker, step, tuple(parts)), None
+                ),
+                request_checkpoint=lambda: self.post(CheckpointRequested()),
+                tell=self.say,
+                sealed=lambda step: self.post(CheckpointSealed(step)),
+                stand_down=self._stand_down,
+                fail=self.fail,
+                check=self.check,
             ),
-            want=lambda: self.post(CheckpointRequested()),
-            tell=self.say,
-            on_seal=lambda step: self.post(CheckpointSealed(step)),
-            stand_down=self._stand_down,
-            fail=self.fail,
-            check=self.check,
+            lease_s=self.spec.failure.run_lease_s,
             token=self.ledger.facts.lease_token,
         )
 

@@ -26,7 +26,7 @@ from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.errors import Interrupted, LeaseLost
 from elastic_dp.spec import JobSpec
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpointing.sealing import Sealer
+from elastic_dp.train.checkpointing.sealing import Sealer, SealerActions
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
@@ -66,14 +66,16 @@ class LocalRun:
             self._sealer = Sealer(
                 catalog,
                 self.spec.checkpoint,
+                SealerActions(
+                    request_parts=lambda worker, step, parts: kept.write(step, parts),
+                    request_checkpoint=self.control.request_checkpoint,
+                    tell=self.say,
+                    sealed=lambda step: None,
+                    stand_down=lambda reason: self._fail(LeaseLost(reason)),
+                    fail=self._fail,
+                    check=lambda: self.check(),
+                ),
                 lease_s=self.spec.failure.run_lease_s,
-                ask=lambda worker, step, parts: kept.write(step, parts),
-                want=self.control.request_checkpoint,
-                tell=self.say,
-                on_seal=lambda step: None,
-                stand_down=lambda reason: self._fail(LeaseLost(reason)),
-                fail=self._fail,
-                check=lambda: self.check(),
             )
 
     @property

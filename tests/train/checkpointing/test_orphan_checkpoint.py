@@ -83,7 +83,7 @@ def test_where_a_controller_leads_nothing_is_written(tmp_path):
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(orphan, tmp_path, 9, lease_s=60.0)
         while not waits.done():  # it looks once a second
-            stage.sealer._tasks.put(stage.sealer._holder.renew)
+            stage.sealer._tasks.put(stage.sealer._claim.renew)
             time.sleep(0.1)
     assert waits.result() == "no last checkpoint: a controller leads the run"
     stage.sealer.close()

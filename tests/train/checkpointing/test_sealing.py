@@ -15,7 +15,7 @@ from elastic_dp.checkpoint.writing import write_parts
 from elastic_dp.spec import CheckpointConfig
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import sealing
-from elastic_dp.train.checkpointing.sealing import Sealer
+from elastic_dp.train.checkpointing.sealing import Sealer, SealerActions
 from elastic_dp.train.controller_link import WrittenParts
 from tests.patience import PATIENCE_S, eventually
 
@@ -35,13 +35,15 @@ class Stage:
         self.sealer = Sealer(
             self.catalog,
             config or CheckpointConfig(),
+            SealerActions(
+                request_parts=lambda *request: self.asked.put(request),
+                request_checkpoint=lambda: self.wanted.put(time.monotonic()),
+                tell=self.told.append,
+                sealed=self.sealed.put,
+                stand_down=lambda reason: self.stood_down.set(),
+                fail=self.failures.append,
+            ),
             lease_s=lease_s,
-            ask=lambda *request: self.asked.put(request),
-            want=lambda: self.wanted.put(time.monotonic()),
-            tell=self.told.append,
-            on_seal=self.sealed.put,
-            stand_down=lambda reason: self.stood_down.set(),
-            fail=self.failures.append,
             token=token,
         )
 
