@@ -14,7 +14,7 @@ from elastic_dp.spec import DataConfig, MapStyleData
 from elastic_dp.train.session import Session
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
-from elastic_dp.train.step.step_runner import LossFn
+from elastic_dp.train.step.micro_batch import LossFn
 
 _OF_A_LINE = frozenset({"time", "event", "command"})  # what tells the journal's lines apart
 

@@ -64,7 +64,9 @@ from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.step_runner import LossFn, Redo, StepRunner, StopAgreed
+from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
+from elastic_dp.train.step.step_runner import Redo, StepRunner, StopAgreed
+from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.user_loop import UserLoop
 
 _LOOK_AGAIN_S = 0.02
@@ -183,21 +185,34 @@ class Session:
         self.weights = WeightComparison(self.state.parameters, compared)
         self.faults.watch(list(self.state.parameters.values()))
         by_speed = self.spec.scaling.balance == "measured"
+        speed = ComputeSpeed(self.device, self.status.write_speed if by_speed else None)
+        exact, seed = self.spec.exact, self.spec.data.seed
+        virtual_workers = self.spec.scaling.num_virtual_workers
+        report = self.reporter.report
+        micro_batches = MicroBatchRunner(
+            self.state,
+            loss_fn,
+            self.data,
+            self.device,
+            seed,
+            speed,
+            report,
+            exact=exact,
+            precision=precision,
+        )
         self.step_runner = StepRunner(
             self.state,
             self.weights,
-            loss_fn,
+            micro_batches,
             self.data,
-            self.spec.scaling.num_virtual_workers,
-            self.device,
-            self.spec.exact,
+            virtual_workers,
+            exact,
             clip_norm,
-            precision,
-            self.spec.data.seed,
+            seed,
             self.control,
-            self.reporter.report,
+            report,
             self.reporter.pass_point,
-            ComputeSpeed(self.device, self.status.write_speed if by_speed else None),
+            speed,
         )
         self._loop_guard = LoopGuard(self.state, self.step_runner.buffers, loss_fn)
         self._transfer = StateTransfer(
@@ -220,12 +235,24 @@ class Session:
             self._open_checkpoints(self.checkpoints)
         self.loop.opened = True
         can_source = self._can_source  # as it is now: the probe may take long
-        self.step_runner.gradients.preallocate(self.spec.scaling.num_virtual_workers)
+        self.step_runner.gradients.preallocate(virtual_workers)
+        trial = TrialRun(
+            self.state,
+            loss_fn,
+            self.data,
+            micro_batches,
+            self.step_runner.gradients,
+            self.step_runner.buffers,
+            virtual_workers,
+            self.device,
+            report,
+            exact=exact,
+        )
         if self.is_source:
-            self.step_runner.probe(self.inexact_because, self.link.say)
+            trial.probe(self.inexact_because, self.link.say)
         else:
             self.state.preallocate()
-            self.step_runner.warm_up()
+            trial.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:

@@ -54,7 +54,7 @@ class ProbeOutcome:
 
 
 class ProbeTarget(Protocol):
-    """`StepRunner`, as a probe needs it."""
+    """`TrialRun`, as a probe needs it."""
 
     exact: bool
     device: torch.device

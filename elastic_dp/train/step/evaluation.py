@@ -23,7 +23,7 @@ from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
 from elastic_dp.train.session import Session
 from elastic_dp.train.step.loss_result import mean, parse_loss
-from elastic_dp.train.step.step_runner import LossFn, autocast, to_device
+from elastic_dp.train.step.micro_batch import LossFn, autocast, to_device
 
 # batch -> (loss, weight, metrics, rows that were left out since they cannot be decoded)
 Results = dict[int, tuple[float, float, dict[str, float], int]]
@@ -117,7 +117,7 @@ def _one(
     if batch is None:  # all its rows lie in bad row groups
         return 0.0, 0.0, {}, data.rows(i)
     left_out = data.masked(i)
-    with autocast(session.step_runner.precision, session.device):
+    with autocast(session.step_runner.micro_batches.precision, session.device):
         loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
     return float(loss), weight, metrics, left_out
 
