@@ -3,12 +3,13 @@
 Three things always hold. Every operation is launched asynchronously and waited for on an event that either its
 completion or `abort()` sets, so a control thread can free the training thread from a collective whose peer is
 gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is empty and whose destructor blocks until
-its last operation ends. An operation that was walked away from may still write into its buffers: group,
-operations and buffers are buried together and dropped by a background thread. And forming happens on a thread
-that can be walked away from, too, with a store client of its own, since an absent peer blocks the constructor.
+its last operation ends. An abandoned operation may still write into its buffers: group, operations and buffers are
+handed together to a background thread, which drops them when they have ended. And forming happens on a thread that can
+be abandoned, too, with a store client of its own, since an absent peer blocks the constructor.
 
-Who reaches a port of ours joins nothing: addresses are exchanged in a store that takes only who holds the run's secret, each
-two members prove to each other that they do before the group is used, and Gloo's port is shut while no group forms.
+A stranger who reaches one of our ports cannot join: addresses are exchanged in a store that accepts only holders of the
+run's secret, each two members prove to each other that they hold it before the group is used, and Gloo's port is shut
+while no group forms.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from elastic_dp.threads import background
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 _OPERATION_TIMEOUT = timedelta(hours=24)
 _PROOF_BYTES = 32
-_REST_S = 3.0  # from the end of a group to its burial
+_REST_S = 3.0  # from the end of a group until it is dropped
 
 
 class Operation:
@@ -387,7 +388,7 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
         return []
 
 
-# ----------------------------------------------------------------------------------------- graveyard
+# ---------------------------------------------------------------------------------- abandoned groups
 
 
 class _AbandonedGroups:
@@ -407,15 +408,15 @@ class _AbandonedGroups:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = background("graveyard", self._drop_in_turn)
+                self._thread = background("abandoned-groups", self._drop_in_turn)
                 self._thread.start()
         self._waiting.put(abandoned)
 
     def _drop_in_turn(self) -> None:
         while True:
             abandoned = self._waiting.get()
-            # One thread a body: a group that is stuck for hours must not keep the next ones from going.
-            background("burial", partial(_drop, abandoned)).start()
+            # One thread each: a group that is stuck for hours must not delay the next ones.
+            background("drop-group", partial(_drop, abandoned)).start()
             del abandoned
 
 

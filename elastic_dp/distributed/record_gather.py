@@ -1,7 +1,7 @@
-"""A small record of every rank for every rank, in one collective of a fixed size.
+"""Gathers one small record of every rank on every rank, in one collective of a fixed size.
 
-The size is agreed because all ranks start from the same one and grow it by the same rule: when somebody's record
-did not fit, all see the length it needs, and gather once more with room for it.
+All ranks start from the same size and grow it by the same rule: when a record did not fit, all ranks see the length that
+it needs, and gather once more with room for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The gradients of one worker's virtual workers, added up by whole subtrees of the reduction tree as it goes.
+"""Adds up the gradients of one worker's virtual workers, by whole subtrees of the reduction tree.
 
-A stack of sums, on which each leaf (the turn of one virtual worker) puts what it completes; see `reduction_tree.fold`.
-Sums that wait are not copied.
+The sums are a stack, on which each leaf (the turn of one virtual worker) puts the sum that it completes; see
+`reduction_tree.fold`. Sums that wait are not copied.
 """
 
 from __future__ import annotations

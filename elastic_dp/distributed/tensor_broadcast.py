@@ -1,8 +1,8 @@
-"""State from one member to others, a text and tensors, sent by broadcast; or bytes, of each a share.
+"""Sends a text and tensors from one member to the others by broadcast; or bytes, of which each member has a share.
 
-The text says what the tensors are of; it is the caller's, and nothing here reads it. What is sent names no code to run. Large
-tensors travel as they are, small ones together. The receiver decides where each tensor goes; nothing it holds
-is touched before `receive` has returned, unless it hands out its own tensors itself (a void worker may).
+The text describes the tensors. It belongs to the caller: nothing here reads it, and it names no code to run. Large
+tensors are sent as they are, small ones packed. The receiver decides where each tensor goes. Its own tensors stay as
+they are until `receive` has returned, unless it passes them as targets itself (a worker without state may).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Targets = Callable[[bytes, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StatePayload:
-    """What is ready to be sent: the lengths of the texts and the texts themselves, and the tensors as they are."""
+    """Ready to be sent: `head` holds the lengths of the texts and the texts, `flats` the tensors as bytes."""
 
     head: torch.Tensor
     flats: Sequence[torch.Tensor]

@@ -220,7 +220,7 @@ class TrainContext:
         if metrics is not None:
             self.log(metrics)
         if self._session.checkpoints is not None:
-            self._session.checkpoints.ask()
+            self._session.checkpoints.request()
 
     def stop(self, reason: str) -> None:
         """End the run after the present step, on every worker; one that asks is enough."""

@@ -1,4 +1,4 @@
-"""The ports of a session: what it tells its controller, and where heartbeats find how far it is."""
+"""The ports of a session: messages to the controller, and the status that heartbeats carry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_dp.coordinator.messages import Event, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class WrittenParts:
-    """What one member tells of a checkpoint.
+    """What one member has written of a checkpoint.
 
     `members`: by rank, those whom this one shared the writing with; one that is a step behind may have others.
     `manifest`: what the checkpoint is. `naming`: how parameters are called (`checkpoint.naming`). `versions`: what it
@@ -33,7 +33,7 @@ class WrittenParts:
 
 
 class ControllerLink(Protocol):
-    """The way to the controller. Posting never waits and never fails: what is lost is asked for again."""
+    """Messages to the controller. Posting never waits and never fails: the controller asks again for what was lost."""
 
     def post(self, event: Event) -> None: ...
 

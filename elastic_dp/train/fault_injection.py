@@ -1,7 +1,7 @@
-"""Faults placed by name, step and worker: never by sleeping and hoping.
+"""Faults that tests place by name, step and worker, and never by sleeping.
 
-The training code passes named points ("forward", "collective", "commit", …). A plan, given to a worker when it
-starts, says at which of them it dies, freezes, is held, or goes wrong. Without a plan a point costs one function call.
+The training code passes named points ("forward", "collective", "commit", …). A plan, given to a worker when it starts,
+says at which of them it dies, freezes, sleeps, or flips a bit. Without a plan a point costs one function call.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ HANDING_OVER = POINTS[:5]  # before a generation's first step
 
 @dataclass(frozen=True, slots=True)
 class WorkerFault:
-    """At the `nth` passing of `point` by whom all that is given fits: step, rank, identity, world size.
+    """What a worker does when it passes `point` the `nth` time, where step, rank, identity and world size fit if they are given.
 
-    `once` is a file that the first one to get here creates: whoever comes later is spared. `after` are such
-    files, of faults in earlier generations: so faults of several workers can be put in an order. `settled`: not in the first step of a
-    generation, in which members may still be void.
+    `once`: a file that the first worker to get here creates; the fault does not happen a second time. `after`: such files of
+    faults that must have happened in earlier generations. `settled`: not in the first step of a generation, in which
+    members may still lack the state.
     """
 
     point: str

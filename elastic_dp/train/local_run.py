@@ -39,7 +39,7 @@ from elastic_dp.train.worker_run import TrainFunction, call_train_function
 
 @dataclass
 class LocalRun:
-    """A group of one in this process, without Ray: the same session, with a controller of three lines."""
+    """A group of one worker in this process, without Ray: the same session, with a minimal controller."""
 
     spec: JobSpec
     data: BatchSource
@@ -48,7 +48,7 @@ class LocalRun:
     digest: str = ""
     on_log: Callable[[dict[str, Any]], None] | None = None
     on_say: Callable[[str], None] | None = None
-    url: str | None = None  # the run's folder; None: nothing is kept
+    url: str | None = None  # the run's folder; None: no checkpoints
     check: Callable[[], None] = lambda: None  # under the run's lease: whether it is of this job
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class LocalRun:
         pass
 
     def _fail(self, error: Exception) -> None:
-        """The run's folder is not ours, or nothing can be kept there any more."""
+        """Another process holds the run's folder, or it cannot be written any more."""
         self._failure = error
         self.control.release(str(error))
 

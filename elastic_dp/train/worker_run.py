@@ -16,11 +16,11 @@ from elastic_dp.train.generations.worker_control import ORPHANED, Released, Work
 from elastic_dp.train.session import Session
 
 TrainFunction = Callable[[TrainContext], None]
-_SAY_AGAIN_S = 5.0
+_REPORT_AGAIN_S = 5.0
 
 
 def run_worker(train: TrainFunction, session: Session) -> str:
-    """Until this worker is released; returns why. What user code raises is posted, not raised."""
+    """Run until this worker is released; returns why. An exception of user code is posted, not raised."""
     with DeterministicKernels(session.spec.exact) as determinism:
         session.inexact_because = determinism.because
         try:
@@ -39,19 +39,19 @@ def run_worker(train: TrainFunction, session: Session) -> str:
 def fail_worker(
     worker: str, link: ControllerLink, control: WorkerControl, error: Exception | SystemExit
 ) -> str:
-    """Say what went wrong, again and again, since there may be another controller by now; returns why it was released."""
+    """Report the error repeatedly, since another controller may have taken over; returns why the worker was released."""
     failure = _failure(worker, error)
     try:
         while control.orphaned_in_s() > 0:
             link.post(failure)
-            control.wait_for_release(min(_SAY_AGAIN_S, control.orphaned_in_s()))
+            control.wait_for_release(min(_REPORT_AGAIN_S, control.orphaned_in_s()))
         return ORPHANED
     except Released as released:
         return str(released)
 
 
 def call_train_function(train: TrainFunction, session: Session) -> None:
-    """The train function, with what it must and must not have done afterwards."""
+    """Call the train function, and check that it ran its loop to the end."""
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
     if session.loop.failure is not None:

@@ -1,8 +1,8 @@
-"""When a checkpoint is wanted besides those that lie at fixed steps: by time, or by what one costs and saves.
+"""When a checkpoint is due besides those at fixed steps: by time, or by what a checkpoint costs and saves.
 
-The workers know the steps, the sealer knows the time: it wants one, a member says so in the next step's header, and
-all take it. How often everyone was lost, and in how much time, is learned over all starts of a run: the seals keep it.
-Here is no clock and no I/O.
+The workers know the steps, the sealer knows the time: it requests a checkpoint, a member says so in the next step's
+header, and all members take it. How often all workers were lost, and in how much time, is counted over all starts of a
+run, since each checkpoint stores it. This module has no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ import math
 from elastic_dp.checkpoint.interval import auto_interval_s
 from elastic_dp.spec import CheckpointConfig
 
-_ASK_AGAIN_S = 30.0  # nobody may have been there to take it, or it was lost
+_REQUEST_AGAIN_S = 30.0  # perhaps no worker was there to take it, or it was lost
 
 
 class CheckpointSchedule:
-    """Times are of one clock, in seconds. Of one thread."""
+    """All times are seconds of one clock. Not thread-safe."""
 
     def __init__(self, config: CheckpointConfig, now: float) -> None:
-        self._config, self._began_at, self._kept_at = config, now, now
+        self._config, self._began_at, self._last_at = config, now, now
         self._losses, self._observed_s = 0, 0.0  # of earlier starts
         self._cost_s: float | None = None
         self._upload_s = 0.0
-        self._asked = False
+        self._requested = False
 
     def resume(self, losses: int, observed_s: float, now: float) -> None:
-        """What earlier starts of the run have seen; this one begins now."""
+        """Add what earlier starts of the run have counted. This one begins now."""
         self._losses, self._observed_s = losses, observed_s
-        self._began_at = self._kept_at = now
+        self._began_at = self._last_at = now
 
     def due_at(self, now: float) -> float:
-        """When to ask for one, or to ask again; infinity: never."""
+        """When to request a checkpoint, or to request it again; infinity: never."""
         interval_s = math.inf if self._config.every_s is None else self._config.every_s
         if self._config.every == "auto":
             seen = self.observed(now)
             interval_s = min(interval_s, auto_interval_s(self._cost_s, self._upload_s, *seen))
-        return self._kept_at + max(interval_s, _ASK_AGAIN_S if self._asked else 0.0)
+        return self._last_at + max(interval_s, _REQUEST_AGAIN_S if self._requested else 0.0)
 
-    def asked(self, now: float) -> None:
-        self._asked, self._kept_at = True, now
+    def requested(self, now: float) -> None:
+        self._requested, self._last_at = True, now
 
     def sealed(self, stall_s: float, now: float) -> None:
-        """A checkpoint took `stall_s` from the training; it was sealed now."""
+        """A checkpoint is sealed now. It stopped training for `stall_s`."""
         self._cost_s = stall_s
-        if self._asked:
-            self._upload_s = now - self._kept_at
+        if self._requested:
+            self._upload_s = now - self._last_at
         else:  # at a fixed step
-            self._kept_at = now
-        self._asked = False
+            self._last_at = now
+        self._requested = False
 
     def lost(self, now: float) -> None:
-        """Everyone was, and with them what was asked for."""
-        self._losses, self._asked, self._kept_at = self._losses + 1, False, now
+        """All workers were lost, and the requested checkpoint with them."""
+        self._losses, self._requested, self._last_at = self._losses + 1, False, now
 
     def observed(self, now: float) -> tuple[int, float]:
-        """Losses of everyone, and the time in which there were so many."""
+        """How often all workers were lost, and the time over which that was counted."""
         return self._losses, self._observed_s + now - self._began_at

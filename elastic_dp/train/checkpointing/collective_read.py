@@ -1,9 +1,9 @@
-"""The newest checkpoint that is whole, read by the members of a generation together: each a share, the rest from the others.
+"""The members of a generation read the newest checkpoint together: each a share, and the rest from the other members.
 
-- Rank 0 says which one. It alone lists and reads seals, so nobody goes on from another one than the rest.
-- Each byte leaves the store once, however many members there are, and however many had written it.
-- All or nothing: bytes travel when every member has said that its share is right, into memory that is nobody's state. A
-  share that is damaged sends all of them to the checkpoint before.
+- Rank 0 alone lists and reads seals and says which checkpoint it is, so all members go on from the same one.
+- Each byte leaves the store once, whatever the number of members that read or wrote it.
+- All or nothing: the members exchange bytes only when each has said that its share is intact, into memory that holds
+  no state yet. If one share is damaged, all members go back to the checkpoint before.
 """
 
 from __future__ import annotations

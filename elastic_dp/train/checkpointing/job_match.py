@@ -1,9 +1,9 @@
-"""A checkpoint against the job that goes on from it: what must be the same, and what may have changed.
+"""Compares a checkpoint with the job that goes on from it: what must be the same, and what may have changed.
 
-- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first thing that differs.
-- Other hyper-parameters (a learning rate) are told, and the checkpoint's go on, as after `load_state_dict` of a
-  PyTorch optimizer: what a scheduler or the loop's body has made of them is in there. They are compared as the code
-  makes them, before any step, so what a run changed itself is no difference.
+- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first difference.
+- Other hyper-parameters (a learning rate) give a warning, and the values of the checkpoint are used, as after
+  `load_state_dict` of a PyTorch optimizer, since a scheduler or the loop body may have changed them. The values that the
+  code sets before the first step are compared, so a change that the run itself made is no difference.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The last checkpoint of a worker whose controller is gone: written and sealed by itself, by the rules for everybody.
+"""The last checkpoint of a worker that has lost its controller: the worker writes and seals it alone.
 
-It becomes for a moment what the controller was. It takes the run's lease once that has run out, makes a claim that
-goes on from the newest checkpoint, writes all parts, seals them, and gives the lease up.
+For a moment it does what the controller did. It takes the run's lease when that has run out, makes a claim that goes on
+from the newest checkpoint, writes all parts, seals them, and releases the lease.
 
-- Only after its own controller: where the lease was renewed, given up, or is another's, the run has ended or goes on
-  elsewhere, and nothing is written.
-- Of several orphans one does it after the other; who finds a checkpoint as new as its own state writes nothing.
-- Who sleeps in the middle of it does no harm: its claim is then not in the history of who came after it.
+- It does so only after its own controller: where the lease was renewed, released, or belongs to another controller, the
+  run has ended or goes on elsewhere, and the worker writes nothing.
+- Several such workers take turns. One that finds a checkpoint as new as its own state writes nothing.
+- A worker that is suspended in the middle does no harm: its claim is not part of the history of its successors.
 """
 
 from __future__ import annotations

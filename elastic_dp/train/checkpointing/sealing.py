@@ -223,7 +223,7 @@ class Sealer:
     def _request_due(self) -> None:
         now = time.monotonic()
         if now >= self._schedule.due_at(now):
-            self._schedule.asked(now)
+            self._schedule.requested(now)
             self._actions.request_checkpoint()
 
     def _request(self, requests: Sequence[PartsRequest]) -> None:

@@ -1,11 +1,12 @@
-"""One member's part in the run's checkpoints: a snapshot at the head of the loop, its share written behind it.
+"""One worker's part in the run's checkpoints: a snapshot at the head of the loop, and its share written in the background.
 
-- All members snapshot the same steps: those that `CheckpointConfig` names, those that the loop's body asked for, and
-  those that the header of the step before agreed on (a controller's wish reaches one member, and so all).
-- A store that is away holds up no training: while the last upload of any member is late, as their headers tell, all
-  skip what is due but the run's last one, and wish for it until it is made.
-- Each holds the whole state of the step, so any of them can write what another one should have written.
-- Nothing of a member's own is in a checkpoint (its place in the group, when it was restored): all hold the same bytes.
+- All members take snapshots of the same steps: those that `CheckpointConfig` names, those that the loop body requested,
+  and those that the members agreed on in the header of the step before (a controller's request reaches one member, and
+  through the header all of them).
+- A slow store does not stop training: while any member's last upload is late, as the headers tell, all members leave out
+  every checkpoint but the run's last one, and request it again until it is made.
+- Each member holds the whole state of the step, so each can write a part that another one did not.
+- A checkpoint holds nothing that differs between members (rank, when it was restored): all hold the same bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from elastic_dp.train.state.train_state import TrainState, types_of
 
 
 class WorkerCheckpointer:
-    """Of one member. `write` is for the control thread, all else for the training thread."""
+    """`write` is called by the control thread, every other method by the training thread."""
 
     def __init__(
         self,
@@ -56,13 +57,13 @@ class WorkerCheckpointer:
         lease_token: str = "",
         lease_s: float = 60.0,
     ) -> None:
-        """`lease_token`, `lease_s`: of the controller's lease on the run, for who is left without a controller."""
+        """`lease_token`, `lease_s`: of the controller's lease on the run, for a worker that has lost its controller."""
         self._catalog, self._config = catalog, config
         self._lease_token, self._lease_s = lease_token, lease_s
         self._worker, self._link = worker, link
         self._uploader = Uploader(catalog, self._wrote)
         self._taken = 0  # the step of the newest snapshot, or of the checkpoint that was restored
-        self._asked = False  # by the body
+        self._requested = False  # by the body
         self._stall_s = 0.0
         self._members: tuple[WorkerId, ...] = ()
         self._founded = 0
@@ -70,9 +71,9 @@ class WorkerCheckpointer:
         self._versions: dict[str, str] = {}
         self._job = self._data = ""
 
-    def ask(self) -> None:
-        """The loop's body wants this step kept."""
-        self._asked = True
+    def request(self) -> None:
+        """The loop body requests a checkpoint of this step."""
+        self._requested = True
 
     def open(
         self,
@@ -97,7 +98,7 @@ class WorkerCheckpointer:
         return self._uploader.late
 
     def ready(self, step: int) -> bool:
-        """Whether `take` will not wait; if not, this one is left out, and that is said."""
+        """Whether `take` will not wait. If not, this checkpoint is left out, and the user is told so."""
         was_late = self.late
         if self._uploader.ready():
             return True
@@ -110,15 +111,15 @@ class WorkerCheckpointer:
         return False
 
     def defer(self) -> None:
-        """What the body asked for is from now on a wish, as a controller's is."""
-        self._asked = False
+        """Treat what the loop body requested like a request of the controller: a later step will do."""
+        self._requested = False
 
     def due(self, step: int, agreed: bool, ended: bool) -> bool:
-        """At the head of the loop after `step`. The last step always is, since it is what the run was for."""
+        """At the head of the loop after `step`. The last step always is."""
         if step <= self._taken:
             return False
         every = self._config.every_steps
-        return agreed or self._asked or (every is not None and step % every == 0) or ended
+        return agreed or self._requested or (every is not None and step % every == 0) or ended
 
     def take(
         self,
@@ -129,9 +130,9 @@ class WorkerCheckpointer:
         founded: int,
     ) -> None:
         """Raises StateError if something in the state cannot be stored, where the job makes checkpoints of its own; one
-        that only others want is then not made, and that is said."""
-        by_job = self._asked or self._config.enabled
-        self._taken, self._asked = step, False
+        that only others requested is then not made, and the user is told so."""
+        by_job = self._requested or self._config.enabled
+        self._taken, self._requested = step, False
         try:
             self._uploader.wait()
         except StorageError as error:  # that one is lost, and training goes on
@@ -156,7 +157,7 @@ class WorkerCheckpointer:
         return self._uploader.busy
 
     def write(self, step: int, parts: Sequence[int]) -> None:
-        """Write these parts, too: who should have is lost."""
+        """Write these parts, too, in place of a member that is lost."""
         self._uploader.write(step, parts, writer=self._worker)
 
     def seal_alone(
@@ -200,7 +201,7 @@ class WorkerCheckpointer:
         device: torch.device,
         enters: Callable[[str], None],
     ) -> tuple[Seal, list[dict[str, float]]]:
-        """Take everything from the newest checkpoint that is whole, as all members of `group` do at the same time.
+        """Load the newest intact checkpoint, together with all members of `group`.
         Returns it, and what its step's body evaluated. `enters`: see `read_collectively`.
 
         Raises RunMismatch if it is not of this job."""
@@ -237,7 +238,7 @@ class WorkerCheckpointer:
         return seal, tree["evaluations"]
 
     def close(self) -> None:
-        """What is being written is written to its end."""
+        """Wait until the upload under way has ended."""
         self._uploader.close()
 
     def _wrote(self, share: Share, manifest: Manifest) -> None:

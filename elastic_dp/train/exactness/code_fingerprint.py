@@ -1,10 +1,10 @@
-"""A digest of the user's code: equal for two starts of the same script, and for two workers that run the same.
+"""A digest of the user's code: equal for two starts of the same script, and for two workers that run the same code.
 
 It covers the train function and what it reaches by name in the user's own modules: functions, classes, and constants
-made of numbers and texts. Compiled code is what is looked at, so comments and line breaks do not count, it works in
-notebooks, and in a worker, where the source may be another or absent. Pickles would not do: they differ from one
-process to the next. Nor would the script as text: each limit that is raised in it would be another code. Installed
-packages are not covered; Python compiles differently from one minor version to the next, so that is told beside it.
+made of numbers and strings. It reads compiled code, so comments and line breaks do not count, and it works in notebooks
+and in a worker, which may not have the source. A pickle would not do: it differs from process to process. Nor would the
+text of the script: raising a limit in it would change the digest. Installed packages are not covered. Python compiles
+differently from one minor version to the next, so its version is stored beside the digest.
 """
 
 from __future__ import annotations

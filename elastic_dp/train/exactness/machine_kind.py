@@ -1,4 +1,4 @@
-"""What decides the bits a machine computes, and the switches that make it compute the same ones each time."""
+"""What determines the bits that a machine computes, and the switches that make it compute the same bits each time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The process groups of one worker: those of its generation, and older ones that peers may still be reading from.
 
-Three for each generation, formed at the same time where all are needed: one for the steps, one between those who give
-and take state, and, when first asked for, one for evaluations. Each ends when the generation does.
+Each generation has up to three, formed at the same time where all are needed: one for the steps, one between the members
+that give and take state, and, when it is first used, one for evaluations. All end with the generation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""State at the begin of a generation: who gives it to whom, or reads it from a checkpoint, and how that changes a worker.
+"""How a worker gets the run's state when a generation begins: from another member, or from a checkpoint.
 
-The plan is drawn from the membership alone and from where this worker stands, so all members draw the same one.
+`plan_state_transfer` depends on the membership and on the worker's own position alone, so all members come to the same
+plan; `StateTransfer` carries it out.
 """
 
 from __future__ import annotations

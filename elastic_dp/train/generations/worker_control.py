@@ -1,9 +1,9 @@
 """What a worker's control thread tells its training thread, and the one lock between them.
 
-The control thread may speak at any instant, also while the training thread is inside a collective or is about to
-commit. Three things always hold: a step commits only through `commit`, which excludes `abort` (before it the
-worker is at k and can no longer apply, after it at k+1); a worker out of a generation never goes back into it;
-and of several planned ends of one generation the smallest counts.
+The control thread may call at any instant, also while the training thread is inside a collective or is about to
+commit. Three things always hold: a step commits only through `commit`, which excludes `abort` (before it the worker is
+at step k and cannot apply k+1 any more, after it the worker is at k+1); a worker that left a generation never goes back
+into it; and of several planned ends of one generation the smallest counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_dp.errors import GroupAborted
 
 
 class Released(BaseException):
-    """Unwinds the user's train function in a worker that leaves. Not an Exception, so no user code eats it."""
+    """Unwinds the user's train function in a worker that leaves. Not an Exception, so user code does not catch it."""
 
 
 class Abortable(Protocol):
@@ -46,19 +46,19 @@ class FormGroup:
 
 @dataclass(frozen=True, slots=True)
 class ConfirmLeft:
-    """The controller asks a worker that waits whether it is out of `generation`."""
+    """The controller asks a waiting worker to confirm that it has left `generation`."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """No controller has answered for so long that none is expected any more."""
+    """No controller has answered for `orphan_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Make a checkpoint of the state that this worker has held since `generation`; the `writers` share the writing."""
+    """Write a checkpoint of the state that this worker has held since `generation`, together with the other `writers`."""
 
     generation: int
     writers: tuple[WorkerId, ...]
@@ -101,9 +101,7 @@ class WorkerControl:
                 self._planned = {
                     g: s for g, s in self._planned.items() if g >= membership.generation
                 }
-                if (
-                    self._inside
-                ):  # it would not be told to form anew if its generation were not over
+                if self._inside:  # the controller forms a new one only when the present one is over
                     self._end(membership.generation - 1)
                 self._changed.notify_all()
 
@@ -167,14 +165,14 @@ class WorkerControl:
         return self._release
 
     def orphaned_in_s(self) -> float:
-        """How long from now, if no controller answers; 0 or less: it is so."""
+        """Seconds until this worker counts as orphaned if no controller answers; 0 or less: it does."""
         if self.renewed_at is None:
             return threading.TIMEOUT_MAX
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
         return min(left_s, threading.TIMEOUT_MAX)
 
     def wait(self) -> FormGroup | ConfirmLeft | CheckpointState | Orphaned:
-        """Outside of every generation: the next one to form, or what else is asked. Raises Released."""
+        """Wait, outside of every generation, for what to do next. Raises Released."""
         with self._changed:
             while True:
                 if self._release is not None:
@@ -253,7 +251,7 @@ class WorkerControl:
             self._attempting = None
 
     def leave(self) -> int:
-        """Out of the present generation for good; returns its number. Clears questions this answers."""
+        """Leave the present generation for good; returns its number. Clears the requests that this answers."""
         with self._changed:
             self._inside, self._attempting = False, None
             self._ended = max(self._ended, self._generation)

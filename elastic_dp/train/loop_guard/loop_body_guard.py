@@ -1,15 +1,16 @@
-"""What the loop's body must leave as it is: the parameters, the optimizer's groups of them, and its state.
+"""Detects a loop body that changes parameters, the optimizer's parameter groups, or the optimizer's state.
 
-Each member runs each body once, on the state that the step gave it or that it took over from another member; so what
-a body writes there, one may have twice. Seen are, for some tens of microseconds a step:
+Each member runs each body once, on the state that the step gave it or that it took over from another member. What a
+body writes into that state, some members would have twice. Detected, for some tens of microseconds a step, are:
 - a call of `optimizer.step()`, at once;
-- a parameter, buffer or module that was not there before the loop, also one that a forward pass made;
+- a parameter, buffer or module that did not exist before the loop, also one that a forward pass made;
 - another tensor or module in the place of a parameter, and whatever raises a parameter's version;
-- of a few parameters in turn, the optimizer's state, and on the host also what goes round the version
-  (`p.data.mul_(…)`), by a sample of values, read through NumPy: an operator of torch costs ten times as much. So what is done to all of them is seen at once, and what is done to one
-  of them in each body is seen some steps later. On a device this comparison would make the host wait.
-Numbers and texts that modules hold as plain attributes are looked at, too, in turn. A body may set them, but a worker
-that joins lacks what it has set, so that is said.
+- for a few parameters in turn, a change of the optimizer's state and, on the host, a change that bypasses the version
+  (`p.data.mul_(…)`). The latter is found by a sample of values, read through NumPy: a torch operator costs ten times as
+  much. A change to all parameters is found at once, a change to one of them some steps later. On a device this
+  comparison would make the host wait, so it is left out.
+Numbers and strings that modules hold as plain attributes are compared in turn, too. A body may set them, but a worker
+that joins lacks the new value, so the user gets a warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the loop's body must leave as it is, checked from the begin of each body to its end."""
+"""All checks of one loop body, from its begin to its end."""
 
 from __future__ import annotations
 

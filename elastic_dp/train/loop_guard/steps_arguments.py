@@ -1,4 +1,4 @@
-"""What `ctx.steps` is given, checked before anything starts: each mistake by name, with the way out."""
+"""Checks the arguments of `ctx.steps` before anything starts. Each error names the argument and the way out."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Objects that the loop's body changes and that are not passed to `ctx.steps`: a worker that joins begins them anew.
+"""Detects objects that the loop body changes and that are not passed to `ctx.steps`: a worker that joins lacks the changes.
 
-- Schedulers of the run's optimizers, and averaged models of torch: where a body has used one that is not passed, that is
-  a LoopError. They are looked for once, among all objects of the process, when the loop begins.
-- Variables of the loss function: numbers, generators, tensors and modules that it reaches by name. They are looked at
-  around the first bodies only, as that costs too much for each, and are said.
+- Schedulers of the run's optimizers and torch's averaged models: a body that uses one that is not passed raises
+  LoopError. They are searched once, among all objects of the process, when the loop begins.
+- Variables of the loss function: numbers, generators, tensors and modules that it reaches by name. They are compared
+  around the first bodies only, since that costs too much for each step. A change gives a warning.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The optimizer of a run with those that it holds (Lookahead, Muon beside AdamW), and its scheduler: what is theirs.
+"""The state of a run's optimizer, of the optimizers that it holds (Lookahead, Muon beside AdamW), and of its scheduler.
 
-    state       per parameter, and what else lies in `optimizer.state`: looked at when it is handed over
+    state       per parameter, and whatever else lies in `optimizer.state`: read when it is transferred
     hyper       the parameter groups, and
-    own         attributes that are not torch's own, and objects registered as step hooks: copied at each commit, as the
-                loop's body may change them, too
+    own         attributes that are not torch's own, and objects registered as step hooks: copied at each commit, since
+                the loop body may change them, too
 
-What cannot be carried is refused by its name: before the first step, after the first one what that made, and after any
-later one where an attribute changes its kind.
+State that cannot be carried is refused by name: before the first step, after the first step what that created, and
+after any later step where an attribute changes its type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state as it travels between members: JSON and tensors, as a checkpoint holds them. No code is named or run by it."""
+"""The state as members send it to each other: JSON and tensors, as in a checkpoint. It names no code and runs none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def receive_state(
 def rehome_state(
     tree: Any, device: torch.device, types: Mapping[str, type], targets: Targets
 ) -> Any:
-    """The same tree with its tensors in memory of ours: in what `targets` names, or in fresh one."""
+    """The same tree with its tensors copied into memory of our own: the tensors that `targets` names, or new ones."""
     encoded, named = encode(tree)
     tensors = [tensor for _, tensor in named]
     ours = targets(encoded, [tensor_broadcast.meta_of(tensor) for tensor in tensors])

@@ -2,7 +2,7 @@
 
 A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by where the memory is, by
 tensor version, and, for small buffers, bit by bit, since batch normalisation and `buffer.data.copy_` write without
-raising the version) is put aside and undone before the next leaf, and undone for good when the step is aborted. Large
+raising the version) is saved and undone before the next leaf, and undone for good when the step is aborted. Large
 buffers are compared bit by bit in the micro-batch that is run before the first step, and always where that one wrote
 without raising the version. At the end
 
@@ -64,7 +64,7 @@ class _Memory:
 
     @property
     def replaced(self) -> bool:
-        """Whether another tensor is in a place, or a tensor is elsewhere in memory (`buffer.data = …`)."""
+        """Whether another tensor is in a slot, or a tensor is elsewhere in memory (`buffer.data = …`)."""
         return any(
             slot.tensor is not tensor or tensor.data_ptr() != home.data_ptr()
             for slot, tensor, home in zip(self.slots, self.tensors, self.homes, strict=True)
@@ -107,7 +107,7 @@ class StepBuffers:
         self._leaves: dict[int, dict[int, _Value]] = {}
 
     def reload(self) -> None:
-        """After other code (a hand-over) wrote the buffers: these are the committed ones now."""
+        """Other code (a state transfer) has written the buffers: these are the committed ones now."""
         for memory, committed in zip(self._own, self._committed, strict=True):
             committed.copy_(memory.content)
         self._leaves.clear()
@@ -119,7 +119,7 @@ class StepBuffers:
         self._committed_extra = [extra.read() for extra in self._extra]
 
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
-        """Put aside what this leaf wrote, and undo it."""
+        """Save what this leaf wrote, and undo it."""
         changed = self._undo()
         if contributes:
             self._leaves[virtual_worker] = changed

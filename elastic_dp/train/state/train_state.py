@@ -1,10 +1,10 @@
-"""A worker's training state, and the two ways it is handed over.
+"""A worker's training state, and the two ways in which another worker takes it over.
 
 *What a step changes* (parameters, buffers, optimizer, loss scale, the step's record, hyper-parameters and scheduler
-as they were at the commit) is what a member that is behind takes from one ahead. *What the loop's body changes*
-(the user's `state=`, hyper-parameters and scheduler as they are now) is each member's own, since each runs every body once;
-only a joiner takes both. A hand-over is all or nothing: `adopt` is called with the whole tree or not at all, and
-only a void worker receives straight into its own tensors.
+as they were at the commit) is what a member that is behind takes from one that is ahead. *What the loop body changes*
+(the user's `state=`, hyper-parameters and scheduler as they are now) belongs to each member, since each runs every body
+once; only a worker that joins takes both. A transfer is all or nothing: `adopt` is called with the whole tree or not at
+all, and only a worker without state receives straight into its own tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from elastic_dp.train.state.step_record import StepRecord
 # What the trees of `OptimizerState` are called.
 _OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
 _OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
-_LARGE_BYTES = 1 << 18  # below this a tensor's memory need not be set aside
+_LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 
 
 @dataclass
@@ -88,10 +88,10 @@ class TrainState:
         self.optimizers.note_commit()
         self.committed_extra = self._extra_state()
 
-    # ---------------------------------------------------------------- hand-over
+    # ----------------------------------------------------------------- transfer
 
     def tree(self, evaluations: Sequence[dict[str, float]], ended: str | None) -> dict[str, Any]:
-        """Everything, as the source gives it."""
+        """All of the state, as the source sends it."""
         optimizers = self.optimizers
         state, committed, now = optimizers.state(), optimizers.committed, optimizers.now()
         if same(now["own"], committed["own"]):
@@ -126,7 +126,7 @@ class TrainState:
         }
 
     def preallocate(self) -> None:
-        """On a worker that will join: memory for the optimizer's state, so that the group need not wait for it.
+        """On a worker that will join: allocate memory for the optimizer's state, so that the group need not wait for it.
 
         Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more than receiving it.
         """
@@ -139,7 +139,7 @@ class TrainState:
         ]
 
     def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
-        """For a void worker: receive parameters and buffers in place, and optimizer state in what was set aside.
+        """For a worker without state: receive parameters and buffers in place, and optimizer state in preallocated memory.
         `encoded`: the tree, with numbers for its tensors."""
         step = encoded["step"]
         buffers = dict(self.model.named_buffers())
@@ -160,7 +160,7 @@ class TrainState:
 
     @torch.no_grad()
     def adopt(self, tree: Any, *, body: bool) -> None:
-        """Take what a step changes from a complete tree and, on a joiner, what bodies change."""
+        """Take what a step changes from a complete tree and, if `body` (on a worker that joins), what loop bodies change."""
         step = tree["step"]
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
             copy_values(mine, given)

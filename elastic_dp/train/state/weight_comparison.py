@@ -1,10 +1,10 @@
-"""Whether all members hold the same weights: digests of them, compared in a step's header every so many steps.
+"""Compares the weights of all members: digests of them, exchanged in a step's header every so many steps.
 
-A replica that went wrong (a flipped bit, a bad kernel) moves all the others by its gradients, so a difference is a
-reason to go back to where all were last seen to agree: that step goes with the state, to whoever takes it over.
+A replica that went wrong (a flipped bit, a bad kernel) changes all the others by its gradients. So the run goes back to
+the last step after which all members agreed; that step's number travels with the state.
 
-Also compared is what a checkpoint is made of, in the step after it. What a step costs for this is one look at its number;
-a digest is XXH3 at the speed of memory on the host, and sums of the bits on a device, where only they are waited for.
+Weights that go into a checkpoint are compared in the step after it. Other steps cost one look at their number. A digest
+is XXH3 at the speed of memory on the host, and sums of the bits on a device; only these are waited for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How fast this worker computes: its seconds per virtual worker, told to those who deal them.
+"""How fast this worker computes: its seconds per virtual worker, from which virtual workers are assigned.
 
-Counted is what it does itself: from a forward pass whose batch is at hand to the end of the backward pass and its sums,
-not the waits for data and for other workers. Always: what is told is of the present generation alone, and the median of
-its last steps; before there are `STEPS` of them it is 0. On a GPU, which works behind its host, events in the stream tell.
+Measured is the worker's own work, from a forward pass whose batch is there to the end of the backward pass and its sums,
+without waits for data and for other workers. The value is the median of the last steps of the present generation; with
+fewer than `STEPS` of them it is 0. On a GPU, which runs behind its host, it is measured by events in the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = 16
 
 
 class ComputeSpeed:
-    """`tell` gets the number after each step; None: nobody wants to know, and nothing is measured."""
+    """`tell` gets the value after each step; None: nothing is measured."""
 
     def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
         self._tell, self._on_gpu = tell, device.type == "cuda"

@@ -1,8 +1,8 @@
-"""Evaluation by the whole group: dealt over the members, added up in a fixed order, equal everywhere.
+"""Evaluation by the whole group: each member evaluates a share of the batches, and all get the same sums.
 
-A batch's result depends on its rows and the weights alone, so it does not matter who computes it. Members share
-what they have, deal out what is missing, and share again; one that dies takes its unshared results with it, and the
-others compute those once more. The sum runs over the batches in their order, in double precision on the host.
+The result of a batch depends on its rows and the weights alone, so any member may compute it. Members exchange the
+results that they have, split what is missing, and exchange again. The results of a member that dies before an exchange
+are computed once more by the others. The sum runs over the batches in order, in double precision on the host.
 """
 
 from __future__ import annotations

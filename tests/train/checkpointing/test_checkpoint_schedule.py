@@ -17,29 +17,29 @@ def test_fixed_steps_alone_are_never_asked_for():
 
 
 def test_by_time_since_the_last_one():
-    pace = CheckpointSchedule(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
-    assert pace.due_at(100.0) == 160.0
-    pace.sealed(0.1, 120.0)  # of a fixed step
-    assert pace.due_at(120.0) == 180.0
-    pace.asked(180.0)
-    assert pace.due_at(180.0) == 240.0
-    pace.sealed(0.1, 190.0)
-    assert pace.due_at(190.0) == 240.0, "from when it was asked for"
+    schedule = CheckpointSchedule(CheckpointConfig(every_s=60.0, every_steps=10), 100.0)
+    assert schedule.due_at(100.0) == 160.0
+    schedule.sealed(0.1, 120.0)  # of a fixed step
+    assert schedule.due_at(120.0) == 180.0
+    schedule.requested(180.0)
+    assert schedule.due_at(180.0) == 240.0
+    schedule.sealed(0.1, 190.0)
+    assert schedule.due_at(190.0) == 240.0, "from when it was asked for"
 
 
 def test_asked_again_where_nobody_was_there_to_take_it():
-    pace = CheckpointSchedule(CheckpointConfig(every_s=1.0), 0.0)
-    pace.asked(1.0)
-    assert pace.due_at(1.0) == 31.0
-    pace.lost(5.0)
-    assert pace.due_at(5.0) == 6.0
+    schedule = CheckpointSchedule(CheckpointConfig(every_s=1.0), 0.0)
+    schedule.requested(1.0)
+    assert schedule.due_at(1.0) == 31.0
+    schedule.lost(5.0)
+    assert schedule.due_at(5.0) == 6.0
 
 
 def test_auto_waits_for_an_upload_and_follows_what_was_seen():
-    pace = CheckpointSchedule(AUTO, 0.0)
-    pace.asked(10.0)
-    pace.sealed(0.001, 10_000.0)
-    assert pace.due_at(10_000.0) >= 10.0 + 9990.0
+    schedule = CheckpointSchedule(AUTO, 0.0)
+    schedule.requested(10.0)
+    schedule.sealed(0.001, 10_000.0)
+    assert schedule.due_at(10_000.0) >= 10.0 + 9990.0
     calm, bad = CheckpointSchedule(AUTO, 0.0), CheckpointSchedule(AUTO, 0.0)
     calm.resume(1, 1e6, 0.0)
     bad.resume(100, 1e6, 0.0)
@@ -65,10 +65,10 @@ def lost_s(losses_at, end_s, cost_s, interval):
 
 
 class AtWork:
-    """A pace as the sealer drives it; every third loss of everyone ends the controller, too, and a seal knows the rest."""
+    """A schedule as the sealer drives it; every third loss of everyone ends the controller, too, and a seal knows the rest."""
 
     def __init__(self, cost_s):
-        self.cost_s, self.pace, self.kept, self.lost = (
+        self.cost_s, self.schedule, self.kept, self.lost = (
             cost_s,
             CheckpointSchedule(AUTO, 0.0),
             (0, 0.0),
@@ -80,17 +80,17 @@ class AtWork:
         if lost:
             self.lost += 1
             if self.lost % 3 == 0:
-                self.pace = CheckpointSchedule(AUTO, now)
-                self.pace.resume(*self.kept, now)
-            self.pace.lost(now)
+                self.schedule = CheckpointSchedule(AUTO, now)
+                self.schedule.resume(*self.kept, now)
+            self.schedule.lost(now)
         elif now:
-            self.pace.sealed(self.cost_s, now)
-            self.kept = self.pace.observed(now)
-            self.pace.asked(now)  # training goes on from here: as if it was asked for now
-            self.pace.sealed(self.cost_s, now)
-        due_s = self.pace.due_at(now) - now
+            self.schedule.sealed(self.cost_s, now)
+            self.kept = self.schedule.observed(now)
+            self.schedule.requested(now)  # training goes on from here: as if it was asked for now
+            self.schedule.sealed(self.cost_s, now)
+        due_s = self.schedule.due_at(now) - now
         for _ in range(3):  # it moves on while time goes by
-            due_s = self.pace.due_at(now + due_s) - now
+            due_s = self.schedule.due_at(now + due_s) - now
         return due_s
 
 
