@@ -13,7 +13,8 @@ from elastic_dp.checkpoint.seal import About
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.writing import write_seal, write_share
 from elastic_dp.storage import Store
-from elastic_dp.train.state import StepRecord, TrainState
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import TrainState
 
 _numbers = itertools.count()
 

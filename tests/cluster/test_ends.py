@@ -21,7 +21,7 @@ from elastic_dp.errors import (
     UserCodeError,
 )
 from elastic_dp.storage.faults import ObjectMissing
-from elastic_dp.train.run import LocalRun
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 from tests.runs import Points, group, lines_of, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
@@ -53,7 +53,7 @@ def test_the_reason_is_the_job_s_own(config, step, reason):
     assert (outcome.step, outcome.reason, outcome.error) == (step, reason, None)
     assert outcome.result.reason == reason
     session = run_local(spec, stops)
-    assert (session.place.step, session.ended) == (step, reason)
+    assert (session.position.step, session.ended) == (step, reason)
 
 
 @pytest.mark.parametrize("where", ["local", "group"])

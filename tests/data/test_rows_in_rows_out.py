@@ -22,7 +22,7 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import convert, open_data, open_evaluation
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
 
 ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
@@ -212,7 +212,7 @@ def test_every_row_of_a_mixed_set_is_trained_on_by_processes_of_which_one_is_kil
         steps=steps, workers=3, min_workers=3, virtual=V, config={"folder": str(tmp_path / "log")}
     )
     spec = dataclasses.replace(spec, data=config)
-    fault = Fault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
+    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, train, faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1

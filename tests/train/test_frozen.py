@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic_dp.cluster.heartbeat.heartbeat_sidecar import _look_at
 from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import PATIENCE_S, Stalls, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, plain
@@ -40,7 +40,7 @@ def slow(ctx):
     model = classifier()
 
     def loss_fn(m, batch):
-        if ctx.rank == 1 and ctx._session.place.step == 5 and ctx.generation:
+        if ctx.rank == 1 and ctx._session.position.step == 5 and ctx.generation:
             if where == "lock":
                 ctypes.PyDLL(None).usleep(int(SLOW_S[where] * 1e6))  # PyDLL keeps the GIL
             elif where == "forward":
@@ -69,7 +69,7 @@ def keeps_a_diary(folder):
         def commits():
             commit()
             with open(folder / session.worker, "a", encoding="utf-8") as diary:
-                diary.write(f"{session.generation} {session.place.step + 1} {time.time()}\n")
+                diary.write(f"{session.generation} {session.position.step + 1} {time.time()}\n")
 
         session.control.commit = commits
         plain(ctx)
@@ -104,7 +104,9 @@ def is_stopped(process):
 def one_is_frozen(folder):
     """Rank 1 is stopped within a step, and goes on 20 s later, when the others are far ahead. Nobody can kill it."""
     frozen = folder / "frozen"
-    fault = Fault("exchange", rank=1, world_size=3, settled=True, action="freeze", once=str(frozen))
+    fault = WorkerFault(
+        "exchange", rank=1, world_size=3, settled=True, action="freeze", once=str(frozen)
+    )
     spared, before, codes = [], {}, []
 
     def thaw(run):
