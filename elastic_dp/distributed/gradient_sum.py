@@ -171,6 +171,10 @@ class GradientSum:
         for exchange in self._exchanges:
             exchange.settle()
 
+    def add_sequentially(self) -> None:
+        """From the next attempt on: a parameter fires twice in one backward, see above."""
+        self.sequential = True
+
     def complete(self, factor: float) -> bool:
         """Wait until the finished parts of all have arrived, and take them `factor` times, bucket by bucket.
 

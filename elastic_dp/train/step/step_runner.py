@@ -105,11 +105,11 @@ class StepRunner:
         self._gradients = None
         self.gradients.begin()
         self.speed.begin()
-        outcomes = self._run_mine(step, stop, expected)
+        results = self._run_mine(step, stop, expected)
         self.report("collective")
         self.gradients.send()
         self.pass_point("sent", step)
-        lengths = self._launch_header(step, outcomes, stop)
+        lengths = self._launch_header(step, results, stop)
         self.pass_point("exchange", step)
         self.gradients.reduce()  # while the last bucket and the header are on their way
         self.pass_point("gather", step)
@@ -120,13 +120,13 @@ class StepRunner:
             return StopAgreed(header.stop)
         if header.late:
             self.gradients.settle()
-            self.gradients.sequential = True
+            self.gradients.add_sequentially()
             self._undo()
             return Redo()
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
-        leaves = self._counting(step, header.results)
-        weight = math.fsum(leaf.weight for leaf in leaves.values())
+        results = self._counting(step, header.results)
+        weight = math.fsum(result.weight for result in results.values())
         if 0 < weight < LEAST_WEIGHT:
             raise LossError(
                 f"the weights of step {step} add up to {weight:g}, too little to divide gradients by: what counts is how "
@@ -139,7 +139,7 @@ class StepRunner:
         if not finite and loss_scale is None:
             raise LossError(
                 f"the gradient of step {step} is not finite although every loss is; the rows were: "
-                + "; ".join(self.data.describe(step, v) for v in sorted(leaves)[:4])
+                + "; ".join(self.data.describe(step, v) for v in sorted(results)[:4])
             )
         group.synchronize()
         self.speed.end_step()
@@ -148,7 +148,7 @@ class StepRunner:
         self.pass_point("after_commit", step)
         self.state.bad_row_groups |= header.bad
         self.data.mark_bad(header.bad)
-        record = self._apply(step, leaves, weight, finite, header.used, buffers)
+        record = self._apply(step, results, weight, finite, header.used, buffers)
         record.late = header.keeps_late
         if header.keep and not header.keeps_late:
             record.kept = True
@@ -163,7 +163,7 @@ class StepRunner:
         """Run my virtual workers, forward and backward."""
         assert self._group is not None
         mine = fold(*self._shares[self._group.rank], self.virtual_workers)
-        outcomes: dict[int, MicroBatchResult] = {}
+        results: dict[int, MicroBatchResult] = {}
         for i, leaf in enumerate(mine):
             is_last = i == len(mine) - 1
             v = leaf.virtual_worker
@@ -173,7 +173,7 @@ class StepRunner:
             if stop is None and self.data.rows(step, v) > 0:
                 self.pass_point("before_forward", step)
                 batch = self.micro_batches.batch(step, v)
-                loss, outcomes[v] = self.micro_batches.forward(batch, step, v, expected)
+                loss, results[v] = self.micro_batches.forward(batch, step, v, expected)
                 self.pass_point("forward", step)
                 self.gradients.before_backward()
             if loss is not None:
@@ -182,7 +182,7 @@ class StepRunner:
             self.buffers.after_leaf(v, contributes=loss is not None)
             self.gradients.after_leaf(leaf, is_last)
             self.speed.end_micro_batch()
-        return outcomes
+        return results
 
     def _launch_header(
         self, step: int, results: Mapping[int, MicroBatchResult], stop: str | None
@@ -210,17 +210,17 @@ class StepRunner:
         return header
 
     def _counting(
-        self, step: int, leaves: Mapping[int, MicroBatchResult]
+        self, step: int, results: Mapping[int, MicroBatchResult]
     ) -> dict[int, MicroBatchResult]:
         """Those that have a weight, in the order of virtual workers. Raises LossError."""
-        for v in sorted(leaves):
-            leaf = leaves[v]
-            if leaf.weight and not math.isfinite(leaf.loss) and self.state.loss_scale is None:
+        for v in sorted(results):
+            result = results[v]
+            if result.weight and not math.isfinite(result.loss) and self.state.loss_scale is None:
                 raise LossError(
-                    f"the loss of step {step} is {leaf.loss} on virtual worker {v} "
+                    f"the loss of step {step} is {result.loss} on virtual worker {v} "
                     f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 to leave it out"
                 )
-        return {v: leaves[v] for v in sorted(leaves) if leaves[v].weight}
+        return {v: results[v] for v in sorted(results) if results[v].weight}
 
     def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
         if not changed:
@@ -238,7 +238,7 @@ class StepRunner:
     def _apply(
         self,
         step: int,
-        leaves: Mapping[int, MicroBatchResult],
+        results: Mapping[int, MicroBatchResult],
         weight: float,
         finite: bool,
         used: Sequence[int],
@@ -250,9 +250,9 @@ class StepRunner:
             number=step,
             epoch=self.data.epoch_of(step),
             epoch_end=self.data.ends_epoch(step),
-            loss=mean([(leaf.loss, leaf.weight) for leaf in leaves.values()]),
+            loss=mean([(one.loss, one.weight) for one in results.values()]),
             weight=weight,
-            metrics=_mean_metrics(leaves.values()),
+            metrics=_mean_metrics(results.values()),
             lr=float(state.optimizer.param_groups[0]["lr"]),
         )
         seed_everything(body_seed(self.seed, step))
@@ -282,10 +282,10 @@ class StepRunner:
         return float(torch.nn.utils.get_total_norm(self._gradients))
 
 
-def _mean_metrics(leaves: Any) -> dict[str, float]:
+def _mean_metrics(results: Any) -> dict[str, float]:
     """Over the micro-batches that reported each."""
     by_name: dict[str, list[tuple[float, float]]] = {}
-    for leaf in leaves:
-        for name, value in leaf.metrics.items():
-            by_name.setdefault(name, []).append((value, leaf.weight))
+    for result in results:
+        for name, value in result.metrics.items():
+            by_name.setdefault(name, []).append((value, result.weight))
     return {name: mean(values) for name, values in by_name.items()}
