@@ -29,8 +29,8 @@ from elastic_dp.config import JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator import assignment
 from elastic_dp.data import open_data
 from elastic_dp.testing.process_worker_group import ProcessRun
-from elastic_dp.train.run import LocalRun
-from elastic_dp.train.speed import Speed
+from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.step.compute_speed import ComputeSpeed
 
 FAST_S, SLOW_S, VIRTUAL = 0.04, 0.08, 6
 IDEAL = ((0, 4), (4, 6))
@@ -107,14 +107,14 @@ def alone(spec: JobSpec) -> str:
 
 def cost_us(virtual_workers: int = 8, steps: int = 2000) -> float:
     """Of measuring, in a step on the CPU: the median."""
-    speed, taken = Speed(torch.device("cpu"), SharedMemoryPage().write_speed), []
+    speed, taken = ComputeSpeed(torch.device("cpu"), SharedMemoryPage().write_speed), []
     for _ in range(steps):
         began = time.perf_counter()
         speed.begin()
         for _ in range(virtual_workers):
-            speed.starts()
-            speed.stops()
-        speed.stepped()
+            speed.start_micro_batch()
+            speed.end_micro_batch()
+        speed.end_step()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken) * 1e6
 

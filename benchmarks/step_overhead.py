@@ -28,10 +28,10 @@ from benchmarks.report import exit_code, median_interval, write
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import DataConfig, JobSpec, ScalingConfig
 from elastic_dp.coordinator.messages import Event, Member, Membership, TrainingPosition, WorkerReady
-from elastic_dp.distributed.process_group import Rendezvous, open_store
-from elastic_dp.train.control import Control
-from elastic_dp.train.run import run_worker
+from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
+from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.session import Session
+from elastic_dp.train.worker_run import run_worker
 
 WORLD = 2
 ROWS = {"0.9M": 8, "4.9M": 8, "25.5M": 4}
@@ -48,7 +48,7 @@ TARGETS, TARGET_ACCUMULATING = {"fast": 1.0, "exact": 1.03}, 1.02
 class StaticLink:
     """A controller that forms one generation of all workers, once."""
 
-    def __init__(self, control: Control, membership: Membership, port: int) -> None:
+    def __init__(self, control: WorkerControl, membership: Membership, port: int) -> None:
         self._control, self._membership, self._port = control, membership, port
 
     def post(self, event: Event) -> None:
@@ -97,7 +97,7 @@ def worker(
         Member(f"w{r}", r * per_worker, (r + 1) * per_worker, TrainingPosition(0), False)
         for r in range(WORLD)
     )
-    control = Control()
+    control = WorkerControl()
     link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
     session = Session(
@@ -146,20 +146,13 @@ def ddp_step(
 
 def measure(size: str, exact: bool, per_worker: int, pairs: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    store = open_store("127.0.0.1", b"secret")
+    store = open_rendezvous_store("127.0.0.1", b"secret")
     out = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         args = (store.port, f"{folder}/store", size, exact, per_worker, pairs, out)
         processes = [context.Process(target=worker, args=(r, *args)) for r in range(WORLD)]
         for process in processes:
             process.start()
-        while out.empty():  # a worker that failed has printed why
-            failed = [process for process in processes if process.exitcode]
-            if failed:
-                for process in processes:
-                    process.kill()
-                raise SystemExit(f"{len(failed)} of {WORLD} workers failed")
-            time.sleep(0.05)
         ours, theirs = out.get()
         for process in processes:
             process.join()

@@ -14,8 +14,8 @@ from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.testing.process_worker_group import ProcessRun
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.run import LocalRun
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
 ENDLESS = 1_000_000  # steps: until it is stopped
@@ -76,7 +76,7 @@ def group(
     spec: JobSpec,
     train: Callable[..., None],
     *,
-    faults: tuple[Fault, ...] = (),
+    faults: tuple[WorkerFault, ...] = (),
     script: Sequence[tuple[int, Event | Callable[[ProcessRun], None]]] = (),
     timeout_s: float = 240.0,
     index: Index | None = None,

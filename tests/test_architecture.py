@@ -18,7 +18,7 @@ from elastic_dp.coordinator.phases import (
     PhaseMachine,
     Transition,
 )
-from elastic_dp.train.state import StepRecord
+from elastic_dp.train.state.step_record import StepRecord
 
 ROOT = Path(__file__).parent.parent / "elastic_dp"
 
@@ -245,7 +245,9 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
                     machine.take(transition)
 
 
-@pytest.mark.parametrize("package", ["coordinator", "cluster", "telemetry", "testing"])
+@pytest.mark.parametrize(
+    "package", ["coordinator", "cluster", "distributed", "telemetry", "testing", "train"]
+)
 def test_module_and_class_names_of_a_package_appear_nowhere_else(package):
     """A name that appears twice sends a reader to the wrong file."""
     stems, classes = Counter(), Counter()

@@ -15,7 +15,7 @@ from benchmarks import (
     step_overhead,
 )
 from benchmarks.models import RandomTokens
-from elastic_dp.train.step import BatchSource
+from elastic_dp.train.step.batch_source import BatchSource
 
 # What its results become, and the target that is missed then.
 SPOILT = {

@@ -174,7 +174,7 @@ class Catalog:
 
     def _sweep(self, kept: set[CommitName], busy: set[int]) -> None:
         """Delete the parts that no kept commit record names, and what a killed writer left beside them; but nothing of later
-        steps than the newest seal's, which may be being written."""
+        steps than the newest commit's, which may be being written."""
         newest = max((name.step for name in kept), default=0)
         folders = {name.step: self._digests(kept, name.step) for name in kept}
         for entry in self.store.find(f"{self.folder}/"):

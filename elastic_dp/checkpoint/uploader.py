@@ -1,7 +1,7 @@
 """Uploads in the background: training goes on when the copy is made.
 
 - One upload at a time, since there is one snapshot's memory. `take` waits for the one before: who asks for the next
-  one when the last is committed (train/pace.py) never waits; one of a fixed step, or that is asked for (a drain,
+  one when the last is committed (train/checkpointing/checkpoint_schedule.py) never waits; one of a fixed step, or that is asked for (a drain,
   `ctx.checkpoint`) does.
 - The store may be away for minutes: who must go on asks `ready` first, which has `PATIENCE_S` in all for one upload.
 - What goes wrong in the background is raised by the next `take` or by `wait`, never lost.

@@ -77,9 +77,7 @@ def newest_step(url: str) -> int | None:
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM does what Ctrl-C does, in the main thread; elsewhere, and where the script handles it, it is what it was."""
-    from elastic_dp.train.run import (
-        is_ours_to_handle,  # torch: the command line reads results without it
-    )
+    from elastic_dp.train.interruption import is_ours_to_handle
 
     if not is_ours_to_handle(signal.SIGTERM):
         yield

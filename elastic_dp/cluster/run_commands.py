@@ -238,7 +238,7 @@ def restart(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """Seal and stop a run, and go on with it by a script that is here: new code, or another image. It keeps its name
+    """Checkpoint and stop a run, and go on with it by a script that is here: new code, or another image. It keeps its name
     and its storage path; what else --set gave it is to be given again."""
     from elastic_dp.cluster.overrides import Overrides
 

@@ -88,7 +88,7 @@ class Run:
                 "ends it"
             )
             return
-        from elastic_dp.train.run import INTERRUPTED
+        from elastic_dp.train.interruption import INTERRUPTED
 
         progress.say(INTERRUPTED)
         reason, ended = "interrupted", RunOutcome()

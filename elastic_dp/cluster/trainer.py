@@ -45,11 +45,12 @@ from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.inputs import check_function
-from elastic_dp.train.kind import why_inexact
-from elastic_dp.train.restoring import decides
-from elastic_dp.train.run import LocalRun, TrainFunction
+from elastic_dp.train.checkpointing.job_match import job_identity
+from elastic_dp.train.exactness.machine_kind import why_inexact
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.local_run import LocalRun
+from elastic_dp.train.loop_guard.steps_arguments import check_function
+from elastic_dp.train.worker_run import TrainFunction
 
 
 class ElasticTrainer:
@@ -135,7 +136,7 @@ class ElasticTrainer:
             code = error.code if isinstance(error, Interrupted) else 128 + signal.SIGINT
             raise Interrupted(code) from None
 
-    def start(self, *, faults: Sequence[Fault] = ()) -> Run:
+    def start(self, *, faults: Sequence[WorkerFault] = ()) -> Run:
         """Start the run on Ray (a local one, if none is connected) and return at once; a live one is attached to.
 
         `faults` are for tests: where workers die or freeze, by point, step and rank.
@@ -285,7 +286,7 @@ class ElasticTrainer:
         return stored
 
     def _record(self, data: Dataset) -> RunRecord:
-        return RunRecord(data=data.fingerprint, **decides(self.spec))
+        return RunRecord(data=data.fingerprint, **job_identity(self.spec))
 
     def _record_start(self) -> list[str]:
         """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""

@@ -34,13 +34,13 @@ from elastic_dp.data import Index, open_data
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
-from elastic_dp.train.checkpoints import Checkpoints
-from elastic_dp.train.code import code_of
-from elastic_dp.train.control import ORPHANED, Control
-from elastic_dp.train.faults import Fault, Faults
-from elastic_dp.train.link import Link
-from elastic_dp.train.run import fail_worker, run_worker
+from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
+from elastic_dp.train.fault_injection import FaultInjector, WorkerFault
+from elastic_dp.train.generations.worker_control import ORPHANED, WorkerControl
 from elastic_dp.train.session import Session
+from elastic_dp.train.worker_run import fail_worker, run_worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class WorkerJob:
     controller: ControllerAddress  # where it hears heartbeats
     secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[WorkerFault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Worker:
     """`deliver` may be called from any thread; `run` is the training thread until the worker is released."""
 
     def __init__(
-        self, identity: WorkerId, job: WorkerJob, link: Link, address: str | None = None
+        self, identity: WorkerId, job: WorkerJob, link: ControllerLink, address: str | None = None
     ) -> None:
         self.identity, self._job, self._link = identity, job, link
         self._begin = threading.Event()
@@ -82,7 +82,7 @@ class Worker:
         self._page = SharedMemoryPage()
         spec, self._train = cloudpickle.loads(job.pickled)
         self._spec: JobSpec = spec
-        self._control = Control(
+        self._control = WorkerControl(
             lease_s=spec.failure.lease,
             orphan_timeout_s=spec.failure.orphan_timeout,
             renewed_at=self._page.renewed_at,
@@ -119,9 +119,9 @@ class Worker:
                 if self._session is not None and self._session.checkpoints is not None:
                     self._session.checkpoints.write(step, parts)
             case TakeCheckpoint():
-                control.keep()
+                control.request_checkpoint()
             case WriteDrainCheckpoint(generation=generation, writers=writers):
-                control.keep_state(generation, writers)
+                control.checkpoint_state(generation, writers)
             case ReportState(asked=asked):
                 self._link.post(self._reported(asked))
             case _:
@@ -173,12 +173,12 @@ class Worker:
             control=self._control,
             is_source=self._is_source,
             checkpoints=self._checkpoints(),
-            code=code_of(self._train, constants=False),
-            faults=Faults(self._job.faults, self.identity),
+            code=code_fingerprint(self._train, constants=False),
+            faults=FaultInjector(self._job.faults, self.identity),
         )
         return run_worker(self._train, self._session)
 
-    def _checkpoints(self) -> Checkpoints | None:
+    def _checkpoints(self) -> WorkerCheckpointer | None:
         if self._job.url is None:
             return None
         store = Store(
@@ -186,7 +186,7 @@ class Worker:
             timeout_s=self._spec.failure.storage_timeout_s,
             on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
         )
-        return Checkpoints(
+        return WorkerCheckpointer(
             Catalog(store),
             self._spec.checkpoint,
             self.identity,
@@ -218,7 +218,7 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
     """Variables that must be set before torch starts its threads or CUDA, or takes its first memory."""
-    from elastic_dp.train.kind import EXACT_ENVIRONMENT
+    from elastic_dp.train.exactness.machine_kind import EXACT_ENVIRONMENT
 
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.

@@ -1,4 +1,4 @@
-"""Gloo's listening socket, shut while no group forms: Gloo itself takes a connection from anybody, at any time."""
+"""Gloo's listening socket, shut while no group forms: Gloo itself accepts a connection from anybody at any time."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 Three things always hold. Every operation is launched asynchronously and waited for on an event that either its
 completion or `abort()` sets, so a control thread can free the training thread from a collective whose peer is
 gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is empty and whose destructor blocks until
-its last operation ends. An operation that was walked away from may still write into its buffers: group,
-operations and buffers are buried together and dropped by a background thread. And forming happens on a thread
-that can be walked away from, too, with a store client of its own, since an absent peer blocks the constructor.
+its last operation ends. An abandoned operation may still write into its buffers: group, operations and buffers are
+handed together to a background thread, which drops them when they have ended. And forming happens on a thread that can
+be abandoned, too, with a store client of its own, since an absent peer blocks the constructor.
 
-Who reaches a port of ours joins nothing: addresses are exchanged in a store that takes only who holds the run's secret, each
-two members prove to each other that they do before the group is used, and Gloo's port is shut while no group forms.
+A stranger who reaches one of our ports cannot join: addresses are exchanged in a store that accepts only holders of the
+run's secret, each two members prove to each other that they hold it before the group is used, and Gloo's port is shut
+while no group forms.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.distributed.gloo_device import GlooDevice
-from elastic_dp.distributed.store import StoreClient, StoreServer
+from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient, RendezvousStoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.threads import background
 
 # An operation may wait for a peer that is in a long loop body, so only aborts end it.
 _OPERATION_TIMEOUT = timedelta(hours=24)
 _PROOF_BYTES = 32
-_REST_S = 3.0  # from the end of a group to its burial
+_REST_S = 3.0  # from the end of a group until it is dropped
 
 
 class Operation:
@@ -190,7 +191,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave for good. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
-        _graveyard.bury((self._backend, self._pending, self._store))
+        _abandoned_groups.add((self._backend, self._pending, self._store))
         self._backend, self._pending, self._store = None, set(), None
 
 
@@ -211,9 +212,9 @@ class Rendezvous:
     secret: bytes = field(repr=False)  # of the run
 
 
-def open_store(host: str, secret: bytes) -> StoreServer:
+def open_rendezvous_store(host: str, secret: bytes) -> RendezvousStoreServer:
     """At this address of this machine, until it is closed; see its `port`."""
-    return StoreServer(host, secret)
+    return RendezvousStoreServer(host, secret)
 
 
 class Forming:
@@ -294,21 +295,23 @@ class Forming:
         self._ended.set()
 
 
-_clients: dict[tuple[str, int, bytes], StoreClient] = {}  # connected, idle; the newest server's
+_clients: dict[
+    tuple[str, int, bytes], RendezvousStoreClient
+] = {}  # connected, idle; the newest server's
 _clients_lock = threading.Lock()
 
 
-def _store_client(meet: Rendezvous, timeout: timedelta) -> StoreClient:
+def _store_client(meet: Rendezvous, timeout: timedelta) -> RendezvousStoreClient:
     """A client nobody else uses: a forming that was walked away from may block in its own for long."""
     with _clients_lock:
         client = _clients.pop((meet.host, meet.port, meet.secret), None)
     if client is None:
-        return StoreClient(meet.host, meet.port, meet.secret, timeout)
+        return RendezvousStoreClient(meet.host, meet.port, meet.secret, timeout)
     client.set_timeout(timeout)
     return client
 
 
-def _keep_client(meet: Rendezvous, client: StoreClient) -> None:
+def _keep_client(meet: Rendezvous, client: RendezvousStoreClient) -> None:
     """Connecting takes a millisecond or two, in which a group stands still."""
     with _clients_lock:
         _clients.clear()
@@ -385,10 +388,10 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
         return []
 
 
-# ----------------------------------------------------------------------------------------- graveyard
+# ---------------------------------------------------------------------------------- abandoned groups
 
 
-class _Graveyard:
+class _AbandonedGroups:
     """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to the end.
 
     Not at once: Gloo's destructor waits about 4 ms for every peer, with the interpreter's lock held, which would
@@ -396,29 +399,29 @@ class _Graveyard:
     """
 
     def __init__(self) -> None:
-        self._dead: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def bury(self, body: tuple[Any, set[Operation], Any]) -> None:
-        if body[0] is None:
+    def add(self, abandoned: tuple[Any, set[Operation], Any]) -> None:
+        if abandoned[0] is None:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = background("graveyard", self._dig)
+                self._thread = background("abandoned-groups", self._drop_in_turn)
                 self._thread.start()
-        self._dead.put(body)
+        self._waiting.put(abandoned)
 
-    def _dig(self) -> None:
+    def _drop_in_turn(self) -> None:
         while True:
-            body = self._dead.get()
-            # One thread a body: a group that is stuck for hours must not keep the next ones from going.
-            background("burial", partial(_drop, body)).start()
-            del body
+            abandoned = self._waiting.get()
+            # One thread each: a group that is stuck for hours must not delay the next ones.
+            background("drop-group", partial(_drop, abandoned)).start()
+            del abandoned
 
 
-def _drop(body: tuple[Any, set[Operation], Any]) -> None:
-    _backend, operations, _store = body
+def _drop(abandoned: tuple[Any, set[Operation], Any]) -> None:
+    _backend, operations, _store = abandoned
     time.sleep(_REST_S)
     for operation in operations:
         if operation.work is not None:
@@ -426,4 +429,4 @@ def _drop(body: tuple[Any, set[Operation], Any]) -> None:
                 operation.work.wait()
 
 
-_graveyard = _Graveyard()
+_abandoned_groups = _AbandonedGroups()

@@ -4,6 +4,6 @@ Nothing in training imports this package.
 """
 
 from elastic_dp.testing.process_worker_group import ProcessRun
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 
-__all__ = ["Fault", "ProcessRun"]
+__all__ = ["ProcessRun", "WorkerFault"]

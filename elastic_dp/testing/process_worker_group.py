@@ -29,8 +29,8 @@ from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, Work
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.threads import background
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.link import Written
+from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.fault_injection import WorkerFault
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
@@ -137,7 +137,7 @@ def _write(pipe: Connection, outbox: queue.SimpleQueue[Any]) -> None:
 
 
 class _PipeLink:
-    """Implements `train.link.Link`."""
+    """Implements `train.controller_link.ControllerLink`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
@@ -151,7 +151,7 @@ class _PipeLink:
     def say(self, text: str) -> None:
         self._send("say", text)
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         self._send("wrote", worker, written)
 
     def skipped(self, row_groups: Sequence[str]) -> None:
@@ -189,7 +189,7 @@ class ProcessRun:
         spec: JobSpec,
         train: Callable[..., None],
         *,
-        faults: tuple[Fault, ...] = (),
+        faults: tuple[WorkerFault, ...] = (),
         index: Any = None,
         limit: int | None = None,
         journal: Journal | None = None,

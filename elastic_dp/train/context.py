@@ -11,10 +11,10 @@ import torch
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
 from elastic_dp.errors import LoopError, LossError, SpecError
-from elastic_dp.train.evaluate import EvaluationBatches, evaluate
 from elastic_dp.train.session import Session
-from elastic_dp.train.state import StepRecord
-from elastic_dp.train.step import LossFn
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
+from elastic_dp.train.step.micro_batch import LossFn
 
 _OF_A_LINE = frozenset({"time", "event", "command"})  # what tells the journal's lines apart
 
@@ -37,8 +37,8 @@ class Step:
     @property
     def grad_norm(self) -> float:
         if self._record.grad_norm is None:
-            if self._session.state.record is self._record and self._session.in_body:
-                self._record.grad_norm = self._session.stepper.grad_norm()
+            if self._session.state.record is self._record and self._session.loop.in_body:
+                self._record.grad_norm = self._session.step_runner.grad_norm()
             if self._record.grad_norm is None:
                 raise LoopError(
                     f"grad_norm of step {self.number} is read too late: its gradients are gone; read it in "
@@ -94,7 +94,7 @@ class TrainContext:
     @property
     def total_steps(self) -> int:
         """How many steps the run has by `max_steps` and `epochs`; 0 where only time limits it."""
-        self._session.told_total_steps = True
+        self._session.loop.read_total_steps = True
         return self._session.total_steps
 
     @property
@@ -104,7 +104,7 @@ class TrainContext:
     @property
     def is_source(self) -> bool:
         """Whether this worker's initial weights are the ones that count; the others take them."""
-        self._session.asked_source = True
+        self._session.loop.read_is_source = True
         return self._session.is_source
 
     # --------------------------------------------------------------------------------- loop
@@ -134,13 +134,15 @@ class TrainContext:
             while (record := session.next_step()) is not None:
                 yield Step(record, session)
         except StopIteration as error:  # no generator may raise it
-            session.failure = session.failure or LossError(
-                "the loss function raised StopIteration, or the model or the data that it used, as next() does on an "
-                "iterator that is at its end: give next() a default, or begin anew"
+            failure = session.loop.failed(
+                LossError(
+                    "the loss function raised StopIteration, or the model or the data that it used, as next() does on an "
+                    "iterator that is at its end: give next() a default, or begin anew"
+                )
             )
-            raise session.failure from error
+            raise failure from error
         except Exception as error:  # the user's own code may swallow it
-            session.failure = session.failure or error
+            session.loop.failed(error)
             raise
 
     def evaluate(
@@ -168,12 +170,11 @@ class TrainContext:
             raise LoopError(
                 f"ctx.log got a metric named {min(taken)!r}, which the record of step {step} has itself; give it another name"
             )
-        session.log_calls += 1
-        session.link.log(step, session.log_calls, plain)
+        session.link.log(step, session.loop.logs(), plain)
 
     def _is_in_loss(self) -> bool:
         state = getattr(self._session, "state", None)  # there is none before the loop
-        return state is not None and state.untouched.is_in_loss
+        return state is not None and state.loop_body_guard.is_in_loss
 
     def _tell_if_in_loss(self, name: str) -> None:
         """It differs between workers, or changes with the fleet."""
@@ -219,7 +220,7 @@ class TrainContext:
         if metrics is not None:
             self.log(metrics)
         if self._session.checkpoints is not None:
-            self._session.checkpoints.ask()
+            self._session.checkpoints.request()
 
     def stop(self, reason: str) -> None:
         """End the run after the present step, on every worker; one that asks is enough."""

@@ -1,9 +1,9 @@
 """One worker's run, generation after generation, behind the step iterator.
 
-The training thread lives here. It is either inside a generation (its group is formed, its state is whole) or
+The training thread lives here. It is either inside a generation (its group is formed, it holds the run's state) or
 waiting for one. Whatever fails in a collective, or is aborted, brings it back to a boundary: nothing of the
-aborted step remains, it reports where it stands (`TrainingPosition`), and takes part in the next generation. What it then
-owes itself (state, because another one was ahead) it takes in the hand-over before the first step.
+aborted step remains, it reports where it stands (`WorkerProgress`), and takes part in the next generation. State that it
+then lacks, because another one was ahead, it takes over before the first step (`StateTransfer`).
 
 User code sees none of this: `next_step` returns each committed step once, in order.
 """
@@ -30,24 +30,44 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.transfer import Parcel, send
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
-from elastic_dp.train.checkpoints import Checkpoints
-from elastic_dp.train.control import ORPHANED, Answer, Control, Form, Keep, Orphaned, Released, Wake
-from elastic_dp.train.faults import Faults
-from elastic_dp.train.groups import Groups
-from elastic_dp.train.handing import received, wrapped
-from elastic_dp.train.inputs import check_inputs
-from elastic_dp.train.kind import kind_of, software_of, why_inexact
-from elastic_dp.train.link import Link, Status, Timing
-from elastic_dp.train.members import handing_over
-from elastic_dp.train.restoring import decides
-from elastic_dp.train.speed import Speed
-from elastic_dp.train.state import LossScale, StepRecord, TrainState, types_of
-from elastic_dp.train.step import BatchSource, LossFn, Redo, Stepper, StopAgreed
-from elastic_dp.train.unpassed import Unpassed
-from elastic_dp.train.weights import Weights
+from elastic_dp.train.checkpointing.job_match import job_identity
+from elastic_dp.train.checkpointing.loop_head_checkpoints import LoopHeadCheckpoints
+from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
+from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
+from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
+from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.generations.generation_groups import GenerationGroups
+from elastic_dp.train.generations.state_transfer import (
+    StateTransfer,
+    TransferRole,
+    plan_state_transfer,
+)
+from elastic_dp.train.generations.worker_control import (
+    ORPHANED,
+    CheckpointState,
+    ConfirmLeft,
+    FormGroup,
+    Orphaned,
+    Released,
+    WorkerControl,
+)
+from elastic_dp.train.generations.worker_progress import WorkerProgress
+from elastic_dp.train.loop_guard.loop_guard import LoopGuard
+from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
+from elastic_dp.train.phase_reporter import PhaseReporter
+from elastic_dp.train.state.loss_scale import LossScale
+from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
+from elastic_dp.train.step.step_runner import Redo, StepRunner, StopAgreed
+from elastic_dp.train.step.trial_run import TrialRun
+from elastic_dp.train.user_loop import UserLoop
 
 _LOOK_AGAIN_S = 0.02
 
@@ -61,49 +81,49 @@ class Session:
     data: BatchSource
     device: torch.device
     backend: str
-    link: Link
-    status: Status
-    control: Control
+    link: ControllerLink
+    status: HeartbeatStatus
+    control: WorkerControl
     is_source: bool
-    checkpoints: Checkpoints | None = None
-    code: str = ""  # code.code_of the train function
-    faults: Faults = field(default_factory=Faults)
-    timings: list[Timing] = field(default_factory=list)
+    checkpoints: WorkerCheckpointer | None = None
+    code: str = ""  # code_fingerprint of the train function
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    timings: list[GenerationTiming] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.position = TrainingPosition(0)
-        self.has_state = False
-        self.lineage_id = 0  # the generation whose source gave the initial weights of our state
-        self.asked_source = False
-        self.told_total_steps = False  # to the train function
-        self.opened = False
-        self.exhausted = False
-        self.failure: Exception | None = None  # what ctx.steps raised first
         self.inexact_because: list[str] = []
-        self.membership: Membership | None = None
-        self.evaluations: list[dict[str, float]] = []
-        self.evaluations_begun = 0
-        self.evaluations_in_loop = 0  # in the last body; those after the loop come behind them
-        self.ended: str | None = None
-        self.in_body = False
-        self.log_calls = 0
-        self._groups = Groups(self.worker, self.device, self.backend, self.control)
-        self._phase = "start"
-        self._said_bad: set[int] = set()
+        self.loop = UserLoop()
+        self.progress = WorkerProgress()
+        self._groups = GenerationGroups(self.worker, self.device, self.backend, self.control)
+        self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
+        self._checkpoints_at_head: LoopHeadCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
     @property
+    def membership(self) -> Membership | None:
+        return self._groups.membership
+
+    @property
     def rank(self) -> int:
-        return 0 if self.membership is None else self.membership.rank(self.worker)
+        return self._groups.rank
 
     @property
     def world_size(self) -> int:
-        return 0 if self.membership is None else len(self.membership.members)
+        return self._groups.world_size
 
     @property
     def generation(self) -> int:
-        return 0 if self.membership is None else self.membership.generation
+        return self._groups.generation
+
+    @property
+    def position(self) -> TrainingPosition:
+        return self.progress.position
+
+    @property
+    def ended(self) -> str | None:
+        """Why the run has ended."""
+        return self.progress.ended
 
     @property
     def total_steps(self) -> int:
@@ -118,11 +138,14 @@ class Session:
     @property
     def skipped(self) -> tuple[str, ...]:
         """The row groups that the run leaves out, since they cannot be decoded."""
-        return tuple(map(self.data.describe_row_group, sorted(self.state.bad_row_groups)))
+        return self._skipped.names()
 
     def report(self, phase: str) -> None:
-        self._phase = phase
-        self.status.write(self.generation, self.position.step, phase)
+        self.reporter.report(phase)
+
+    def pass_point(self, name: str, step: int | None = None) -> None:
+        """A named instant at which a test may have planned a fault."""
+        self.reporter.pass_point(name, step)
 
     def reported(self, asked: int) -> WorkerReported:
         """For a controller that starts anew; called by the control thread."""
@@ -130,11 +153,11 @@ class Session:
             self.worker,
             self.generation,
             self.position,
-            self.has_state,
-            self._phase == "wait",
-            self._signature if self.opened else None,
-            self.is_source or not self.asked_source,
-            self.lineage_id,
+            self.progress.has_state,
+            self.reporter.phase == "wait",
+            self._signature if self.loop.opened else None,
+            self._can_source,
+            self.progress.lineage_id,
             asked,
         )
 
@@ -150,55 +173,93 @@ class Session:
         precision: str | None,
         user_state: Mapping[str, Any] | None,
     ) -> None:
-        if self.opened:
+        if self.loop.opened:
             raise LoopError("ctx.steps was called twice; a train function has one loop")
-        check_inputs(model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {})
+        check_steps_arguments(
+            model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {}
+        )
         loss_scale = LossScale() if precision == "fp16" else None
         self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
-        passed = [scheduler, *self.state.user.values()]
-        self._unpassed = Unpassed(model, self.state.optimizers.all, loss_fn, passed)
+        self._skipped = SkippedRowGroups(self.state, self.data)
         compared = self.spec.failure.compare_weights_every if self.spec.exact else None
-        self.weights = Weights(self.state.parameters, compared)
-        self.faults.weights = list(self.state.parameters.values())
+        self.weights = WeightComparison(self.state.parameters, compared)
+        self.faults.watch(list(self.state.parameters.values()))
         by_speed = self.spec.scaling.balance == "measured"
-        self.stepper = Stepper(
+        speed = ComputeSpeed(self.device, self.status.write_speed if by_speed else None)
+        exact, seed = self.spec.exact, self.spec.data.seed
+        virtual_workers = self.spec.scaling.num_virtual_workers
+        report = self.reporter.report
+        micro_batches = MicroBatchRunner(
             self.state,
-            self.weights,
             loss_fn,
             self.data,
-            self.spec.scaling.num_virtual_workers,
             self.device,
-            self.spec.exact,
-            clip_norm,
-            precision,
-            self.spec.data.seed,
-            self.control,
-            self.report,
-            self.pass_point,
-            Speed(self.device, self.status.write_speed if by_speed else None),
+            seed,
+            speed,
+            report,
+            exact=exact,
+            precision=precision,
         )
-        kind = kind_of(self.device, self.spec.exact)
-        software = software_of(self.device, self.code)
+        self.step_runner = StepRunner(
+            self.state,
+            self.weights,
+            micro_batches,
+            self.data,
+            virtual_workers,
+            exact,
+            clip_norm,
+            seed,
+            self.control,
+            report,
+            self.reporter.pass_point,
+            speed,
+        )
+        self._loop_guard = LoopGuard(self.state, self.step_runner.buffers, loss_fn)
+        self._transfer = StateTransfer(
+            self.state,
+            self.step_runner.buffers,
+            self.weights,
+            self.data,
+            self.progress,
+            self.control,
+            self.reporter,
+            self.device,
+            self.total_steps,
+        )
+        kind = machine_kind(self.device, self.spec.exact)
+        software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
         self.state.kinds = [kind]
         if self.checkpoints is not None:
-            told = self.total_steps if self.told_total_steps else None
-            self.checkpoints.open(self.state, self._signature, decides(self.spec), told)
-        self.opened = True
-        can_source = self.is_source or not self.asked_source
-        self.stepper.gradients.set_aside(self.spec.scaling.num_virtual_workers)
+            self._open_checkpoints(self.checkpoints)
+        self.loop.opened = True
+        can_source = self._can_source  # as it is now: the probe may take long
+        self.step_runner.gradients.preallocate(virtual_workers)
+        trial = TrialRun(
+            self.state,
+            loss_fn,
+            self.data,
+            micro_batches,
+            self.step_runner.gradients,
+            self.step_runner.buffers,
+            virtual_workers,
+            self.device,
+            report,
+            exact=exact,
+        )
         if self.is_source:
-            self.stepper.probe(self.inexact_because, self.link.say)
+            trial.probe(self.inexact_because, self.link.say)
         else:
-            self.state.set_aside()
-            self.stepper.warm_up()
+            self.state.preallocate()
+            trial.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:
         """The next committed step, or None after the last. Raises Released when this worker must leave."""
-        self._body_ended()
-        self._keep()
+        self._loop_guard.body_ended(self._warn)
+        self.loop.in_body = False
+        self._checkpoint_if_requested()
         if self.control.interrupted:
             raise Interrupted(128 + self.control.interrupted)
         while True:
@@ -206,9 +267,9 @@ class Session:
             if caught_up is not None:
                 return self._body_begins(caught_up)
             if self.position.ended:
-                self._keep()
-                self.exhausted = True
-                self.evaluations_in_loop = self.evaluations_begun
+                self._checkpoint_if_requested()
+                self.loop.exhausted = True
+                self.progress.loop_left()
                 self.report("body")
                 return None
             reason = self.control.may_attempt(self.position.step + 1)
@@ -216,18 +277,19 @@ class Session:
                 self.leave(reason)
                 continue
             try:
-                outcome = self.stepper.attempt(self.position.step + 1)
+                outcome = self.step_runner.attempt(self.position.step + 1)
             except GroupError as error:
                 self.leave(str(error))
                 continue
             if isinstance(outcome, StepRecord):
-                return self._body_begins(self._committed(outcome))
+                self._committed(outcome)
+                return self._body_begins(outcome)
             if isinstance(outcome, StopAgreed):
-                self.ended, self.position = outcome.reason, self.position._replace(ended=1)
+                self.progress.stop_agreed(outcome.reason)
             else:
                 assert isinstance(outcome, Redo)
 
-    def linger(self) -> NoReturn:
+    def serve_until_released(self) -> NoReturn:
         """After the train function returned: stay a source for those behind, until released."""
         digest = self.state.digest()
         while True:
@@ -242,26 +304,28 @@ class Session:
             because = why_inexact(self.inexact_because, self.state.kinds)
             where = self.worker, self.generation, self.position
             why = self.ended or ""
-            self.link.post(WorkerFinished(*where, digest, because, why, self.lineage_id))
-            self._wait_for_the_end_of_this_generation()
+            self.link.post(WorkerFinished(*where, digest, because, why, self.progress.lineage_id))
+            if not self.control.wait_until_ended():
+                self.leave(ORPHANED)
 
     # -------------------------------------------------------------------------- generations
 
     def ensure_generation(self) -> StepRecord | None:
-        """Be inside a generation, whole. Returns a step's record if the hand-over brought one we had not."""
+        """Be inside a generation, with its state. Returns a step's record if that brought one which we had not."""
         while self._groups.main is None:
             self.report("wait")
             call = self.control.wait()
             if isinstance(call, Orphaned):
-                self._keep_alone()
+                if self._checkpoints_at_head is not None:
+                    self._checkpoints_at_head.take_alone()
                 raise Released(ORPHANED)
-            if isinstance(call, Answer):
+            if isinstance(call, ConfirmLeft):
                 self._post_stopped(call.generation, "asked")
                 continue
-            if isinstance(call, Keep):
-                self._keep(call.writers)
+            if isinstance(call, CheckpointState):
+                self._checkpoint_if_requested(call.writers)
                 continue
-            before, had_state = self.position, self.has_state
+            before, had_state = self.position, self.progress.has_state
             try:
                 self._enter(call)
             except GroupError as error:
@@ -271,17 +335,11 @@ class Session:
                 return self.state.record
         return None
 
-    def _keep_alone(self) -> None:
-        """A last checkpoint, where a body has ended and nothing is newer."""
-        right = self.has_state and self.opened and self.weights.mismatch is None
-        if right and not self.in_body and self.checkpoints is not None:
-            self.checkpoints.commit_alone(self.state, self.position.step, self.evaluations)
-
     def leave(self, reason: str, unreachable: tuple[WorkerId, ...] = ()) -> None:
         """Out of this generation, for good: undo what is not committed, say where we stand."""
-        if self.in_body:
+        if self.loop.in_body:
             self._finish_record()
-        self.stepper.close()
+        self.step_runner.close()
         generation = self.control.leave()
         self._groups.leave()
         self._post_stopped(generation, reason, unreachable)
@@ -297,101 +355,54 @@ class Session:
         """A second group of the same members, for evaluations; formed when first asked for."""
         return self._groups.side()
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: FormGroup) -> None:
+        """Form the groups of a generation, get its state, and begin to work in it. Raises GroupError."""
         membership = form.membership
-        self.membership = membership
+        self._groups.enter(form)
         self.report("form")
         self.pass_point("forming")
         members = membership.members
-        self.weights.members = tuple(member.worker for member in members)
-        involved = handing_over(membership, self.rank, self.position)
+        self.weights.compare_among(tuple(member.worker for member in members))
+        plan = plan_state_transfer(membership, self.worker, self.position)
         source = members[membership.rank(membership.source)]
-        if not membership.restore:  # the rows of virtual workers that come here, meanwhile
-            self._read_ahead(source.position.step + 1)
-        self._groups.start(form, involved)
-        gives = bool(involved) and membership.source == self.worker
-        parcel = self._parcel() if gives and not membership.restore else None  # meanwhile
+        if (
+            plan.role is not TransferRole.RESTORE
+        ):  # rows of virtual workers that come here, meanwhile
+            self._read_ahead(membership, source.position.step + 1)
+        self._groups.start(plan.ranks)
+        payload = self._transfer.payload() if plan.role is TransferRole.GIVE else None  # meanwhile
         state_group = self._groups.formed()
         formed_at = time.time()
         taken = 0
-        if membership.restore:
-            self._restore(state_group or ProcessGroup(None, 0, 1, self.device))
-        if membership.restore or membership.source == self.worker:
-            self.has_state, self.lineage_id = True, membership.lineage_id
-        if state_group is not None and not membership.restore:
-            taken = self._hand_over(state_group, membership, parcel)
+        if plan.role is TransferRole.RESTORE:
+            assert self.checkpoints is not None
+            alone = ProcessGroup(None, 0, 1, self.device)
+            self._transfer.restore(state_group or alone, self.checkpoints)
+        if plan.role is TransferRole.RESTORE or membership.source == self.worker:
+            self.progress.has_initial_state(membership.lineage_id)
+        if payload is not None:
+            assert state_group is not None
+            self._transfer.give(state_group, payload)
+        if plan.role is TransferRole.TAKE:
+            assert state_group is not None
+            taken = self._transfer.take(state_group, membership.lineage_id)
         copied_at = time.time()
-        if membership.restore:
-            self._read_ahead(self.position.step + 1)
+        if plan.role is TransferRole.RESTORE:
+            self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
-        self.stepper.open(self._groups.main, [(s.first, s.last) for s in members])
-        self.timings.append(Timing(membership.generation, formed_at, copied_at, taken))
+        self.step_runner.open(self._groups.main, [(s.first, s.last) for s in members])
+        self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
-    def _read_ahead(self, next_step: int) -> None:
-        assert self.membership is not None
-        mine = self.membership.members[self.rank]
+    def _read_ahead(self, membership: Membership, next_step: int) -> None:
+        mine = membership.members[self.rank]
         self.data.read_ahead(next_step, range(mine.first, mine.last))
-
-    def _parcel(self) -> Parcel:
-        tree = self.state.tree(self.evaluations, self.ended)
-        ours = {"position": self.position, "evaluations_in_loop": self.evaluations_in_loop}
-        return wrapped(tree | ours | {"agreed": self.weights.agreed})
-
-    def _hand_over(self, group: ProcessGroup, membership: Membership, parcel: Parcel | None) -> int:
-        """Give or take state, as the membership says. Returns the bytes taken."""
-        if membership.source == self.worker:
-            self.report("give")
-            self.pass_point("giving_state")
-            send(group, parcel or self._parcel())
-            return 0
-        self.report("receive")
-        self.pass_point("taking_state")
-        return self._take(group, membership.lineage_id)
-
-    def _restore(self, group: ProcessGroup) -> None:
-        """From the newest checkpoint, as all members do."""
-
-        def enters(phase: str) -> None:
-            self.report(phase)
-            self.pass_point({"restore": "restoring", "receive": "sharing"}[phase])
-
-        assert self.checkpoints is not None
-        commit, self.evaluations = self.checkpoints.restore(self.state, group, self.device, enters)
-        step = commit.step
-        self.data.mark_bad(self.state.bad_row_groups)
-        self.stepper.buffers.reload()
-        self.evaluations_begun = self.evaluations_in_loop = len(self.evaluations)
-        self.weights.agreed = step
-        last = self.total_steps and step >= self.total_steps
-        self.ended = "the last step" if last else None
-        self.position = TrainingPosition(step, int(bool(last)), len(self.evaluations))
-
-    def _take(self, group: ProcessGroup, lineage_id: int) -> int:
-        joins = not self.has_state
-        targets = self.state.own_tensors if joins else None
-        tree, nbytes = received(group, self.device, types_of(self.state), targets)
-        self.control.may_continue()
-        position = tree["position"]
-        if joins or position.step > self.position.step:
-            self.state.adopt(tree, body=joins)
-            self.data.mark_bad(self.state.bad_row_groups)
-            self.stepper.buffers.reload()
-            self.evaluations_begun = tree["evaluations_in_loop"] if joins else 0
-            self.weights.agreed = tree["agreed"]
-            record = self.state.record
-            if record is not None and record.kept and not joins:
-                self.control.checkpoint_wanted = False  # this is the step that all agreed on
-        # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote are ours to keep.
-        self.evaluations, self.ended = tree["evaluations"], tree["ended"]
-        self.position, self.has_state, self.lineage_id = position, True, lineage_id
-        return nbytes
 
     def _finish_record(self) -> None:
         """The gradient norm is computed when first read; a hand-over may come before that."""
         record = self.state.record
         if record is not None and record.grad_norm is None:
-            record.grad_norm = self.stepper.grad_norm()
+            record.grad_norm = self.step_runner.grad_norm()
 
     def _post_stopped(
         self, generation: int, reason: str, unreachable: tuple[WorkerId, ...] = ()
@@ -401,96 +412,58 @@ class Session:
                 self.worker,
                 generation,
                 self.position,
-                self.has_state,
+                self.progress.has_state,
                 reason,
                 unreachable,
-                at_head=not self.in_body,
-                lineage_id=self.lineage_id,
+                at_head=not self.loop.in_body,
+                lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
             )
         )
 
-    def _wait_for_the_end_of_this_generation(self) -> None:
-        ended = Wake()
-        self.control.guard(ended)
-        self.control.idle = True
-        orphaned = False
-        while not orphaned and not ended.event.wait(self.control.orphaned_in_s()):
-            orphaned = self.control.orphaned_in_s() <= 0
-        self.control.idle = False
-        if orphaned:
-            self.leave(ORPHANED)
-
     # -------------------------------------------------------------------------------- steps
 
-    def _committed(self, record: StepRecord) -> StepRecord:
-        self._say_skipped(record.number)
-        last = self.total_steps and record.number >= self.total_steps
-        self.position = TrainingPosition(record.number, int(bool(last)))
-        self.ended = "the last step" if last else None
-        self.evaluations = []
-        self.evaluations_begun = 0
-        return record
-
-    def _say_skipped(self, step: int) -> None:
-        """One of the members that saw the step through says it; the whole list comes at the end."""
-        new = self.state.bad_row_groups - self._said_bad
-        if new and self.rank == 0:
-            names = ", ".join(self.data.describe_row_group(group) for group in sorted(new))
-            self.link.say(f"from step {step} on without what cannot be decoded: {names}")
-        self._said_bad |= new
+    def _committed(self, record: StepRecord) -> None:
+        left_out = self._skipped.not_reported_yet()
+        if left_out and self.rank == 0:  # the whole list comes at the end
+            names = ", ".join(left_out)
+            self.link.say(f"from step {record.number} on without what cannot be decoded: {names}")
+        is_last = bool(self.total_steps and record.number >= self.total_steps)
+        self.progress.step_committed(record.number, is_last=is_last)
 
     def _body_begins(self, record: StepRecord) -> StepRecord:
-        self.in_body = True
-        self.log_calls = 0
+        self.loop.body_begins()
         # Here and not with the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
-        self.state.untouched.begin()
-        self._unpassed.begin()
+        self._loop_guard.body_begins()
         self.report("body")
         self.pass_point("body")
         return record
 
-    def _keep(self, writers: tuple[WorkerId, ...] = ()) -> None:
-        """At the head of the loop: a checkpoint, if one is due, or these shall make one. It goes on when the state is copied."""
-        kept, step = self.checkpoints, self.position.step
-        if kept is None or not self.has_state or self.state.record is None or self.in_body:
-            return
-        if self.weights.mismatch is not None:
-            return  # wrong
-        record, ended = self.state.record, bool(self.position.ended)
-        due = kept.due(step, record.kept or bool(self.control.interrupted), ended)
-        if due or (writers and not kept.writing(step)):
-            self.report("keep")
-            self.pass_point("keeping")
-            must = ended or self.control.interrupted
-            if must or ((writers or not record.late) and kept.ready(step)):
-                members = writers or self.weights.members
-                kept.take(self.state, step, self.evaluations, members, self.lineage_id)
-            elif due:
-                kept.put_off()
-                self.control.keep()
-            self.weights.compare_after(step)  # others may have taken it
-        self.control.checkpoint_late = kept.late
-
-    def _body_ended(self) -> None:
-        self.state.untouched.check()
-        self.state.optimizers.check_body()
-        said = [*self.state.untouched.attributes_set(), *self._unpassed.check()]
-        for text in said if self.rank == 0 else ():
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:  # the others say the same
             self.link.say(text)
-        written = self.stepper.buffers.written_outside()
-        if written is not None:
-            raise LoopError(
-                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by calling the model "
-                "in training mode: use ctx.evaluate, or call model.eval() before and model.train() after; "
-                "keep an average of buffers in a model of its own and pass it as state="
-            )
-        self.stepper.buffers.take_extra_state()
-        self.in_body = False
 
-    def pass_point(self, name: str, step: int | None = None) -> None:
-        """A named instant at which a test may have planned a fault."""
-        if self.faults.plan:
-            step = self.position.step if step is None else step
-            self.faults.point(name, step, self.rank, self.world_size, self.generation)
+    # -------------------------------------------------------------------------- checkpoints
+
+    @property
+    def _can_source(self) -> bool:
+        """Whether the run may begin with this worker's weights: not if its code made them knowing that they do not count."""
+        return self.is_source or not self.loop.read_is_source
+
+    def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
+        told = self.total_steps if self.loop.read_total_steps else None
+        checkpoints.open(self.state, self._signature, job_identity(self.spec), told)
+        self._checkpoints_at_head = LoopHeadCheckpoints(
+            checkpoints,
+            self.state,
+            self.weights,
+            self.progress,
+            self.loop,
+            self.control,
+            self.reporter,
+        )
+
+    def _checkpoint_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
+        if self._checkpoints_at_head is not None:
+            self._checkpoints_at_head.take_if_requested(writers)

@@ -14,8 +14,8 @@ from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import lines_of, local
+from tests.train.checkpointing.test_worker_checkpointer import job, steps_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
-from tests.train.test_checkpoints import job, steps_of
 
 pytestmark = pytest.mark.chaos
 SET_AT, STEPS = 10, 30

@@ -25,8 +25,8 @@ from tests.chaos.cluster import ROOT
 from tests.chaos.hosts import folder
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import local
+from tests.train.checkpointing.test_worker_checkpointer import job
 from tests.train.jobs import average_and_plateau
-from tests.train.test_checkpoints import job
 
 pytestmark = [
     pytest.mark.chaos,

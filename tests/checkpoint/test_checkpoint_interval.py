@@ -1,4 +1,4 @@
-"""The interval of "auto", by itself; `tests/train/test_pace.py` has it at work."""
+"""The interval of "auto", by itself; `tests/train/checkpointing/test_checkpoint_schedule.py` has it at work."""
 
 import math
 

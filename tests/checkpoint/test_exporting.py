@@ -15,7 +15,7 @@ from elastic_dp.checkpoint.exporting import safetensors as as_safetensors
 from elastic_dp.cli import app
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store
-from elastic_dp.train.state import TrainState
+from elastic_dp.train.state.train_state import TrainState
 from tests.checkpoint.states import big_tree, same, save, train_state
 
 runner = CliRunner()

@@ -13,7 +13,7 @@ import sys
 import time
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
-from elastic_dp.distributed.store import _Wire
+from elastic_dp.distributed.rendezvous_store import _Wire
 
 HOSTILE = [b"[" * 4000, b"[]", b"{}", b"", b"null", b"\xff" * 100, b"[" * 60000]
 _OPEN = 200  # connections at once

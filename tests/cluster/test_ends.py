@@ -21,7 +21,7 @@ from elastic_dp.errors import (
     UserCodeError,
 )
 from elastic_dp.storage.error_classes import ObjectMissing
-from elastic_dp.train.run import LocalRun
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 from tests.runs import Points, group, lines_of, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold

@@ -1,7 +1,7 @@
 import pytest
 
 from elastic_dp.coordinator.shares import shares
-from elastic_dp.distributed.tree import cover
+from elastic_dp.distributed.reduction_tree import cover
 
 
 @pytest.mark.parametrize("virtual_workers", range(1, 33))

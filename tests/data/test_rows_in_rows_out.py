@@ -23,7 +23,7 @@ import torch
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.dataprep import convert
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
 
 ROWS, SHARDS, V, B = 96, 3, 8, 3  # 24 rows in a step: four steps an epoch
@@ -225,7 +225,7 @@ def test_every_row_of_any_kind_is_trained_on_and_evaluated_by_processes_of_which
     options = {"folder": str(tmp_path / "log"), "eval": config}
     spec = spec_of(steps=steps, workers=3, min_workers=3, virtual=V, config=options)
     spec = dataclasses.replace(spec, data=config)
-    fault = Fault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
+    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
     outcome, _ = group(spec, train, faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1

@@ -13,7 +13,7 @@ import ray
 
 import elastic_dp as edp
 from elastic_dp.errors import ClusterError
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import (
@@ -39,7 +39,7 @@ def cluster():
 def drive(address, path, once):
     """What a driver does that is killed then, in a process of its own."""
     clusters.connect(address)
-    slow = Fault("forming", world_size=2, nth=2, action="sleep", seconds=3.0, once=once)
+    slow = WorkerFault("forming", world_size=2, nth=2, action="sleep", seconds=3.0, once=once)
     away(path).start(faults=[slow])
     print("started", flush=True)
     time.sleep(600)

@@ -221,7 +221,7 @@ def post_accumulate_grad_hook(ctx: Any) -> None:
 )
 def post_accumulate_grad_hook_later(ctx: Any) -> None:
     def loss_fn(m: Any, b: Any) -> Any:
-        if ctx._session.place.step == 3:
+        if ctx._session.position.step == 3:
             m[0].weight.register_post_accumulate_grad_hook(lambda p: None)
         return cross_entropy(m, b)
 
@@ -294,7 +294,7 @@ def turns_on_requires_grad(ctx: Any) -> None:
     model[0].requires_grad_(False)
 
     def loss_fn(m: Any, b: Any) -> Any:
-        m[0].requires_grad_(ctx._session.place.step >= 2)
+        m[0].requires_grad_(ctx._session.position.step >= 2)
         return cross_entropy(m, b)
 
     run(ctx, loss_fn, model)
@@ -651,7 +651,7 @@ def trains_a_critic_in_the_loss(ctx: Any) -> None:
 
     def loss_fn(m: Any, b: Any) -> Any:
         out = m["net"](b["x"])
-        if ctx._session.place.step >= 2:
+        if ctx._session.position.step >= 2:
             m["critic"](out.detach()).mean().backward()
             other.step()
             other.zero_grad()

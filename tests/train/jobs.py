@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from elastic_dp.distributed import gradients
-from elastic_dp.distributed.gradients import GradientSum
-from elastic_dp.train.run import LocalRun
+from elastic_dp.distributed import gradient_buckets
+from elastic_dp.distributed.gradient_exchange import BucketExchange
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
 
@@ -78,21 +78,23 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
 
     def cut(ctx: Any) -> None:
         for limit in ("UNCUT", "FIRST_BUCKET", "LAST_BUCKET", "BUCKET"):
-            setattr(gradients, f"{limit}_BYTES", 256)
+            setattr(gradient_buckets, f"{limit}_BYTES", 256)
         session = ctx._session
-        for method, point in {"_launch": "sent", "_add_up": "gather"}.items():
-            setattr(GradientSum, method, _passing(point, session, getattr(GradientSum, method)))
+        for method, point in {"launch": "sent", "add_up": "gather"}.items():
+            setattr(
+                BucketExchange, method, _passing(point, session, getattr(BucketExchange, method))
+            )
         train(ctx)
-        assert len(session.stepper.gradients._buckets) >= 3
+        assert len(session.step_runner.gradients._layout.buckets) >= 3
 
     return cut
 
 
 def _passing(point: str, session: Any, method: Any) -> Any:
-    def passes(gradient_sum: GradientSum, bucket: Any) -> Any:
-        if bucket.first:
+    def passes(exchange: BucketExchange) -> Any:
+        if exchange.bucket.first:
             session.pass_point(point, session.position.step + 1)
-        return method(gradient_sum, bucket)
+        return method(exchange)
 
     return passes
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from elastic_dp.train.speed import STEPS, Speed
+from elastic_dp.train.step.compute_speed import STEPS, ComputeSpeed
 from tests.patience import eventually
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
@@ -14,7 +14,7 @@ def second_is_slow(ctx):
 
     def loss_fn(m, batch):
         if ctx.world_size == 2:  # not alone: that run is for its weights
-            ctx._session.stepper.speed._instant = lambda: clock[0]
+            ctx._session.step_runner.speed._instant = lambda: clock[0]
             clock[0] += 0.02 if ctx.rank == 1 else 0.01
         return cross_entropy(m, batch)
 
@@ -37,16 +37,16 @@ def test_a_worker_of_half_the_speed_runs_half_as_many():
 
 def test_speed_told_is_the_median_of_the_last_steps_of_a_generation():
     told = []
-    speed = Speed(torch.device("cpu"), told.append)
+    speed = ComputeSpeed(torch.device("cpu"), told.append)
     speed._instant = iter(x for n in range(100) for x in (n, n + (50 if n == 0 else 2))).__next__
 
     def step(virtual_workers):
         speed.begin()
         for _ in range(virtual_workers):
-            speed.starts()
-            speed.stops()
-        speed.stops()  # nothing was begun
-        speed.stepped()
+            speed.start_micro_batch()
+            speed.end_micro_batch()
+        speed.end_micro_batch()  # nothing was begun
+        speed.end_step()
 
     speed.open()
     for n in range(STEPS):
@@ -61,21 +61,21 @@ def test_speed_told_is_the_median_of_the_last_steps_of_a_generation():
 
 def test_a_step_that_is_done_again_counts_once():
     told = []
-    speed = Speed(torch.device("cpu"), told.append)
+    speed = ComputeSpeed(torch.device("cpu"), told.append)
     for _ in range(STEPS):
         speed.begin()
-        speed.starts()
+        speed.start_micro_batch()
         speed.begin()
         speed._instants += [1.0, 4.0]
-        speed.stepped()
+        speed.end_step()
     assert told == [3.0]
 
 
 def test_speed_without_a_listener_is_not_measured():
-    speed = Speed(torch.device("cpu"), None)
+    speed = ComputeSpeed(torch.device("cpu"), None)
     speed.open()
     speed.begin()
-    speed.starts()
-    speed.stops()
-    speed.stepped()
+    speed.start_micro_batch()
+    speed.end_micro_batch()
+    speed.end_step()
     assert not speed._instants and not speed._steps

@@ -15,7 +15,7 @@ import torch
 
 from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig
 from elastic_dp.errors import RunMismatch
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.runs import group, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
 
@@ -54,7 +54,7 @@ def test_a_transform_in_processes_gives_the_same_bits_in_any_fleet(folder):
         return dataclasses.replace(spec, data=data)
 
     calm = local(job(0), train)
-    fault = Fault("before_forward", step=9, rank=1, once=str(folder.parent / "dead"))
+    fault = WorkerFault("before_forward", step=9, rank=1, once=str(folder.parent / "dead"))
     outcome, _ = group(job(1), train, faults=(fault,))
     assert outcome.error is None, outcome.traceback
     assert outcome.workers_lost == 1 and outcome.digest == calm.digest

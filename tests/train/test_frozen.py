@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from elastic_dp.cluster.heartbeat.heartbeat_sidecar import _look_at
 from elastic_dp.config import FailureConfig
 from elastic_dp.coordinator.messages import StopRequested
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import PATIENCE_S, Stalls, eventually
 from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, plain
@@ -104,7 +104,9 @@ def is_stopped(process):
 def one_is_frozen(folder):
     """Rank 1 is stopped within a step, and goes on 20 s later, when the others are far ahead. Nobody can kill it."""
     frozen = folder / "frozen"
-    fault = Fault("exchange", rank=1, world_size=3, settled=True, action="freeze", once=str(frozen))
+    fault = WorkerFault(
+        "exchange", rank=1, world_size=3, settled=True, action="freeze", once=str(frozen)
+    )
     spared, before, codes = [], {}, []
 
     def thaw(run):

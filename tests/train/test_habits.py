@@ -13,13 +13,13 @@ import torch
 from elastic_dp.cluster.run_handle import error_of
 from elastic_dp.config import CheckpointConfig, MapStyleData
 from elastic_dp.data import open_data
-from elastic_dp.train.faults import Fault
-from elastic_dp.train.run import LocalRun
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 from tests.runs import group, never_put_off, resize, spec_of, texts_of
+from tests.train.checkpointing.test_worker_checkpointer import kill_all, times_lost, when_committed
 from tests.train.habits import HABITS, autocast_loss
 from tests.train.habits import run as run_without_habits
-from tests.train.test_checkpoints import kill_all, times_lost, when_committed
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
 STEPS = 20
@@ -51,7 +51,7 @@ def disturbed(habit, folder):
         (1, when_committed(url, 16, kill_all)),
         (1, lambda run: gate.touch()),
     ]
-    dies = Fault("backward", rank=1, world_size=3, once=str(once))
+    dies = WorkerFault("backward", rank=1, world_size=3, once=str(once))
     train = never_put_off(habit.train)
     outcome, run = group(spec, train, faults=(dies,), script=script, url=str(url))
     assert outcome.error is None, outcome.traceback

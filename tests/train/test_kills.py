@@ -11,10 +11,10 @@ import pytest
 
 from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import StopRequested, TrainingPosition
-from elastic_dp.distributed import transfer
-from elastic_dp.train.faults import POINTS, Fault
-from elastic_dp.train.members import handing_over
-from elastic_dp.train.run import LocalRun
+from elastic_dp.distributed import tensor_broadcast
+from elastic_dp.train.fault_injection import POINTS, WorkerFault
+from elastic_dp.train.generations.state_transfer import state_transfer_ranks
+from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 from tests.runs import Points, group, lines_of, local, spec_of
 from tests.train.jobs import (
@@ -29,7 +29,11 @@ from tests.train.jobs import (
 ENDLESS = 1_000_000  # until it is stopped
 WHILE_FORMING = ("forming", "giving_state", "taking_state")
 IN_BUCKETS = ("sent", "exchange", "gather")  # the first and the last: between two of them
-WITH_CHECKPOINTS = ("restoring", "sharing", "keeping")  # see test_checkpoints, test_restoring
+WITH_CHECKPOINTS = (
+    "restoring",
+    "sharing",
+    "keeping",
+)  # see test_worker_checkpointer, test_collective_read
 ENDS = ("WorkerLost", "WorkerFailed")  # of a process
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
@@ -60,7 +64,7 @@ def one_after_another(point, tmp_path):
     for i, ranks in enumerate(VICTIMS):
         files = [str(tmp_path / f"{i}-{rank}") for rank in ranks]
         faults += [
-            Fault(point, rank=rank, world_size=3, once=file, after=before, settled=True)
+            WorkerFault(point, rank=rank, world_size=3, once=file, after=before, settled=True)
             for rank, file in zip(ranks, files, strict=True)
         ]
         before += tuple(files)
@@ -123,7 +127,7 @@ def test_killed_between_two_buckets_in_fast_mode(tmp_path):
     deaths = [("sent", 0), ("gather", 1), ("sent", 1), ("gather", 0)]
     files = tuple(str(tmp_path / str(i)) for i in range(len(deaths)))
     faults = tuple(
-        Fault(point, rank=rank, world_size=2, once=files[i], after=files[:i], settled=True)
+        WorkerFault(point, rank=rank, world_size=2, once=files[i], after=files[:i], settled=True)
         for i, (point, rank) in enumerate(deaths)
     )
     options = {"virtual": 2, "workers": 2, "exact": False}
@@ -139,9 +143,9 @@ def test_killed_while_a_generation_forms(seconds, tmp_path):
     """A first kill makes a generation of three whole workers and a joiner form; then these die in that."""
     first = str(tmp_path / "first")
     faults = (
-        Fault("after_step", rank=3, world_size=4, once=first, settled=True),
+        WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
         *(
-            Fault(point, rank=r, once=str(tmp_path / f"{point}-{r}"), after=(first,))
+            WorkerFault(point, rank=r, once=str(tmp_path / f"{point}-{r}"), after=(first,))
             for point, r in seconds
         ),
     )
@@ -154,7 +158,7 @@ def in_pieces(train, folder):
     A taker leaves a file that says so: the generation, and the step that it was at."""
 
     def torn(ctx):
-        session, together = ctx._session, transfer._together
+        session, together = ctx._session, tensor_broadcast._packs
 
         def with_a_point(flats):
             pieces = list(together(flats))
@@ -163,7 +167,7 @@ def in_pieces(train, folder):
             membership = session.membership
             gives = membership.source == session.worker
             if gives:
-                takers = handing_over(membership, session.rank, session.position)[1:]
+                takers = state_transfer_ranks(membership, session.rank, session.position)[1:]
                 arrived = [folder / f"{session.generation}-{r}" for r in takers]
                 over = session.control._over
                 eventually(lambda: all(file.exists() for file in arrived) or over())
@@ -173,8 +177,8 @@ def in_pieces(train, folder):
             session.pass_point("giving_state" if gives else "taking_state")
             yield from pieces[2:]
 
-        transfer._TOGETHER_BYTES, transfer._MAX_IN_FLIGHT = 256, 1
-        transfer._together = with_a_point
+        tensor_broadcast._PACKED_BYTES, tensor_broadcast._MAX_IN_FLIGHT = 256, 1
+        tensor_broadcast._packs = with_a_point
         train(ctx)
 
     return torn
@@ -191,8 +195,8 @@ def test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path):
     """What has arrived is in the joiner's own tensors; they are void until the last piece is there, from whomever."""
     first, dead = tmp_path / "first", tmp_path / "dead"
     faults = (
-        Fault("after_step", rank=3, world_size=4, once=str(first), settled=True),
-        Fault(point, rank=rank, nth=2, once=str(dead), after=(str(first),)),
+        WorkerFault("after_step", rank=3, world_size=4, once=str(first), settled=True),
+        WorkerFault(point, rank=rank, nth=2, once=str(dead), after=(str(first),)),
     )
     torn = in_pieces(average_and_plateau, tmp_path)
     outcome, run = with_faults(job(workers=4), torn, faults)
@@ -232,7 +236,7 @@ def held_before_its_commit(train, step, rank, committed):
 )
 def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(late, train, tmp_path):
     """Rank `late` is held before its commit of step 22; rank 2 commits, runs the body, and dies in step 23."""
-    fault = Fault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
+    fault = WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
     held = held_before_its_commit(train, 22, late, tmp_path / "committed")
     outcome, run = with_faults(job(), held, (fault,))
     check(outcome, run, train, kills=1)
@@ -251,8 +255,8 @@ def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_pa
     """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank 0 makes step 22 itself."""
     dead = tmp_path / "dead"
     faults = (
-        Fault("before_forward", 23, rank=2, once=str(tmp_path / "first")),
-        Fault(point, step, nth=2, once=str(dead)),
+        WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "first")),
+        WorkerFault(point, step, nth=2, once=str(dead)),
     )
     held = held_before_its_commit(average_and_plateau, 22, 0, tmp_path / "committed")
     outcome, run = with_faults(job(), in_pieces(held, tmp_path), faults)
@@ -270,7 +274,9 @@ def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
     there = tmp_path / "there"
     spec = job(steps=40, standby_is_ready=str(there))  # in the last three train for long
     in_body = 2  # exchanges that rank 1 makes for one evaluation of these 60 rows: 8 micro-batches, 3 workers
-    fault = Fault("evaluate_exchange", 40, 1, nth=in_body + exchange, once=str(tmp_path / "dead"))
+    fault = WorkerFault(
+        "evaluate_exchange", 40, 1, nth=in_body + exchange, once=str(tmp_path / "dead")
+    )
 
     def ready(run):
         stages = list(run.controller.status()["workers"].values())

@@ -10,7 +10,7 @@ import pytest
 from elastic_dp.cluster.controller import controller
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.config import MapStyleData
-from elastic_dp.train.faults import Fault
+from elastic_dp.train.fault_injection import WorkerFault
 from tests.patience import PATIENCE_S, eventually
 from tests.runs import PATIENT, Points, group, lines_of, local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy, hold, plain
@@ -67,7 +67,7 @@ def test_the_one_that_stands_still_is_replaced_and_not_those_who_wait_for_it(
     point, phase, tmp_path
 ):
     once = str(tmp_path / "hangs")
-    fault = Fault(point, 6, 1, action="sleep", seconds=HANGS_S, once=once, settled=True)
+    fault = WorkerFault(point, 6, 1, action="sleep", seconds=HANGS_S, once=once, settled=True)
     gate = tmp_path / "gate"
     spec = dataclasses.replace(
         spec_of(min_workers=3, config={"gates": {8: str(gate)}}), failure=FAILURE

@@ -55,13 +55,13 @@ from elastic_dp.coordinator.messages import (
     WorkerId,
     WorkerLost,
 )
-from elastic_dp.distributed.process_group import Rendezvous, open_store
-from elastic_dp.distributed.store import StoreServer
+from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
+from elastic_dp.distributed.rendezvous_store import RendezvousStoreServer
 from elastic_dp.errors import ElasticError
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.train.link import Written
-from elastic_dp.train.run import TIME_IS_UP
+from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.interruption import TIME_IS_UP
 
 
 class RendezvousService:
@@ -69,10 +69,10 @@ class RendezvousService:
 
     def __init__(self, run: str, host: str, secret: bytes) -> None:
         self._run, self._host, self._secret = run, host, secret
-        self._store: StoreServer | None = None
+        self._store: RendezvousStoreServer | None = None
 
     def open(self) -> None:
-        self._store = open_store(self._host, self._secret)
+        self._store = open_rendezvous_store(self._host, self._secret)
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -151,7 +151,7 @@ class Controller:
         """Write a text to the journal, for those who follow the run."""
         self.journal.command(Explain(text))
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         """A member's report about a checkpoint."""
         self.checkpoints.wrote(worker, written)
 

@@ -23,8 +23,11 @@ from elastic_dp.coordinator.messages import (
     WorkerId,
 )
 from elastic_dp.storage import Store
-from elastic_dp.train.committing import CheckpointCommitter
-from elastic_dp.train.link import Written
+from elastic_dp.train.checkpointing.checkpoint_committer import (
+    CheckpointCommitter,
+    CommitterActions,
+)
+from elastic_dp.train.controller_link import WrittenParts
 
 
 class RunCheckpoints:
@@ -65,7 +68,7 @@ class RunCheckpoints:
         if self._committer is not None:
             self._committer.log(step, metrics)
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         if self._committer is not None:
             self._committer.wrote(worker, written)
 
@@ -94,15 +97,17 @@ class RunCheckpoints:
         return CheckpointCommitter(
             Catalog(store),
             self._spec.checkpoint,
-            lease_s=failure.run_lease_s,
-            ask=lambda worker, step, parts: worker_group.send(
-                worker, WriteParts(worker, step, tuple(parts)), None
+            CommitterActions(
+                request_parts=lambda worker, step, parts: worker_group.send(
+                    worker, WriteParts(worker, step, tuple(parts)), None
+                ),
+                request_checkpoint=partial(self._post, CheckpointRequested()),
+                tell=self._say,
+                committed=lambda step: self._post(CheckpointCommitted(step)),
+                stand_down=self._stand_down,
+                fail=self._fail,
+                check=self._check or (lambda: None),
             ),
-            want=partial(self._post, CheckpointRequested()),
-            tell=self._say,
-            on_commit=lambda step: self._post(CheckpointCommitted(step)),
-            stand_down=self._stand_down,
-            fail=self._fail,
-            check=self._check or (lambda: None),
+            lease_s=failure.run_lease_s,
             token=state_store.state.lease_token,
         )

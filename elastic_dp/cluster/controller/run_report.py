@@ -10,8 +10,8 @@ from elastic_dp.cluster.runs.controller_state import ControllerState
 from elastic_dp.cluster.runs.run_record import Result, RunLimits, RunOutcome, write_result
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import FailRun, FinishRun, StandDown
-from elastic_dp.train.kind import why_inexact
-from elastic_dp.train.run import TIME_IS_UP
+from elastic_dp.train.exactness.machine_kind import why_inexact
+from elastic_dp.train.interruption import TIME_IS_UP
 
 
 class RunReport:

@@ -30,7 +30,7 @@ class ControllerAddress(NamedTuple):
 
 
 class SharedMemoryPage:
-    """Where a worker writes its step and phase for its sidecar. Implements `train.session.Status`."""
+    """Where a worker writes its step and phase for its sidecar. Implements `train.controller_link.HeartbeatStatus`."""
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()

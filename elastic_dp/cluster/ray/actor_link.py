@@ -17,19 +17,19 @@ from typing import Any
 import ray
 
 from elastic_dp.coordinator.messages import Event, WorkerId
-from elastic_dp.train.link import Written
+from elastic_dp.train.controller_link import WrittenParts
 
 _REMEMBERED = 10_000  # calls of ctx.log
 
 
 class ActorLink:
-    """Implements `train.link.Link`."""
+    """Implements `train.controller_link.ControllerLink`."""
 
     def __init__(self, controller: Any, term: int) -> None:
         self._controller, self._term = controller, term
         self._lock = threading.Lock()
         self._logged: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
-        self._written: tuple[WorkerId, Written] | None = None
+        self._written: tuple[WorkerId, WrittenParts] | None = None
 
     def post(self, event: Event) -> None:
         self._call("post", event)
@@ -42,7 +42,7 @@ class ActorLink:
     def say(self, text: str) -> None:
         self._call("say", text)
 
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         with self._lock:
             self._written = worker, written
             self._call("wrote", worker, written)

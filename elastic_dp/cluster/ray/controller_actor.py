@@ -35,7 +35,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.threads import background
-from elastic_dp.train.link import Written
+from elastic_dp.train.controller_link import WrittenParts
 
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
 _PRINTED_S = 5.0  # how long workers may take to say what they printed
@@ -121,7 +121,7 @@ class ControllerActor:
         self._controller.say(text)
 
     @ray.method(concurrency_group="events")
-    def wrote(self, worker: WorkerId, written: Written) -> None:
+    def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
         self._controller.wrote(worker, written)
 
     @ray.method(concurrency_group="events")

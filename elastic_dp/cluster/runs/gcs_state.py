@@ -19,7 +19,7 @@ from elastic_dp.cluster.runs.run_record import RunRecord
 
 if TYPE_CHECKING:  # they import torch, and the command line asks here who owns a cluster
     from elastic_dp.data import Index
-    from elastic_dp.train.faults import Fault
+    from elastic_dp.train.fault_injection import WorkerFault
 
 _OWNED = b"elastic_dp/owned"
 _PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes
@@ -33,7 +33,7 @@ class StoredJob:
     index: Index | None  # of the data
     secret: bytes = field(repr=False)
     url: str  # the run's folder
-    faults: tuple[Fault, ...]
+    faults: tuple[WorkerFault, ...]
     record: RunRecord
 
 

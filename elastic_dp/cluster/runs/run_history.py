@@ -16,7 +16,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import make, read_json, write_json
-from elastic_dp.train.code import code_of
+from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 
 _FORMAT = 1
 _NAME = "start.json"
@@ -24,14 +24,14 @@ _NAME = "start.json"
 
 @dataclass(frozen=True)
 class StartRecord:
-    code: str  # train.code.code_of
+    code: str  # train.exactness.code_fingerprint
     python: str  # another one compiles the same code differently
     limits: RunLimits
 
     @classmethod
     def of(cls, spec: JobSpec, train: Any) -> StartRecord:
         python = ".".join(platform.python_version_tuple()[:2])
-        return cls(code_of(train), python, RunLimits.of(spec))
+        return cls(code_fingerprint(train), python, RunLimits.of(spec))
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """In words: those that were raised, which is how a run is continued, or all others."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import elastic_dp as edp
 from elastic_dp.errors import CheckpointError, RunMismatch
-from elastic_dp.train.code import code_of
+from elastic_dp.train.exactness.code_fingerprint import code_fingerprint
 from tests.runs import Points, group, spec_of
 from tests.train.jobs import Average, adamw, classifier, cross_entropy
 
@@ -172,7 +172,7 @@ def test_workers_say_the_same_of_a_checkpoint_that_does_not_fit(tmp_path):
 def test_run_once_continued_on_another_kind_of_machine_stays_inexact(tmp_path, monkeypatch):
     first, _ = fit(tmp_path)
     assert first.exact
-    monkeypatch.setattr("elastic_dp.train.session.kind_of", lambda device, exact: "an abacus")
+    monkeypatch.setattr("elastic_dp.train.session.machine_kind", lambda device, exact: "an abacus")
     for steps in (6, 8):  # the second finds a checkpoint that an abacus made
         result, _ = fit(tmp_path, max_steps=steps)
         assert not result.exact
@@ -220,7 +220,10 @@ max_steps = 10
 
 def code_in_a_process(script, tmp_path):
     path = tmp_path / "job.py"
-    path.write_text(script + "\nfrom elastic_dp.train.code import code_of\nprint(code_of(train))")
+    path.write_text(
+        script
+        + "\nfrom elastic_dp.train.exactness.code_fingerprint import code_fingerprint\nprint(code_fingerprint(train))"
+    )
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": "random"}
     command = [sys.executable, path]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
@@ -250,7 +253,7 @@ def test_each_change_of_it_is_another(old, new):
         # As where the script itself is at hand no more: in a worker.
         names = {"__name__": "a_job"}
         exec(compile(textwrap.dedent(script), "nowhere.py", "exec"), names)
-        return code_of(names["train"])
+        return code_fingerprint(names["train"])
 
     assert old in SCRIPT
     assert run(SCRIPT) == run(SCRIPT) != run(SCRIPT.replace(old, new))
@@ -262,9 +265,11 @@ def test_workers_compare_code_and_not_what_a_module_found_on_its_machine():
         exec(f"def train(ctx):\n    {body}", names)
         return names["train"]
 
-    assert code_of(at("a")) != code_of(at("b"))
-    assert code_of(at("a"), constants=False) == code_of(at("b"), constants=False)
-    assert code_of(at("a"), constants=False) != code_of(at("a", "return 1"), constants=False)
+    assert code_fingerprint(at("a")) != code_fingerprint(at("b"))
+    assert code_fingerprint(at("a"), constants=False) == code_fingerprint(at("b"), constants=False)
+    assert code_fingerprint(at("a"), constants=False) != code_fingerprint(
+        at("a", "return 1"), constants=False
+    )
 
 
 def test_code_does_not_change_with_a_variable_that_only_shares_an_attributes_name():
@@ -273,14 +278,18 @@ def test_code_does_not_change_with_a_variable_that_only_shares_an_attributes_nam
     def at(steps):
         names = {"__name__": "a_job", "steps": steps}
         exec("def train(ctx):\n    return ctx.steps()", names)
-        return code_of(names["train"])
+        return code_fingerprint(names["train"])
 
     assert at(10) == at(20)
 
 
 def test_closures_and_partials_count():
-    assert code_of(trains()) == code_of(trains()) != code_of(trains(lr=2e-3))
-    assert code_of(adamw)
+    assert (
+        code_fingerprint(trains())
+        == code_fingerprint(trains())
+        != code_fingerprint(trains(lr=2e-3))
+    )
+    assert code_fingerprint(adamw)
 
 
 def by_total(ctx):

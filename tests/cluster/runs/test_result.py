@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file
 import elastic_dp as edp
 from elastic_dp.cluster.runs.run_record import read_result
 from elastic_dp.errors import CheckpointError
-from elastic_dp.train.state import TrainState
+from elastic_dp.train.state.train_state import TrainState
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, cross_entropy
 

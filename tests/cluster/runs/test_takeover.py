@@ -16,7 +16,7 @@ from elastic_dp.cluster.runs.controller_state import (
 from elastic_dp.cluster.worker import Worker, WorkerJob
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.train.link import Link
+from elastic_dp.train.controller_link import ControllerLink
 from tests.coordinator.scenes import Scene
 from tests.runs import spec_of
 
@@ -93,7 +93,7 @@ def test_takeover_asks_the_workers_there_are():
     assert made.coordinator._lineage.established
 
 
-class Heard(Link):
+class Heard(ControllerLink):
     def __init__(self):
         self.said = []
 

@@ -5,7 +5,7 @@ import pytest
 from elastic_dp.cluster.runs import run_record
 from elastic_dp.errors import LeaseLost, RunMismatch
 from elastic_dp.storage import Store
-from elastic_dp.train.restoring import decides
+from elastic_dp.train.checkpointing.job_match import job_identity
 from tests.cluster.runs.test_rerun import FIRST, fit
 from tests.runs import group, spec_of
 
@@ -86,11 +86,11 @@ def test_workers_refuse_a_checkpoint_of_another_job(tmp_path):
 
 def test_a_checkpoint_that_does_not_tell_its_job_is_taken():
     from elastic_dp.checkpoint.commit_record import CommitMetadata
-    from elastic_dp.train.restoring import check_job
+    from elastic_dp.train.checkpointing.job_match import check_job
 
-    check_job(CommitMetadata(), decides(spec_of()), "fingerprint")
+    check_job(CommitMetadata(), job_identity(spec_of()), "fingerprint")
     with pytest.raises(RunMismatch, match="fingerprint"):
-        check_job(CommitMetadata(data="another"), decides(spec_of()), "fingerprint")
+        check_job(CommitMetadata(data="another"), job_identity(spec_of()), "fingerprint")
 
 
 def test_a_local_run_whose_lease_is_taken_raises_and_writes_no_result(tmp_path, monkeypatch):

@@ -1,0 +1,80 @@
+"""Which parameters take part in a gradient sum, and the buckets in which their gradients travel.
+
+Parameters that require a gradient, in reverse order of registration (about the order in which backward makes them), cut
+into buckets by dtype and device. A view into a bucket has the strides of its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first collective starts early
+LAST_BUCKET_BYTES = 8 << 20  # small, since no computing hides it; those before halve what is left
+UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs more than it hides
+
+
+class GradientBucket:
+    """A run of parameters of one dtype and device: those from `first` up to `last` of the layout."""
+
+    def __init__(self, number: int, first: int, parameters: list[torch.nn.Parameter]) -> None:
+        self.number = number
+        self.first, self.last = first, first + len(parameters)
+        self.parameters = parameters
+        self.numel = sum(p.numel() for p in parameters)
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """One view into `flat`, of shape (numel or more,), for each parameter."""
+        views, offset = [], 0
+        for p in self.parameters:
+            dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
+            stride = p.stride() if dense else torch.empty(p.shape, device="meta").stride()
+            views.append(flat.as_strided(p.shape, stride, offset))
+            offset += p.numel()
+        return views
+
+
+class GradientLayout:
+    """The buckets for the parameters that require a gradient now."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """`parameters`: all of the model, in order."""
+        self._requires_grad = [p.requires_grad for p in parameters]
+        self.parameters = [p for p in reversed(parameters) if p.requires_grad]
+        self.frozen = [p for p in parameters if not p.requires_grad]
+        self.buckets = _cut(self.parameters)
+        self.bucket_of = [bucket for bucket in self.buckets for _ in bucket.parameters]
+
+    def fits(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        return [p.requires_grad for p in parameters] == self._requires_grad
+
+
+def _cut(parameters: list[torch.nn.Parameter]) -> list[GradientBucket]:
+    buckets: list[GradientBucket] = []
+    current: list[torch.nn.Parameter] = []
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    size, limit = 0, FIRST_BUCKET_BYTES if total > UNCUT_BYTES else UNCUT_BYTES
+    for i, p in enumerate(parameters):
+        p_bytes = p.numel() * p.element_size()
+        same = not current or (current[0].dtype, current[0].device) == (p.dtype, p.device)
+        if current and (not same or size + p_bytes > limit):
+            buckets.append(GradientBucket(len(buckets), i - len(current), current))
+            total -= size
+            current, size = [], 0
+            limit = max(LAST_BUCKET_BYTES, min(BUCKET_BYTES, total // 2))
+        current.append(p)
+        size += p_bytes
+    if current:
+        buckets.append(GradientBucket(len(buckets), len(parameters) - len(current), current))
+    return buckets
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Whether its elements fill p.numel() places without gaps, in whatever order."""
+    if p.numel() == 0:
+        return True
+    reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))
+    return reach == p.numel()

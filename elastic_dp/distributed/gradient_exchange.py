@@ -1,0 +1,229 @@
+"""How the members of a generation add up one bucket of gradients: its buffers, its collectives, its finished sum.
+
+Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and gives the finished part to
+all (all-gather, into the buffer that the first one emptied). Two members with one subtree each exchange all of the bucket
+instead, since a sum of two has one order. Fast mode is one all-reduce a bucket, whatever the members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from elastic_dp.distributed.gradient_buckets import GradientBucket
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
+from elastic_dp.distributed.reduction_tree import Node, add_up, cover
+
+_PIECE_NUMEL = 1 << 18  # added, and looked at while it is in the cache
+
+
+class ExchangePlan:
+    """Which collectives a generation uses, the same for all of its buckets. `shares[r]` is the range of virtual workers
+    of rank r."""
+
+    def __init__(
+        self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
+    ) -> None:
+        self.group, self.virtual_workers, self.exact = group, virtual_workers, exact
+        self.covers = [cover(*share, virtual_workers) for share in shares]  # [rank]: its subtrees
+        one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
+        # Of the same bytes Gloo makes one round and not two, with half the processor time.
+        self.swaps = one_order and group.world_size == 2 and group.home.type == "cpu"
+        self.all_reduces = one_order and not self.swaps
+
+    @property
+    def subtrees(self) -> int:
+        """How many sums this member has for each bucket."""
+        return len(self.covers[self.group.rank]) if self.exact else 1
+
+    def chunk(self, bucket: GradientBucket) -> int:
+        """Elements in the part of one rank."""
+        return math.ceil(bucket.numel / self.group.world_size)
+
+    def ranks_with_subtree(self) -> list[list[int]]:
+        """[j]: the ranks whose range consists of more than j subtrees."""
+        counts = [len(nodes) for nodes in self.covers]
+        return [[r for r, n in enumerate(counts) if n > j] for j in range(max(counts))]
+
+
+class BufferPool:
+    """Memory that serves the next generation, too: touching new memory costs more than a collective."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def preallocate(self, buckets: Sequence[GradientBucket], virtual_workers: int) -> None:
+        """Touch memory before a group waits for it: what each bucket sends, and what it receives."""
+        self._free = [
+            torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
+            for b in [*buckets, *buckets]
+        ]
+
+    def clear(self) -> None:
+        self._free = []
+
+    def keep_host_memory_only(self) -> None:
+        """A device's allocator keeps memory by itself. The host's gives it back to the system, so here it is kept."""
+        self._free = [memory for memory in self._free if memory.device.type == "cpu"]
+
+    def take(self, bucket: GradientBucket, numel: int, virtual_workers: int) -> torch.Tensor:
+        """A flat tensor of `numel` elements or somewhat more."""
+        fitting = [
+            t
+            for t in self._free
+            if (t.dtype, t.device) == (bucket.dtype, bucket.device)
+            and numel <= t.numel() <= 2 * numel + virtual_workers
+        ]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self._free = [t for t in self._free if t is not memory]
+            return memory
+        # With room for the padding of any other world size.
+        return torch.empty(numel + virtual_workers, dtype=bucket.dtype, device=bucket.device)
+
+    def give_back(self, memory: Sequence[torch.Tensor]) -> None:
+        self._free += memory
+
+
+class BucketExchange:
+    """One bucket within one generation. `views[j][i]`: where the sum of subtree j for parameter i of the bucket goes, and
+    in `views[0]` the finished one is found."""
+
+    def __init__(self, plan: ExchangePlan, bucket: GradientBucket, pool: BufferPool) -> None:
+        self.bucket, self._plan = bucket, plan
+        self._memory: list[torch.Tensor] = []  # what the buffers below are cut from
+        self._waiting = 0  # parameters that have not fired yet in this leaf
+        world_size, chunk = plan.group.world_size, plan.chunk(bucket)
+        # One per subtree of this worker: (world_size * chunk,).
+        self._flats = [self._buffer(pool, world_size * chunk) for _ in range(plan.subtrees)]
+        for flat in self._flats:
+            flat[bucket.numel :] = 0.0
+        self.views = [bucket.views(flat) for flat in self._flats]
+        # [j]: part `rank` of the j-th subtree of every rank.
+        self._received: list[torch.Tensor] = []
+        if plan.swaps:
+            self._received = [self._buffer(pool, world_size * chunk)]
+        elif world_size > 1 and not plan.all_reduces:
+            self._received = [
+                self._buffer(pool, len(ranks) * chunk) for ranks in plan.ranks_with_subtree()
+            ]
+        self.begin()
+
+    def _buffer(self, pool: BufferPool, numel: int) -> torch.Tensor:
+        memory = pool.take(self.bucket, numel, self._plan.virtual_workers)
+        self._memory.append(memory)
+        return memory[:numel]
+
+    # ----------------------------------------------------------------------------- step
+
+    def begin(self) -> None:
+        """A new step."""
+        self._launched: list[Operation] = []
+        self._gathering: Operation | None = None
+        self._sums: list[torch.Tensor] = []  # of all elements, piece by piece, where they are known
+
+    def begin_leaf(self) -> None:
+        self._waiting = len(self.bucket.parameters)
+
+    def fired(self) -> bool:
+        """One of the parameters has its gradient. Returns whether all have."""
+        self._waiting -= 1
+        return not self._waiting
+
+    @property
+    def is_full(self) -> bool:
+        return not self._waiting
+
+    def launch(self) -> None:
+        """Send what is in the views. Raises GroupError."""
+        plan, group = self._plan, self._plan.group
+        if group.world_size == 1:
+            return
+        if plan.all_reduces:
+            self._launched = [group.all_reduce(self._flats[0])]
+            return
+        if plan.swaps:
+            mine = self._flats[0]
+            sizes = [0, len(mine)] if group.rank == 0 else [len(mine), 0]
+            self._launched = [group.all_to_all(self._received[0], mine, sizes, sizes)]
+            return
+        chunk = plan.chunk(self.bucket)
+        for j, ranks in enumerate(plan.ranks_with_subtree()):
+            mine = self._flats[j] if j < len(self._flats) else self._flats[0][:0]
+            self._launched.append(
+                group.all_to_all(
+                    self._received[j],
+                    mine,
+                    [chunk if r in ranks else 0 for r in range(group.world_size)],
+                    [chunk if len(mine) else 0] * group.world_size,
+                )
+            )
+
+    def reduce(self) -> None:
+        """Wait for the others' parts, add up mine, and send it out."""
+        for operation in self._launched:
+            self._plan.group.wait(operation)
+        part = self.add_up()
+        if len(part) < len(self._flats[0]):
+            self._gathering = self._plan.group.all_gather(self._flats[0], part)
+
+    def add_up(self) -> torch.Tensor:
+        """My part of the bucket, summed over all virtual workers; where nobody has parts, all of it."""
+        plan = self._plan
+        if plan.all_reduces:
+            return self._flats[0]
+        if plan.swaps:
+            received = self._received[0].split(_PIECE_NUMEL)
+            for mine, theirs in zip(self._flats[0].split(_PIECE_NUMEL), received, strict=True):
+                self._sums.append(_sum(mine.add_(theirs)))
+            return self._flats[0]
+        if plan.group.world_size == 1:
+            nodes = dict(zip(plan.covers[0], self._flats, strict=True))
+        else:
+            nodes = self._received_nodes()
+        return add_up(nodes, plan.virtual_workers, lambda a, b: a.add_(b))
+
+    def _received_nodes(self) -> dict[Node, torch.Tensor]:
+        chunk = self._plan.chunk(self.bucket)
+        nodes = {}
+        for j, ranks in enumerate(self._plan.ranks_with_subtree()):
+            parts = self._received[j].split(chunk)
+            for part, rank in zip(parts, ranks, strict=True):
+                nodes[self._plan.covers[rank][j]] = part
+        return nodes
+
+    def settle(self) -> None:
+        """Wait until the finished parts of all have arrived. Raises GroupError."""
+        if self._gathering is not None:
+            self._plan.group.wait(self._gathering)
+
+    def scale(self, factor: float) -> None:
+        """Take the finished sum so many times."""
+        if factor != 1.0:
+            self._flats[0].mul_(factor)
+        if factor != 1.0 or not self._sums:
+            self._sums = [_sum(self._flats[0])]  # while the next bucket is on its way
+
+    def sums_are_finite(self) -> bool:
+        """False as well where the sum of finite elements overflows: look at each of them then."""
+        return all(math.isfinite(x.item()) for x in self._sums)
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self._flats[0]).all())
+
+    # ----------------------------------------------------------------------------- end
+
+    def release(self, pool: BufferPool) -> None:
+        """A buffer of an operation that was walked away from is never used again, since that may still write into it."""
+        operations = [
+            *self._launched,
+            *([] if self._gathering is None else [self._gathering]),
+        ]
+        if all(map(self._plan.group.is_over, operations)):
+            pool.give_back(self._memory)
+
+
+def _sum(flat: torch.Tensor) -> torch.Tensor:
+    return flat.sum(dtype=torch.float32 if flat.element_size() < 4 else None)

@@ -1,0 +1,281 @@
+"""Gradients of V virtual workers, added up across the members of a generation while backward still runs.
+
+Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world size. A worker adds its
+own subtrees as it goes, each gradient in its own hook (`SubtreeSums`). In the backward pass of its last leaf, every bucket
+that is complete is sent (`BucketExchange`).
+
+What always holds:
+- User code never meets the gradient of another micro-batch: `p.grad` is None when a loss function and its backward pass
+  begin. One that a loss function leaves there is an error, and so is a post-accumulate-grad hook other than ours.
+- Buckets are launched in index order, on every rank the same. One is launched early only when each of its
+  parameters has fired. A parameter that fires twice in one backward (tied weights under reentrant checkpointing
+  do) makes the step void (`late`): it may have been sent too early, or been added to its neighbour in parts. From
+  then on (`sequential`) nothing is launched before backward has ended, and every leaf is added as a whole.
+- An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for x = -0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_dp.distributed.gradient_buckets import GradientLayout
+from elastic_dp.distributed.gradient_exchange import BucketExchange, BufferPool, ExchangePlan
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.reduction_tree import Leaf, Node
+from elastic_dp.distributed.subtree_sums import SubtreeSums
+from elastic_dp.errors import GroupError, LossError, ModelError
+
+
+class GradientSum:
+    """Adds gradients for one model; buffers and collectives are those of the generation it was opened for."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._names = {p: name for name, p in parameters.items()}
+        self._all = list(self._names)
+        self._layout = GradientLayout([])
+        self._hooks: list[Any] = []
+        self._plan: ExchangePlan | None = None  # of the present generation
+        self._exchanges: list[BucketExchange] = []  # by the number of the bucket
+        self._pool = BufferPool()
+        self._sums = SubtreeSums()
+        self._used = bytearray()
+        self.sequential = self.late = False
+        self._running = False  # hooks act only within a step's backward passes
+        self._is_last = False  # ... and launch only in the last one
+        self._next = 0  # first bucket that is not launched
+        self._error: GroupError | None = None
+
+    # ----------------------------------------------------------------------- generation
+
+    def open(
+        self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
+    ) -> None:
+        """Work for this generation. `shares[r]` is the range of virtual workers of rank r."""
+        self._plan = ExchangePlan(group, shares, virtual_workers, exact)
+        self._lay_out()
+
+    def close(self) -> None:
+        """Forget the generation; what is still in flight keeps its buffers."""
+        self._running = False
+        self._plan = None
+        self._sums.clear()
+        for exchange in self._exchanges:
+            exchange.release(self._pool)
+        self._exchanges = []
+
+    def preallocate(self, virtual_workers: int) -> None:
+        """Touch memory for buffers before a group waits for it."""
+        self._arrange()
+        self._pool.preallocate(self._layout.buckets, virtual_workers)
+
+    def _lay_out(self) -> None:
+        assert self._plan is not None
+        self._arrange()
+        self._exchanges = [
+            BucketExchange(self._plan, bucket, self._pool) for bucket in self._layout.buckets
+        ]
+        self._pool.keep_host_memory_only()
+
+    def _arrange(self) -> None:
+        """Hooks and buckets for the parameters that require a gradient now."""
+        if self._layout.fits(self._all):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._layout = GradientLayout(self._all)
+        self._refuse_hooks(0)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._hook(i))
+            for i, p in enumerate(self._layout.parameters)
+        ]
+        self._pool.clear()
+        self._used = bytearray(len(self._layout.parameters))
+
+    # ----------------------------------------------------------------------------- step
+
+    def begin(self) -> None:
+        """Before the first leaf of a step. Follows `requires_grad` where the user changed it."""
+        assert self._plan is not None
+        if not self._layout.fits(self._all):
+            self._lay_out()
+        self.drop()
+        self.late = False
+        self._error = None
+        self._used[:] = bytes(len(self._used))
+        self._next = 0
+        for exchange in self._exchanges:
+            exchange.begin()
+
+    def drop(self) -> None:
+        """Forget every gradient, also those of a step that was not committed."""
+        self._running = False
+        self._sums.clear()
+        for p in self._all:
+            p.grad = None
+
+    def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
+        """Before the forward pass of `leaf`."""
+        assert self._plan is not None
+        merges = leaf.merges if self._plan.exact else min(1, len(self._sums))
+        self._sums.begin_leaf(len(self._layout.parameters), merges)
+        self._is_last = is_last
+        for exchange in self._exchanges:
+            exchange.begin_leaf()
+
+    def before_backward(self) -> None:
+        """The loss function has returned. Raises LossError and ModelError."""
+        for p in self._all:
+            if p.grad is not None:
+                raise LossError(
+                    f"the loss function left a gradient in model.{self._names[p]}.grad: it called backward(), or assigned it. "
+                    "Return the loss, whose backward pass is run for you; within a loss use torch.autograd.grad"
+                )
+        self._refuse_hooks(1)
+        self._running = True
+
+    def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
+        """After its backward pass, or after it turned out to contribute nothing."""
+        self._running = False
+        for p in self._layout.frozen:
+            if p.grad is not None:
+                raise LossError(
+                    f"model.{self._names[p]} did not require a gradient when the step began, and the loss function gave "
+                    "it one: call requires_grad_() before the loop over ctx.steps, or in its body"
+                )
+        if is_last:
+            return
+        sums = self._sums
+        for i, p in enumerate(self._layout.parameters):
+            if self.sequential or (sums.merges and not sums.fired[i]):
+                sums.add(i, p.grad)
+                p.grad = None
+        sums.end_leaf()
+
+    def send(self) -> None:
+        """After the last leaf: every bucket that is not on its way yet."""
+        while self._next < len(self._exchanges):
+            self._flush(self._exchanges[self._next])
+        if self._error is not None:
+            raise self._error
+
+    def reduce(self) -> None:
+        """Finish the sums of my parts and send them out, bucket by bucket as they arrive."""
+        for exchange in self._exchanges:
+            exchange.reduce()
+
+    def settle(self) -> None:
+        """Wait for what was sent, so that the buffers may be filled once more in this generation."""
+        for exchange in self._exchanges:
+            exchange.settle()
+
+    def add_sequentially(self) -> None:
+        """From the next attempt on: a parameter fires twice in one backward, see above."""
+        self.sequential = True
+
+    def complete(self, factor: float) -> bool:
+        """Wait until the finished parts of all have arrived, and take them `factor` times, bucket by bucket.
+
+        Returns whether all is finite, the same on every rank.
+        """
+        for exchange in self._exchanges:
+            exchange.settle()
+            exchange.scale(factor)
+        if all(exchange.sums_are_finite() for exchange in self._exchanges):
+            return True
+        return all(exchange.is_finite() for exchange in self._exchanges)
+
+    def assign(self, used: Sequence[int]) -> list[torch.Tensor]:
+        """Give every used parameter its gradient, a view into the buckets; the others keep None.
+
+        Returns the gradients; they hold until the next `begin` or `open`.
+        """
+        given = []
+        for exchange in self._exchanges:
+            bucket = exchange.bucket
+            for i, p, view in zip(
+                range(bucket.first, bucket.last), bucket.parameters, exchange.views[0], strict=True
+            ):
+                p.grad = view if used[i] else None
+                if used[i]:
+                    given.append(view)
+        return given
+
+    @property
+    def used(self) -> bytes:
+        """One byte per parameter: whether some virtual worker of mine gave it a gradient."""
+        return bytes(self._used)
+
+    # -------------------------------------------------------------------------- private
+
+    def _refuse_hooks(self, ours: int) -> None:
+        """Raises ModelError where a parameter has a post-accumulate-grad hook that is not one of ours."""
+        for p in self._layout.parameters:
+            if len(p._post_accumulate_grad_hooks or ()) > ours:
+                raise ModelError(
+                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums of as many micro-batches "
+                    "as this worker happens to run. Use register_hook, which sees the gradient of each micro-batch, or for "
+                    "that of the step clip_norm=, or optimizer.register_step_pre_hook"
+                )
+
+    def _hook(self, index: int) -> Any:
+        number, sums = self._layout.bucket_of[index].number, self._sums
+
+        def fired(parameter: torch.nn.Parameter) -> None:
+            if not self._running:
+                return
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                name = self._names[parameter]
+                raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
+            self._used[index] = 1
+            if self.sequential:
+                return  # `after_leaf` and `send` take it, when it is whole
+            if sums.fired[index]:
+                self.late, parameter.grad = True, None
+                return
+            sums.fired[index] = 1
+            if not self._is_last:
+                sums.add(index, gradient)
+                parameter.grad = None
+                return
+            exchange = self._exchanges[number]
+            # At once, while its gradient is in the cache.
+            self._write_last(exchange, index, parameter)
+            if exchange.fired():
+                while self._next < len(self._exchanges) and self._exchanges[self._next].is_full:
+                    self._flush(self._exchanges[self._next])
+
+        return fired
+
+    def _flush(self, exchange: BucketExchange) -> None:
+        """Write this worker's sums of one bucket into its buffers and launch its exchange."""
+        bucket, sums = exchange.bucket, self._sums
+        for views, complete in zip(exchange.views, sums.complete(), strict=False):
+            for view, one in zip(views, complete[bucket.first : bucket.last], strict=True):
+                _write(view, one)
+        for index, p in enumerate(bucket.parameters, bucket.first):
+            if self.sequential or not sums.fired[index]:
+                self._write_last(exchange, index, p)
+        self._next += 1
+        if self._error is not None:
+            return
+        try:
+            exchange.launch()
+        except GroupError as error:  # must not pass through autograd; `send` raises it
+            self._error = error
+
+    def _write_last(self, exchange: BucketExchange, index: int, p: torch.Tensor) -> None:
+        """This parameter's gradient of the last subtree, added up with the sums that wait for it."""
+        view = exchange.views[-1][index - exchange.bucket.first]
+        _write(view, self._sums.merged(index, p.grad, out=view))
+        p.grad = None
+
+
+def _write(view: torch.Tensor, value: torch.Tensor | None) -> None:
+    if value is None:
+        view.fill_(-0.0)
+    elif value is not view:
+        view.copy_(value)

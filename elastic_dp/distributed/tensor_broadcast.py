@@ -1,0 +1,239 @@
+"""Sends a text and tensors from one member to the others by broadcast; or bytes, of which each member has a share.
+
+The text describes the tensors. It belongs to the caller: nothing here reads it, and it names no code to run. Large
+tensors are sent as they are, small ones packed. The receiver decides where each tensor goes. Its own tensors stay as
+they are until `receive` has returned, unless it passes them as targets itself (a worker without state may).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elastic_dp.distributed.process_group import Operation, ProcessGroup
+from elastic_dp.errors import CollectiveFailed
+
+_PACKED_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
+_PIECE_BYTES = 4 << 20  # of what each member has a share of
+_MAX_IN_FLIGHT = 2  # more of them only get in each other's way
+_HEAD_BYTES = 1 << 16  # of the first broadcast: the lengths, and as much of the texts as fits
+_LENGTH_BYTES = 8  # of each of the two texts
+
+# A broadcast in flight, its buffer, and what that is taken apart into when it has arrived, if anything.
+_Flight = tuple[Operation, torch.Tensor, list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A fresh tensor of this kind, on `device` unless it lives on the host anyway."""
+        place = device if self.device_type != "cpu" else torch.device("cpu")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
+
+
+Targets = Callable[[bytes, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePayload:
+    """Ready to be sent: `head` holds the lengths of the texts and the texts, `flats` the tensors as bytes."""
+
+    head: torch.Tensor
+    flats: Sequence[torch.Tensor]
+
+
+def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayload:
+    """Needs no group, so it can be made while one forms. The tensors must not change before it is sent."""
+    tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
+    specs = _specs_to_json([meta_of(t) for t in tensors])
+    lengths = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") for part in (specs, text))
+    head = bytearray(lengths + specs + text)
+    head.extend(bytes(max(0, _HEAD_BYTES - len(head))))
+    return StatePayload(
+        torch.frombuffer(head, dtype=torch.uint8), [_flat_bytes(t) for t in tensors]
+    )
+
+
+def send(group: ProcessGroup, payload: StatePayload) -> None:
+    """Give it to all others of `group`; this is rank 0 there."""
+    head = payload.head.to(group.home)
+    first = group.broadcast(head[:_HEAD_BYTES], 0)
+    if len(head) > _HEAD_BYTES:
+        group.wait(group.broadcast(head[_HEAD_BYTES:], 0))
+    _stream(group, payload.flats, sending=True)
+    group.wait(first)
+    group.synchronize()
+
+
+def receive(
+    group: ProcessGroup,
+    device: torch.device,
+    targets: Targets | None = None,
+) -> tuple[bytes, list[torch.Tensor]]:
+    """The text and the tensors that rank 0 of `group` sends.
+
+    `targets(text, specs)` may name tensors of ours, by number, that are to be written in place.
+    """
+    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=group.home)
+    group.wait(group.broadcast(head, 0))
+    group.synchronize()
+    first = head.cpu().numpy().tobytes()
+    ends = [int.from_bytes(first[at : at + _LENGTH_BYTES], "little") for at in (0, _LENGTH_BYTES)]
+    begin, middle = 2 * _LENGTH_BYTES, 2 * _LENGTH_BYTES + ends[0]
+    end = middle + ends[1]
+    rest = torch.empty(max(0, end - _HEAD_BYTES), dtype=torch.uint8, device=group.home)
+    if rest.numel():
+        group.wait(group.broadcast(rest, 0))
+        group.synchronize()
+    content = first + rest.cpu().numpy().tobytes()
+    specs, text = _specs_from_json(content[begin:middle]), content[middle:end]
+    tensors = _destinations(specs, device, {} if targets is None else targets(text, specs))
+    _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
+    group.synchronize()
+    return text, tensors
+
+
+def _destinations(
+    specs: Sequence[TensorMeta], device: torch.device, ours: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Where the tensors go: into ours, where one is named and fits, else into fresh memory."""
+    tensors = []
+    for i, spec in enumerate(specs):
+        mine = ours.get(i)
+        fits = (
+            mine is not None
+            and mine.stride() == spec.stride
+            and mine.shape == spec.shape
+            and mine.dtype == spec.dtype
+        )
+        tensors.append(mine.detach() if fits else spec.empty(device))  # type: ignore[union-attr]
+    return tensors
+
+
+def copy_to_own_memory(
+    tensors: Sequence[torch.Tensor], device: torch.device, ours: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh one."""
+    own = _destinations([meta_of(t) for t in tensors], device, ours)
+    for mine, given in zip(own, tensors, strict=True):
+        mine.copy_(given)
+    return own
+
+
+def exchange_spans(
+    group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]
+) -> None:
+    """The bytes start ≤ i < end of `line` (on the host) are there at the rank whose span that is; afterwards at all.
+
+    In pieces, one of each rank in turn, so that all of them send at one time."""
+
+    def launched() -> Iterator[_Flight]:
+        for at in range(0, max((end - start for start, end in spans), default=0), _PIECE_BYTES):
+            for root, (start, end) in enumerate(spans):
+                if start + at < end:
+                    piece = line[start + at : min(start + at + _PIECE_BYTES, end)]
+                    buffer = piece.to(group.home)
+                    yield group.broadcast(buffer, root), buffer, [] if buffer is piece else [piece]
+
+    _wait_in_turn(group, launched(), most=2 * len(spans))
+    group.synchronize()
+
+
+def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool) -> None:
+    """Broadcast byte vectors, a few in flight; on the receivers, packed ones are taken apart again."""
+
+    def launched() -> Iterator[_Flight]:
+        for parts in _packs(flats):
+            direct = len(parts) == 1 and parts[0].device.type == group.home.type
+            if direct:
+                buffer = parts[0]
+            elif sending:
+                buffer = torch.cat([p.to(group.home) for p in parts])
+            else:
+                size = sum(p.numel() for p in parts)
+                buffer = torch.empty(size, dtype=torch.uint8, device=group.home)
+            yield group.broadcast(buffer, 0), buffer, [] if direct or sending else parts
+
+    _wait_in_turn(group, launched(), most=_MAX_IN_FLIGHT)
+
+
+def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -> None:
+    """Wait for each in turn, with at most so many in flight, and copy what has arrived to where it belongs."""
+    flights: deque[_Flight] = deque()
+
+    def land() -> None:
+        operation, buffer, parts = flights.popleft()
+        group.wait(operation)
+        if parts:
+            for part, piece in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
+                part.copy_(piece)
+
+    for flight in launched:
+        flights.append(flight)
+        if len(flights) >= most:
+            land()
+    while flights:
+        land()
+
+
+def _packs(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Large ones alone, small ones of one device in packs; the same cut on both sides, by sizes alone."""
+    pack_: list[torch.Tensor] = []
+    size = 0
+    for flat in flats:
+        if flat.numel() == 0:
+            continue
+        if flat.numel() >= _PACKED_BYTES:
+            yield [flat]
+            continue
+        pack_.append(flat)
+        size += flat.numel()
+        if size >= _PACKED_BYTES:
+            yield pack_
+            pack_, size = [], 0
+    if pack_:
+        yield pack_
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type)
+
+
+def _specs_to_json(specs: Sequence[TensorMeta]) -> bytes:
+    """The kinds there are, and the kind of each: models have many tensors of few kinds."""
+    kinds = {spec: number for number, spec in enumerate(dict.fromkeys(specs))}
+    told = [[str(k.dtype)[6:], k.shape, k.stride, k.device_type] for k in kinds]
+    return json.dumps([told, [kinds[spec] for spec in specs]], separators=(",", ":")).encode()
+
+
+def _specs_from_json(content: bytes) -> list[TensorMeta]:
+    told, numbers = json.loads(content)
+    kinds = []
+    for name, shape, stride, device_type in told:
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CollectiveFailed(f"a member sends a tensor of {name!r}, unknown here")
+        kinds.append(TensorMeta(tuple(shape), tuple(stride), dtype, device_type))
+    return [kinds[number] for number in numbers]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return tensor.is_contiguous()
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach == tensor.numel() and all(s > 0 for s in tensor.stride())
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes, without a copy; it must be dense."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)

@@ -1,0 +1,158 @@
+"""Compares a checkpoint with the job that goes on from it: what must be the same, and what may have changed.
+
+- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first difference.
+- Other hyper-parameters (a learning rate) give a warning, and the values of the checkpoint are used, as after
+  `load_state_dict` of a PyTorch optimizer, since a scheduler or the loop body may have changed them. The values that the
+  code sets before the first step are compared, so a change that the run itself made is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.config import JobSpec
+from elastic_dp.errors import RunMismatch
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.wording import counted
+
+_FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
+
+
+def hyperparameters_of(
+    optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
+) -> dict[str, Any]:
+    """What the code gave the optimizer and the scheduler, as texts; to be called before the first step. `total_steps`:
+    that the code was told, from which it may have made any of it (a lambda has no text)."""
+    groups = [
+        {key: _text(value) for key, value in group.items() if key not in _FOLLOWS}
+        for group in optimizer.param_groups
+    ]
+    state = {} if scheduler is None else scheduler.state_dict()
+    return {
+        "optimizer": type(optimizer).__name__,
+        "groups": groups,
+        "scheduler": {
+            key: _text(value)
+            for key, value in state.items()
+            if key not in _FOLLOWS and not key.startswith("_")
+        },
+        "total_steps": total_steps,
+    }
+
+
+def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In words. `then` is empty in a checkpoint of before there was such a record."""
+    if not then:
+        return []
+    pairs = [
+        *(
+            (f"the optimizer's {key}{_of_group(i, now)}", old.get(key), new.get(key))
+            for i, (old, new) in enumerate(zip(then["groups"], now["groups"], strict=False))
+            for key in sorted(old | new)
+        ),
+        *(
+            (f"the scheduler's {key}", then["scheduler"].get(key), now["scheduler"].get(key))
+            for key in sorted(then["scheduler"] | now["scheduler"])
+        ),
+    ]
+    return [f"{name} is {new} in the code now, was {old}" for name, old, new in pairs if old != new]
+
+
+def job_identity(spec: JobSpec) -> dict[str, Any]:
+    """What decides a run's result, beside its data, and must not change while it keeps its name."""
+    return {
+        "virtual_workers": spec.scaling.num_virtual_workers,
+        "micro_batch_size": spec.data.micro_batch_size,
+        "seed": spec.data.seed,
+        "exact": spec.exact,
+    }
+
+
+def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str) -> None:
+    """Raises RunMismatch where a checkpoint was made by another job: `run.json` may have been replaced since. What a
+    checkpoint of an earlier version does not tell is not compared."""
+    then = {"data": metadata.data, **metadata.naming.get("job", {})}
+    for name, mine in {**job, "data": data}.items():
+        if then.get(name, "") not in ("", mine):
+            what = "data (its fingerprint)" if name == "data" else name
+            raise RunMismatch(
+                f"{what} is {mine!r}, but the newest checkpoint of the run was made with {then[name]!r}. Use a new name= "
+                "for a new run, or the old value to go on with this one"
+            )
+
+
+def changed_total_steps(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    """In words, where the code reads the total: by itself it says nothing of what is made from it."""
+    old, new = then.get("total_steps"), now["total_steps"]
+    if old is None or new is None or old == new:
+        return []
+    return [
+        f"ctx.total_steps is {new} now, and was {old} up to step {step}: a schedule that is made from it was made for "
+        f"{counted(old, 'step')} up to there, so its learning rates are not those of one run of {counted(new, 'step')}"
+    ]
+
+
+def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState) -> None:
+    """Raises RunMismatch where the tree of a checkpoint is not that of this job."""
+    for what, theirs, mine in _compared(tree, naming, state):
+        if theirs != mine:
+            raise RunMismatch(
+                f"{what}: {mine} here, {theirs} in the newest checkpoint of the run. Use a new name= for a new "
+                "run (elastic_dp.load_state gives it these weights), or the old code to go on with this one"
+            )
+
+
+def _compared(
+    tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState
+) -> Iterator[tuple[str, Any, Any]]:
+    step, body = tree["step"], tree["body"]
+    names = {p: name for name, p in state.parameters.items()}
+    called = naming.get("parameters", [*state.parameters])
+    if len(called) == len(step["parameters"]):
+        theirs = dict(zip(called, step["parameters"], strict=True))
+        yield from _tensors("parameter", theirs, state.parameters)
+    yield "the parameters", called, [*state.parameters]
+    yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
+    if "extra_state" in step:  # else it is of before it was carried
+        named = sorted(state.committed_extra)
+        yield "the modules with get_extra_state", sorted(step["extra_state"]), named
+    kind = type(state.optimizer).__name__
+    yield "the optimizer", naming.get("made", {}).get("optimizer", kind), kind
+    groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]
+    yield "the optimizer's groups", naming.get("groups", groups), groups
+    if "inner_hyper" in step:  # else it is of before they were carried
+        mine = len(state.optimizers.committed["inner_hyper"])
+        yield "the number of optimizers in the optimizer", len(step["inner_hyper"]), mine
+    yield "a scheduler", body["scheduler"] is not None, state.scheduler is not None
+    yield 'precision="fp16"', step["loss_scale"] is not None, state.loss_scale is not None
+    yield "the keys of state=", sorted(body["user"]), sorted(state.user)
+
+
+def _tensors(
+    what: str, theirs: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in [*mine, *theirs]:
+        yield f"{what} {name}", _shape(theirs.get(name)), _shape(mine.get(name))
+
+
+def _shape(tensor: torch.Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _of_group(number: int, made: Mapping[str, Any]) -> str:
+    return f" (group {number})" if len(made["groups"]) > 1 else ""
+
+
+def _text(value: Any) -> str:
+    """Empty for what has no text that is the same in each process."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, list | tuple):
+        texts = [_text(x) for x in value]
+        return f"[{', '.join(texts)}]" if all(texts) else ""
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if plain else ""

@@ -1,0 +1,104 @@
+"""The last checkpoint of a worker that has lost its controller: the worker writes and commits it alone.
+
+For a moment it does what the controller did. It takes the run's lease when that has run out, makes a claim that goes on
+from the newest checkpoint, writes all parts, commits them, and releases the lease.
+
+- It does so only after its own controller: where the lease was renewed, released, or belongs to another controller, the
+  run has ended or goes on elsewhere, and the worker writes nothing.
+- Several such workers take turns. One that finds a checkpoint as new as its own state writes nothing.
+- A worker that is suspended in the middle does no harm: its claim is not part of the history of its successors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from elastic_dp.checkpoint.catalog import Catalog, CommitName
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_parts
+from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.lease import Held, Holder, Lease, Record
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
+from elastic_dp.errors import LeaseLost, StorageError
+
+
+def commit_alone(
+    catalog: Catalog,
+    snapshot: Snapshot,
+    metadata: Callable[[CommitMetadata | None], CommitMetadata],
+    *,
+    worker: str,
+    token: str,
+    lease_s: float,
+) -> str:
+    """Returns what came of it, for the log. `token`: of the controller's lease. `metadata`: given the newest commit's.
+
+    Waits for the lease up to `lease_s`, or some times that if there are other orphans.
+    """
+    lease = Lease(f"orphan {worker}", f"{token}.{worker}", lease_s)
+    holder = Holder(catalog.store, lease, time.monotonic, time.time)
+    try:
+        why = _take_lease(holder, token)
+        if why:
+            return f"no last checkpoint: {why}"
+        try:
+            return _commit(catalog, snapshot, metadata, holder, worker)
+        finally:
+            with contextlib.suppress(StorageError):
+                holder.release()
+    except (LeaseLost, StorageError, OSError) as error:
+        return f"no last checkpoint: {error}"
+
+
+def _take_lease(holder: Holder, token: str) -> str:
+    """Empty when it is ours; else why it never will be."""
+    first = newest = holder.newest()
+    while newest is not None and _may_follow(newest, token):
+        if newest.token == token and newest != first:
+            return "a controller leads the run"
+        taken = holder.acquire()
+        if not isinstance(taken, Held):
+            followed = holder.lease.followed  # another orphan may have come and gone meanwhile
+            if followed == first or (followed and followed.token.startswith(f"{token}.")):
+                return ""
+            holder.release()
+            break
+        time.sleep(min(taken.wait_s, 1.0))
+        newest = holder.newest()
+    return "the run has ended, or goes on elsewhere"
+
+
+def _may_follow(record: Record, token: str) -> bool:
+    """Our controller held it last, and never gave it up; or another of its orphans."""
+    return (record.token == token and record.state == "held") or record.token.startswith(
+        f"{token}."
+    )
+
+
+def _commit(
+    catalog: Catalog,
+    snapshot: Snapshot,
+    metadata: Callable[[CommitMetadata | None], CommitMetadata],
+    holder: Holder,
+    worker: str,
+) -> str:
+    names = catalog.names()
+    newest: CommitName | None = names[-1] if names else None
+    if newest is not None and newest.step >= snapshot.step:
+        return f"step {newest.step} is committed already"
+    fence = holder.lease.fence
+    catalog.claim(fence, newest)
+    before = (
+        None if newest is None else next((commit.metadata for commit in catalog.commits()), None)
+    )
+    with ThreadPoolExecutor(WRITES_IN_FLIGHT, "last-checkpoint") as executor:
+        manifest = snapshot.manifest(executor)
+        parts = range(len(manifest.layout.parts))
+        share = write_parts(catalog, snapshot, parts, executor, writer=worker)
+    if not holder.lease.is_valid(time.monotonic()):
+        holder.renew()  # or learn that another one was faster
+    write_commit(catalog, manifest, [share], fence, metadata(before))
+    return f"checkpoint of step {snapshot.step} is committed, without a controller"

@@ -1,0 +1,138 @@
+"""A digest of the user's code: equal for two starts of the same script, and for two workers that run the same code.
+
+It covers the train function and what it reaches by name in the user's own modules: functions, classes, and constants
+made of numbers and strings. It reads compiled code, so comments and line breaks do not count, and it works in notebooks
+and in a worker, which may not have the source. A pickle would not do: it differs from process to process. Nor would the
+text of the script: raising a limit in it would change the digest. Installed packages are not covered. Python compiles
+differently from one minor version to the next, so its version is stored beside the digest.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_dp.shipping import is_installed
+
+
+def code_fingerprint(train: Any, *, constants: bool = True) -> str:
+    """16 hexadecimal digits. Without `constants` for workers to compare: a module of theirs may hold the name of its host."""
+    walk = _Walk(constants)
+    walk.visit("train", train)
+    return walk.digest.hexdigest()[:16]
+
+
+class _Walk:
+    def __init__(self, constants: bool) -> None:
+        self._constants = constants
+        self.digest = hashlib.sha256()
+        self._seen: set[int] = set()
+        self._root = ""  # the package of the train function, which counts even if it is installed
+
+    def visit(self, name: str, value: Any) -> None:
+        if isinstance(value, functools.partial):
+            for key, part in enumerate((value.func, value.args, value.keywords)):
+                self.visit(f"{name}.{key}", part)
+        elif isinstance(value, types.MethodType):
+            self.visit(name, value.__func__)
+            self.visit(name, type(value.__self__))
+        elif isinstance(value, staticmethod | classmethod):
+            self.visit(name, value.__func__)
+        elif isinstance(value, property):
+            self.visit(name, value.fget)
+        elif _is_plain(value):
+            if self._constants:
+                self._add(f"{name}={_text(value)}")
+        elif not isinstance(value, types.FunctionType | type):
+            if not isinstance(value, types.ModuleType):
+                self.visit(name, type(value))
+        elif id(value) not in self._seen and self._is_users(value):
+            self._seen.add(id(value))
+            if isinstance(value, type):
+                self._add_class(name, value)
+            else:
+                self._add_function(name, value)
+
+    def _add(self, line: str) -> None:
+        self.digest.update(line.encode() + b"\n")
+
+    def _add_class(self, name: str, value: type) -> None:
+        self._add(f"class {name}")
+        for base in value.__bases__:
+            self.visit(base.__qualname__, base)
+        for key, member in sorted(vars(value).items()):
+            if isinstance(member, types.FunctionType | staticmethod | classmethod | property) or (
+                _is_plain(member) and not key.startswith("__")
+            ):
+                self.visit(key, member)
+
+    def _add_function(self, name: str, value: types.FunctionType) -> None:
+        self._add(f"def {name}")
+        names: set[str] = set()
+        variables: set[str] = set()  # not the attributes that happen to have the name of one
+        for code in _codes(value.__code__):
+            names.update(code.co_names)
+            variables.update(_global_names(code))
+            plain = [_text(c) for c in code.co_consts if _is_plain(c) and c != value.__doc__]
+            self._add(f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {plain}")
+        self.visit("defaults", value.__defaults__)
+        self.visit("keyword defaults", value.__kwdefaults__)
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if cell != types.CellType():  # one that is empty yet
+                self.visit(key, cell.cell_contents)
+        for key in sorted(variables & value.__globals__.keys()):
+            found = value.__globals__[key]
+            self.visit(key, found)
+            if isinstance(found, types.ModuleType) and self._is_of_user(found.__name__):
+                for member in sorted(names & vars(found).keys()):
+                    self.visit(f"{key}.{member}", vars(found)[member])
+
+    def _is_users(self, value: Any) -> bool:
+        module = value.__module__ or ""
+        self._root = self._root or module.partition(".")[0]
+        return self._is_of_user(module)
+
+    def _is_of_user(self, module: str) -> bool:
+        top = module.partition(".")[0]
+        if top in ("elastic_dp", "builtins"):
+            return False
+        if top == self._root or module not in sys.modules:
+            return True
+        file = getattr(sys.modules[module], "__file__", None)
+        return file is not None and not is_installed(file)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """It, and those that are defined within it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_NAME" or "GLOBAL" in instruction.opname:
+            yield instruction.argval
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, complex, bool, str, bytes, type(...))
+
+
+def _text(value: Any) -> str:
+    """Sets have another order in each process."""
+    if isinstance(value, set | frozenset):
+        return f"{{{sorted(map(_text, value))}}}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value)

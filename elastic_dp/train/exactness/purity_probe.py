@@ -1,0 +1,231 @@
+"""Runs one micro-batch of the first step twice and compares what comes of it, before anything is trained.
+
+Both runs begin with the same weights, buffers, random numbers and rows. So a difference comes from something that the
+code keeps for itself: a generator of its own, a counter, a clock, a tensor that is no buffer. Such a thing is not the
+same on a worker that joins, and changes as often as that worker happens to run micro-batches; so the job is refused,
+and what differs is named, with whatever else changed meanwhile, since that is usually the cause.
+
+Three things are not refused. Where kernels may be the reason (on a GPU, or where torch has named an operation without a
+deterministic one), the run is not exact, and `Result.inexact_because` says so. And a number that changes each time
+without changing the result may be harmless, a count of calls for a log; it is said. So is a metric that is another one
+each time: it may be the time that the micro-batch took.
+
+The worker that gives the initial state does this, in place of the first steps' slow start; joiners run the code that it
+has tried. What shows only later (another branch after a thousand steps) cannot be seen this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+
+from elastic_dp.errors import DataError, LossError
+from elastic_dp.train.state.weight_comparison import digest_of
+
+_MOST = 64  # items of a container; a larger one counts by its length
+_DEEPEST = 2  # containers within containers
+_NAMED = 5  # differences that a message names
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+Facts = dict[str, str]  # what is compared, by name; a digest begins with "#"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOutcome:
+    """What one run of a micro-batch gave."""
+
+    rows: Facts
+    result: Facts  # loss, weight, gradients, buffers
+    left: Facts  # parameters and hyper-parameters, which a loss function must not write
+    kept: Facts  # whatever else the model and the loss function hold
+    metrics: Facts = field(default_factory=dict)
+
+
+class ProbeTarget(Protocol):
+    """`TrialRun`, as a probe needs it."""
+
+    exact: bool
+    device: torch.device
+
+    def try_out(self) -> ProbeOutcome | None:
+        """Run the micro-batch and undo what it wrote; None where it has no loss."""
+        ...
+
+    def holds(self) -> tuple[Facts, Facts]:
+        """`ProbeOutcome.left` and `ProbeOutcome.kept`, now."""
+        ...
+
+
+def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> None:
+    """Raises DataError and LossError. `because`: why the run is not exact, so far."""
+    kernels = bool(because) or runs.device.type == "cuda"  # may be why results differ
+    left: Facts = {}
+    kept: Facts = {}
+    first = second = None
+    with contextlib.suppress(Exception):  # what user code raises here it raises again in a step
+        left, kept = runs.holds()
+        first = runs.try_out()
+        second = runs.try_out()
+    for text in _settings_undone(runs.device) if runs.exact else ():
+        because.append(text)
+        say(f"WARNING: not exact: {text}")
+    if first is None or second is None:
+        return
+    changing = _differences(first.kept, second.kept)
+    error = _judge(left, first, second, _differences(kept, first.kept) or changing)
+    if error is None:
+        if metrics := _differences(first.metrics, second.metrics):
+            say(
+                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as what a clock shows does. All "
+                "workers are given the same value, but a step that is done again has another one: let the loop's body log "
+                "it, and nothing depend on it"
+            )
+        if changing:
+            say(
+                f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins or starts again begins "
+                "with a value of its own, and how often it changes depends on the number of workers. If the loss "
+                "depends on it, make it a buffer of the model, or an object that is passed as state= and changed in the "
+                "loop's body"
+            )
+        return
+    if not runs.exact:
+        say(f"WARNING: {error}")
+    elif kernels and _differences(first.result, second.result):
+        because.append(
+            f"one micro-batch, run twice, gave {_listed(_differences(first.result, second.result))}"
+        )
+        say(f"WARNING: not exact: {because[-1]}. If no kernel is the reason: {error}")
+    else:
+        raise error
+
+
+def _settings_undone(device: torch.device) -> list[str]:
+    """Of those that exact runs begin with, what user code has turned back."""
+    found = []
+    if not torch.are_deterministic_algorithms_enabled():
+        found.append("torch.use_deterministic_algorithms was turned off")
+    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+        found.append("torch.backends.cudnn.benchmark was turned on")
+    return found
+
+
+def _judge(
+    before: Facts, first: ProbeOutcome, second: ProbeOutcome, meanwhile: list[str]
+) -> DataError | LossError | None:
+    if rows := _differences(first.rows, second.rows):
+        return DataError(
+            f"data gave other values when one micro-batch was read twice: {_listed(rows)}. A step may be done again, by "
+            "another worker: draw random numbers from Python's, NumPy's or torch's global generators, which are "
+            "seeded for each micro-batch, or from the rng that DataConfig.transform is given"
+        )
+    if written := _differences(before, first.left) or _differences(first.left, second.left):
+        return LossError(
+            f"the loss function changed {_listed(written)}. It may run more than once for a step, and each worker runs it "
+            "for its own micro-batches: change parameters by the optimizer, and its settings in the loop's body; what "
+            "is set from the first batch is to be set before the loop"
+        )
+    if results := _differences(first.result, second.result):
+        cause = f" What changed meanwhile: {_listed(meanwhile)}." if meanwhile else ""
+        return LossError(
+            f"one micro-batch of step 1, run twice from the same weights, rows and random numbers, gave "
+            f"{_listed(results)}.{cause} The loss must depend on nothing else: draw from the global generators, which are "
+            "seeded for each micro-batch, make what forward changes a buffer, pass what the loop's body changes as "
+            "state=, and use no clock; if only its first call differs, call the model once before the loop; or train "
+            "with exact=False"
+        )
+    return None
+
+
+def _differences(one: Facts, other: Facts) -> list[str]:
+    """Each by name, with its values where they are short."""
+    names = [name for name in one | other if one.get(name) != other.get(name)]
+    return [f"{name}{_values(one.get(name), other.get(name))}" for name in names]
+
+
+def _values(one: str | None, other: str | None) -> str:
+    short = [x for x in (one, other) if x is not None and not x.startswith("#") and len(x) <= 24]
+    return f" ({short[0]}, then {short[1]})" if len(short) == 2 else ""
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+# -------------------------------------------------------------------------------------- what is seen
+
+
+def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
+    """Of the modules, and of the variables that the loss function reaches by name."""
+    facts: Facts = {}
+    for prefix, module in model.named_modules():
+        dot = f"model.{prefix}." if prefix else "model."
+        for key, value in vars(module).items():
+            if key not in _OF_TORCH:
+                facts |= facts_of(dot + key, value)
+    for name, p in model.named_parameters():
+        facts[f"model.{name}.requires_grad"] = repr(p.requires_grad)
+    for name, value in variables_of(loss_fn).items():
+        facts |= facts_of(name, value)
+    return facts
+
+
+def variables_of(loss_fn: Any) -> Mapping[str, Any]:
+    """By name."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    owner = getattr(loss_fn, "__self__", loss_fn)  # of a method
+    held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    own = {f"loss_fn.{name}": value for name, value in held.items()}
+    try:
+        found = inspect.getclosurevars(inspect.unwrap(loss_fn))
+    except (TypeError, ValueError):  # not a Python function; a variable without a value
+        return own
+    return {**found.globals, **found.nonlocals, **own}
+
+
+def facts_of(name: str, value: Any) -> Facts:
+    """Numbers, texts, tensors, states of generators, and containers of them; nothing of other objects."""
+    return dict(_facts(name, value, 0))
+
+
+def _facts(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+    match value:
+        case torch.Tensor():
+            if value.layout == torch.strided and not (value.is_meta or value.is_quantized):
+                yield name, f"#{value.dtype} {tuple(value.shape)} {digest_of([value])}"
+        case np.ndarray() | np.generic():
+            if value.dtype.kind in "biufcSU":
+                yield name, _digest(f"{value.dtype} {value.shape}".encode(), value.tobytes())
+        case np.random.Generator():
+            yield name, _digest(repr(value.bit_generator.state).encode())
+        case np.random.RandomState():
+            yield name, _digest(repr(value.get_state()).encode())
+        case random.Random():
+            yield name, _digest(repr(value.getstate()).encode())
+        case torch.Generator():
+            yield name, f"#{digest_of([value.get_state()])}"
+        case bool() | int() | float() | complex() | str() | bytes() | None | itertools.count():
+            yield name, repr(value) if len(repr(value)) < 100 else _digest(repr(value).encode())
+        case dict() | list() | tuple() | set() | frozenset() | deque():
+            yield f"len({name})", repr(len(value))
+            if len(value) <= _MOST and depth < _DEEPEST and not isinstance(value, set | frozenset):
+                items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, one in items:
+                    yield from _facts(f"{name}[{key!r}]", one, depth + 1)
+
+
+def _digest(*parts: bytes) -> str:
+    return f"#{xxhash.xxh3_64_hexdigest(b' '.join(parts))}"

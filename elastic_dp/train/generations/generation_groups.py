@@ -1,0 +1,113 @@
+"""The process groups of one worker: those of its generation, and older ones that peers may still be reading from.
+
+Each generation has up to three, formed at the same time where all are needed: one for the steps, one between the members
+that give and take state, and, when it is first used, one for evaluations. All end with the generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from elastic_dp.coordinator.messages import Membership, WorkerId
+from elastic_dp.distributed.process_group import Forming, ProcessGroup
+from elastic_dp.errors import FormingFailed, GroupError
+from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+
+
+class GenerationGroups:
+    """`main` is set while the worker is inside a generation; `membership` stays that of the last one."""
+
+    def __init__(
+        self, worker: WorkerId, device: torch.device, backend: str, control: WorkerControl
+    ) -> None:
+        self._worker, self._device, self._backend, self._control = worker, device, backend, control
+        self.main: ProcessGroup | None = None
+        self.unreachable: tuple[WorkerId, ...] = ()  # in the last forming that failed
+        self._form: FormGroup | None = None
+        self._side: ProcessGroup | None = None
+        self._old: list[ProcessGroup] = []
+
+    @property
+    def membership(self) -> Membership | None:
+        """Of the present generation, or of the last one; None before the first."""
+        return None if self._form is None else self._form.membership
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._form is None else self._form.membership.rank(self._worker)
+
+    @property
+    def world_size(self) -> int:
+        return 0 if self._form is None else len(self._form.membership.members)
+
+    @property
+    def generation(self) -> int:
+        return 0 if self._form is None else self._form.membership.generation
+
+    def enter(self, form: FormGroup) -> None:
+        """From now on this is the present generation."""
+        self._form, self.unreachable = form, ()
+
+    def start(self, involved: Sequence[int]) -> None:
+        """Begin to form the group of all, and that of the ranks between which state travels, if any does."""
+        assert self._form is not None
+        self._involved = involved
+        self._main_forming = self._forming("main", range(len(self._form.membership.members)))
+        self._state_forming = self._forming("state", involved) if involved else None
+
+    def formed(self) -> ProcessGroup | None:
+        """Wait until they are. Sets `main`; returns the other. Raises GroupError."""
+        state = self._state_forming
+        try:
+            self.main = self._formed(self._main_forming, range(self.world_size))
+            state_group = None if state is None else self._formed(state, self._involved)
+        except GroupError:
+            if state is not None:
+                state.abort()
+            raise
+        for old in self._old:
+            old.close()
+        # Others may still be receiving when we are done: closed with the next forming.
+        self._old = [] if state_group is None else [state_group]
+        return state_group
+
+    def side(self) -> ProcessGroup:
+        """A second group of the same members, for evaluations. Raises GroupError."""
+        assert self._form is not None
+        if self._side is None:
+            everyone = range(len(self._form.membership.members))
+            self._side = self._formed(self._forming("side", everyone), everyone)
+        return self._side
+
+    def leave(self) -> None:
+        """Peers may still be receiving what we sent for the step we both committed, so these close later."""
+        self._old += [group for group in (self.main, self._side) if group is not None]
+        self.main = self._side = None
+
+    def _forming(self, purpose: str, ranks: Sequence[int]) -> Forming:
+        """The making of a group of the members with these ranks (in this order; I am one of them)."""
+        assert self._form is not None
+        membership, meet = self._form.membership, self._form.rendezvous
+        prefix = f"{meet.prefix}/{membership.generation}/{purpose}"
+        forming = Forming(
+            dataclasses.replace(meet, prefix=prefix),
+            rank=ranks.index(membership.rank(self._worker)),
+            world_size=len(ranks),
+            device=self._device,
+            backend=self._backend,
+            timeout_s=membership.forming_timeout_s,
+        )
+        self._control.abort_at_end(forming)
+        return forming.start()
+
+    def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:
+        try:
+            return forming.wait()
+        except FormingFailed:
+            assert self._form is not None
+            members = self._form.membership.members
+            self.unreachable = tuple(members[ranks[r]].worker for r in forming.absent)
+            raise

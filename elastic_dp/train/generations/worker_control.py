@@ -1,0 +1,279 @@
+"""What a worker's control thread tells its training thread, and the one lock between them.
+
+The control thread may call at any instant, also while the training thread is inside a collective or is about to
+commit. Three things always hold: a step commits only through `commit`, which excludes `abort` (before it the worker is
+at step k and cannot apply k+1 any more, after it the worker is at k+1); a worker that left a generation never goes back
+into it; and of several planned ends of one generation the smallest counts.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elastic_dp.coordinator.messages import Membership, WorkerId
+from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.errors import GroupAborted
+
+
+class Released(BaseException):
+    """Unwinds the user's train function in a worker that leaves. Not an Exception, so user code does not catch it."""
+
+
+class Abortable(Protocol):
+    def abort(self) -> None: ...
+
+
+class EndSignal:
+    """Set when the generation ends."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def abort(self) -> None:
+        self.event.set()
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    membership: Membership
+    rendezvous: Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmLeft:
+    """The controller asks a waiting worker to confirm that it has left `generation`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Orphaned:
+    """No controller has answered for `orphan_timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """Write a checkpoint of the state that this worker has held since `generation`, together with the other `writers`."""
+
+    generation: int
+    writers: tuple[WorkerId, ...]
+
+
+_LOOK_AGAIN_S = 0.02
+ORPHANED = "no controller has answered for orphan_timeout_s"
+
+
+@dataclass
+class WorkerControl:
+    """Methods above the line are the control thread's, those below it the training thread's."""
+
+    lease_s: float = math.inf
+    orphan_timeout_s: float = math.inf
+    # When the last heartbeat that a controller answered was sent (of `time.monotonic`).
+    renewed_at: Callable[[], float] | None = None
+    idle: bool = False  # the training thread only waits, so a planned end is immediate
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _generation: int = 0  # the one the training thread is in, or was in last
+    _inside: bool = False
+    _ended: int = 0  # this generation and all before it are over
+    _planned: dict[int, int] = field(default_factory=dict)  # generation -> last step
+    _attempting: int | None = None
+    _asked: int = 0  # answer for this generation, when next waiting
+    _form: FormGroup | None = None
+    _checkpoint: CheckpointState | None = None
+    _release: str | None = None
+    _stop: str | None = None
+    checkpoint_wanted: bool = False
+    checkpoint_late: bool = False  # our last upload is: nobody takes the next one before it is done
+    interrupted: int = 0  # by this signal to the user's own process: the loop ends at its head
+    _abortables: list[Abortable] = field(default_factory=list)
+
+    def form(self, membership: Membership, rendezvous: Rendezvous) -> None:
+        with self._changed:
+            newest = max(self._generation, self._form.membership.generation if self._form else 0)
+            if membership.generation > max(newest, self._ended):
+                self._form = FormGroup(membership, rendezvous)
+                self._planned = {
+                    g: s for g, s in self._planned.items() if g >= membership.generation
+                }
+                if self._inside:  # the controller forms a new one only when the present one is over
+                    self._end(membership.generation - 1)
+                self._changed.notify_all()
+
+    def abort(self, generation: int) -> None:
+        with self._changed:
+            self._asked = max(self._asked, generation)
+            self._end(generation)
+            self._changed.notify_all()
+
+    def end(self, generation: int, after_step: int) -> None:
+        with self._changed:
+            if generation < self._generation or generation <= self._ended:
+                self._asked = max(self._asked, generation)
+                self._changed.notify_all()
+                return
+            last = min(after_step, self._planned.get(generation, after_step))
+            self._planned[generation] = last
+            if generation != self._generation or not self._inside:
+                self._asked = max(self._asked, generation)
+                self._changed.notify_all()
+            elif self.idle or (self._attempting is not None and self._attempting > last):
+                self._end(generation)  # the others did not enter this step
+
+    def release(self, reason: str) -> None:
+        with self._changed:
+            self._release = reason
+            self._end(self._generation)
+            self._changed.notify_all()
+
+    def stop(self, reason: str) -> None:
+        with self._changed:
+            self._stop = self._stop or str(reason or "asked without a reason")
+
+    def request_checkpoint(self) -> None:
+        """A checkpoint of one of the next steps is wanted: the next header tells all."""
+        self.checkpoint_wanted = True
+
+    def interrupt(self, number: int) -> None:
+        """The user's own process got this signal."""
+        self.interrupted = number
+
+    def checkpoint_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
+        with self._changed:
+            self._checkpoint = CheckpointState(generation, writers)
+            self._changed.notify_all()
+
+    def _end(self, generation: int) -> None:
+        self._ended = max(self._ended, generation)
+        if self._inside and self._generation <= self._ended:
+            for abortable in self._abortables:
+                abortable.abort()
+
+    # ------------------------------------------------------------------- training thread
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop
+
+    @property
+    def release_reason(self) -> str | None:
+        return self._release
+
+    def orphaned_in_s(self) -> float:
+        """Seconds until this worker counts as orphaned if no controller answers; 0 or less: it does."""
+        if self.renewed_at is None:
+            return threading.TIMEOUT_MAX
+        left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
+        return min(left_s, threading.TIMEOUT_MAX)
+
+    def wait(self) -> FormGroup | ConfirmLeft | CheckpointState | Orphaned:
+        """Wait, outside of every generation, for what to do next. Raises Released."""
+        with self._changed:
+            while True:
+                if self._release is not None:
+                    raise Released(self._release)
+                if self._asked:
+                    asked, self._asked = self._asked, 0
+                    return ConfirmLeft(asked)
+                checkpoint, self._checkpoint = self._checkpoint, None
+                if checkpoint is not None and checkpoint.generation >= self._generation:
+                    return checkpoint
+                left_s = self.orphaned_in_s()
+                if left_s <= 0:
+                    return Orphaned()
+                form = self._form
+                if form is None or form.membership.generation <= self._ended:
+                    self._form = None
+                    self._changed.wait(left_s)
+                elif self._lease_ran_out():
+                    self._changed.wait(_LOOK_AGAIN_S)  # a controller was away; now it answers soon
+                else:
+                    self._form = None
+                    self._generation, self._inside = form.membership.generation, True
+                    self._abortables = []
+                    return form
+
+    def wait_for_release(self, timeout_s: float) -> None:
+        """Raises Released."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._release is not None, timeout_s):
+                raise Released(self._release)
+
+    def abort_at_end(self, abortable: Abortable) -> None:
+        """Abort this, too, when the present generation ends."""
+        with self._changed:
+            self._abortables.append(abortable)
+            if self._ended >= self._generation:
+                abortable.abort()
+
+    def wait_until_ended(self) -> bool:
+        """With nothing left to do in the present generation, until it ends. False: no controller is expected any more."""
+        ended = EndSignal()
+        self.abort_at_end(ended)
+        self.idle = True
+        orphaned = False
+        while not orphaned and not ended.event.wait(self.orphaned_in_s()):
+            orphaned = self.orphaned_in_s() <= 0
+        self.idle = False
+        return not orphaned
+
+    def may_attempt(self, step: int) -> str | None:
+        """At a boundary: None, and `step` is being attempted; or why this generation ends here.
+
+        An evaluation in the body of step k attempts k: a planned end before k aborts it, one at k does not.
+        """
+        with self._changed:
+            if self._release is not None:
+                raise Released(self._release)
+            reason = self._over()
+            if reason is None and step > self._planned.get(self._generation, step):
+                reason = "planned end"
+            if reason is None:
+                self._attempting = step
+            return reason
+
+    def may_continue(self) -> None:
+        """Between micro-batches. Raises GroupAborted."""
+        if self._ended >= self._generation:
+            raise GroupAborted("the generation was ended")
+
+    def commit(self) -> None:
+        """The one instant at which a step becomes committed, or cannot any more: raises GroupAborted."""
+        with self._changed:
+            reason = self._over()
+            if reason is not None:
+                raise GroupAborted(reason)
+            self._attempting = None
+
+    def leave(self) -> int:
+        """Leave the present generation for good; returns its number. Clears the requests that this answers."""
+        with self._changed:
+            self._inside, self._attempting = False, None
+            self._ended = max(self._ended, self._generation)
+            if self._asked <= self._generation:
+                self._asked = 0
+            self._abortables = []
+            return self._generation
+
+    def checkpoint_agreed(self) -> None:
+        """The members make one, so nobody need ask for it any more."""
+        self.checkpoint_wanted = False
+
+    def upload_is_late(self, late: bool) -> None:
+        """Our last upload; nobody takes the next checkpoint before it is done."""
+        self.checkpoint_late = late
+
+    def _over(self) -> str | None:
+        if self._ended >= self._generation:
+            return "the generation was ended"
+        if self._lease_ran_out():
+            return "the lease ran out: no controller has answered"
+        return None
+
+    def _lease_ran_out(self) -> bool:
+        return self.renewed_at is not None and time.monotonic() > self.renewed_at() + self.lease_s

@@ -1,0 +1,37 @@
+"""All checks of one loop body, from its begin to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from elastic_dp.errors import LoopError
+from elastic_dp.train.loop_guard.unpassed_state import UnpassedStateGuard
+from elastic_dp.train.state.step_buffers import StepBuffers
+from elastic_dp.train.state.train_state import TrainState
+
+
+class LoopGuard:
+    def __init__(self, state: TrainState, buffers: StepBuffers, loss_fn: Any) -> None:
+        self._state, self._buffers = state, buffers
+        passed = [state.scheduler, *state.user.values()]
+        self._unpassed = UnpassedStateGuard(state.model, state.optimizers.all, loss_fn, passed)
+
+    def body_begins(self) -> None:
+        self._state.loop_body_guard.begin()
+        self._unpassed.begin()
+
+    def body_ended(self, warn: Callable[[str], None]) -> None:
+        """Raises LoopError."""
+        self._state.loop_body_guard.check()
+        self._state.optimizers.check_body()
+        for warning in [*self._state.loop_body_guard.attributes_set(), *self._unpassed.check()]:
+            warn(warning)
+        written = self._buffers.written_outside()
+        if written is not None:
+            raise LoopError(
+                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by calling the model "
+                "in training mode: use ctx.evaluate, or call model.eval() before and model.train() after; "
+                "keep an average of buffers in a model of its own and pass it as state="
+            )
+        self._buffers.take_extra_state()

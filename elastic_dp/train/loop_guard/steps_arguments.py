@@ -1,0 +1,171 @@
+"""Checks the arguments of `ctx.steps` before anything starts. Each error names the argument and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.errors import ModelError, SpecError, StateError
+
+
+def check_steps_arguments(
+    model: Any,
+    optimizer: Any,
+    loss_fn: Any,
+    scheduler: Any,
+    clip_norm: Any,
+    precision: Any,
+    state: Mapping[str, Any],
+) -> None:
+    """Raises SpecError and ModelError."""
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise SpecError(f"precision is {precision!r}, must be None, 'fp32', 'bf16' or 'fp16'")
+    if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) > 0):
+        raise SpecError(f"clip_norm is {clip_norm!r}, must be a number of more than 0, or None")
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module; several go into one "
+            "nn.ModuleDict"
+        )
+    _check_model(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"ctx.steps got a {type(optimizer).__name__} as optimizer, must be a torch.optim.Optimizer; a step has one, "
+            "whose parameter groups may differ in lr and the like"
+        )
+    _check_optimizer(optimizer, model)
+    check_loss_fn("loss_fn", loss_fn)
+    if scheduler is not None:
+        _check_scheduler(scheduler)
+    if not isinstance(state, Mapping):
+        raise SpecError(
+            f'state is a {type(state).__name__}, must be a dict of what the body changes, e.g. {{"ema": ema}}'
+        )
+    for key, value in state.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise SpecError(
+                f"state[{key!r}] is a {type(value).__name__}, and needs state_dict() and load_state_dict(), as a model or "
+                "a scheduler has them; a dict of tensors can be the buffers of an nn.Module"
+            )
+        _check_state_dict(f"state[{key!r}]", value)
+
+
+def check_loss_fn(name: str, given: Any) -> None:
+    """Raises SpecError unless it can be called with a model and a batch."""
+    check_function(name, given, 2, "(model, batch)")
+
+
+def check_function(name: str, given: Any, arguments: int, told: str) -> None:
+    """Raises SpecError unless it can be called with so many arguments; `told`: which."""
+    must = f"must be a function of {told}"
+    if not callable(given):
+        raise SpecError(f"{name} is a {type(given).__name__}, {must}")
+    with contextlib.suppress(ValueError):  # some that are not Python's own have no signature
+        signature = inspect.signature(given)
+        try:
+            signature.bind(*[None] * arguments)
+        except TypeError as error:
+            raise SpecError(f"{name} takes {signature}, {must}: {error}") from None
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "model is a TorchScript module, whose parameters and buffers cannot be watched; train the module that it was "
+            "made of, and script that one after the training"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ModelError(
+                f"model.{name} is a SyncBatchNorm, which needs a collective in forward. Use BatchNorm: "
+                "its statistics are per virtual worker, so they do not change with the fleet"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ModelError(
+                f"model.{name} has max_norm={module.max_norm:g}: its forward pass writes to its weight, for the rows of its "
+                "micro-batch, so weights would differ between workers. Scale what it returns instead (torch.renorm)"
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ModelError(
+                f"model.{name} has no shape yet, since its module is a lazy one; run a batch through the model "
+                "before the optimizer is made"
+            )
+        if tensor.is_complex() and isinstance(tensor, nn.Parameter):
+            raise ModelError(
+                f"model.{name} is of type {tensor.dtype}, and complex gradients are not added up; keep it as "
+                "torch.view_as_real has it, and call torch.view_as_complex in forward"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise ModelError(
+                f"model.{name} is not a dense tensor ({tensor.layout}, {tensor.dtype}), and a worker that joins is given only "
+                "those. Register what it is made of (indices and values), or keep it as a plain attribute, if it never changes"
+            )
+        if tensor.is_inference():
+            raise ModelError(
+                f"model.{name} was made under torch.inference_mode(), where nothing tells whether it is written; make the "
+                "model outside of it, or replace it by a .clone()"
+            )
+        if tensor.is_meta:
+            raise ModelError(
+                f"model.{name} is on the meta device and holds no values; give it memory before the optimizer is "
+                "made: model.to_empty(device=ctx.device), then its initial values"
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError("optimizer is LBFGS, which evaluates the loss several times per step")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ModelError("optimizer is SparseAdam, which needs sparse gradients; use Adam")
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError as error:
+        raise ModelError(
+            f"optimizer is a {type(optimizer).__name__}, whose step() needs more ({error}); it is called without "
+            "a closure, once per step"
+        ) from None
+    known = set(model.parameters())
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in known:
+                raise ModelError(
+                    f"the optimizer holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
+                    "the model given to ctx.steps; pass one module that holds all of them"
+                )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    kind = type(scheduler).__name__
+    for method in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(scheduler, method, None)):
+            raise SpecError(
+                f"scheduler is of type {kind}, which has no {method}(); it must be like those of "
+                "torch.optim.lr_scheduler"
+            )
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError as error:
+        raise SpecError(
+            f"scheduler is of type {kind}, whose step() needs more ({error}). Call it in the loop's body, e.g. "
+            'scheduler.step(step.loss), and pass it as state={"scheduler": scheduler} instead'
+        ) from None
+
+
+def _check_state_dict(name: str, holder: Any) -> None:
+    """Raises SpecError unless it can be given to a worker that joins, and stored in a checkpoint."""
+    try:
+        encode(holder.state_dict())
+    except StateError as error:
+        raise SpecError(
+            f"{name}.state_dict() cannot be sent to a worker that joins: {error.path} is {error.reason}"
+        ) from None

@@ -1,0 +1,32 @@
+"""Tells where the training thread is: to heartbeats, and to tests that have planned a fault there."""
+
+from __future__ import annotations
+
+from elastic_dp.train.controller_link import HeartbeatStatus
+from elastic_dp.train.fault_injection import FaultInjector
+from elastic_dp.train.generations.generation_groups import GenerationGroups
+from elastic_dp.train.generations.worker_progress import WorkerProgress
+
+
+class PhaseReporter:
+    def __init__(
+        self,
+        status: HeartbeatStatus,
+        faults: FaultInjector,
+        groups: GenerationGroups,
+        progress: WorkerProgress,
+    ) -> None:
+        self._status, self._faults = status, faults
+        self._groups, self._progress = groups, progress
+        self.phase = "start"
+
+    def report(self, phase: str) -> None:
+        self.phase = phase
+        self._status.write(self._groups.generation, self._progress.position.step, phase)
+
+    def pass_point(self, name: str, step: int | None = None) -> None:
+        """A named instant at which a test may have planned a fault."""
+        if self._faults.plan:
+            step = self._progress.position.step if step is None else step
+            groups = self._groups
+            self._faults.point(name, step, groups.rank, groups.world_size, groups.generation)

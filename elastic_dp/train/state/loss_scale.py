@@ -1,0 +1,22 @@
+"""The factor that keeps gradients of fp16 from vanishing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16, by the rule of `torch.amp.GradScaler`."""
+
+    scale: float = 65536.0
+    growth_interval: int = 2000
+    steps_since_overflow: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.scale, self.steps_since_overflow = self.scale * 0.5, 0
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow == self.growth_interval:
+            self.scale, self.steps_since_overflow = self.scale * 2.0, 0

@@ -1,0 +1,285 @@
+"""The state of a run's optimizer, of the optimizers that it holds (Lookahead, Muon beside AdamW), and of its scheduler.
+
+    state       per parameter, and whatever else lies in `optimizer.state`: read when it is transferred
+    hyper       the parameter groups, and
+    own         attributes that are not torch's own, and objects registered as step hooks: copied at each commit, since
+                the loop body may change them, too
+
+State that cannot be carried is refused by name: before the first step, after the first step what that created, and
+after any later step where an attribute changes its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_dp.checkpoint.objects import MISSING, Capture, References, Restore, held_in
+from elastic_dp.errors import LoopError, ModelError
+
+_OF_TORCH = ("defaults", "state", "param_groups")  # attributes that every optimizer has
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SCHEDULER = "scheduler.state_dict()"
+
+
+class OptimizerState:
+    """`references`: what else of the run's objects has a name. Raises ModelError."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        parameters: Mapping[str, torch.Tensor],
+        references: References,
+    ) -> None:
+        self.outer, self._scheduler, self._references = optimizer, scheduler, references
+        self._parameters = parameters
+        found = {id(one): (path, one) for path, one in held_in(optimizer, "optimizer")}
+        self._all = list(found.values())  # the outer one first
+        for path, one in self._all:
+            self._refer_to(path, one)
+        self.all = [one for _, one in self._all]
+        references.add("scheduler", scheduler)
+        # Paths of what was there when the loop began, or a state was taken over; None: look for it.
+        self._built: set[str] | None = None
+        self._constants: dict[str, Any] = {}
+        self._state_is_checked = False
+        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        self.committed: dict[str, Any] = {}
+
+    def note_commit(self) -> None:
+        """A step is committed, or a state was taken over: this is what the body begins with. Raises ModelError."""
+        began, captures = self._built is not None, [Capture(self._references, clones=True)]
+        captures.append(Capture(self._references))
+        self.committed = self._now(*captures)
+        self._watched = [(path, t, t._version) for path, t in captures[1].tensors]
+        if not began or (not self._state_is_checked and any(one.state for _, one in self._all)):
+            captures.append(Capture(self._references))
+            self._state(captures[2])
+            self._state_is_checked = began
+        self._check(*captures)
+
+    def check_body(self) -> None:
+        """Raises LoopError if the loop's body wrote into a tensor that is an optimizer's own."""
+        for path, tensor, version in self._watched:
+            if tensor._version != version:
+                raise LoopError(
+                    f"the body of the loop over ctx.steps wrote to {path}: tensors of the optimizer may change only inside "
+                    "the step; keep what the body changes in an object of its own and pass it as state="
+                )
+
+    # ------------------------------------------------------------------------------ hand-over
+
+    def now(self) -> dict[str, Any]:
+        """What the body may have changed; what it was at the commit is `committed`."""
+        return self._now(Capture(self._references, clones=True), Capture(self._references))
+
+    def state(self) -> dict[str, Any]:
+        """What only steps change. Tensors are the optimizers' own. Raises ModelError."""
+        capture = Capture(self._references)
+        tree = self._state(capture)
+        self._check(capture)
+        return tree
+
+    def owners(self) -> dict[str, torch.Tensor]:
+        """Tensors that a worker has anyway, in whose memory state may lie."""
+        groups = {
+            f"{path}.param_groups[{i}][{key!r}]": item
+            for path, one in self._all
+            for i, group in enumerate(one.param_groups)
+            for key, item in group.items()
+            if isinstance(item, torch.Tensor)
+        }
+        return {f"parameter {name}": p for name, p in self._parameters.items()} | groups
+
+    def adopt(self, state: Mapping[str, Any], hyper: Mapping[str, Any], shared: set[int]) -> None:
+        """`state` as of `state()`, `hyper` as of `now()`; either may be of before the one or the other was carried."""
+        restore = Restore(self._references, shared)
+        names = {p: name for name, p in self._parameters.items()}
+        for p, given in zip(self._optimized(), state["optimizer"], strict=True):
+            if not given:
+                self.outer.state.pop(p, None)
+                continue
+            mine = self.outer.state[p]
+            at = f"optimizer.state[{names[p]}]"
+            values = {
+                key: restore.value(item, mine.get(key, MISSING), f"{at}.{key}", in_place=False)
+                for key, item in given.items()
+            }
+            mine.clear()
+            mine.update({key: value for key, value in values.items() if value is not MISSING})
+        rest = state["optimizer_rest"]
+        pairs = rest["state"]
+        pairs = [list(pair) for pair in pairs.items()] if isinstance(pairs, dict) else pairs
+        self._adopt_pairs(restore, self.outer, pairs, "optimizer.state", set(self._optimized()))
+        for (path, one), given in zip(self._all[1:], state.get("inner_state", ()), strict=False):
+            if given is not None:
+                self._adopt_pairs(restore, one, given, f"{path}.state", set())
+        vars(self.outer).update(rest.get("own", {}))  # as it once was
+        self._adopt_hyper(hyper, shared)
+        self._built = None  # also what was made here just now
+
+    # ------------------------------------------------------------------------------- private
+
+    def _refer_to(self, path: str, one: torch.optim.Optimizer) -> None:
+        if isinstance(one, torch.optim.LBFGS | torch.optim.SparseAdam):
+            raise ModelError(f"{path} is {type(one).__name__}, which a step cannot run; use Adam")
+        if "_optimizer_step_pre_hooks" not in vars(one):  # its __init__ does not call torch's
+            vars(one).setdefault("defaults", {})
+            torch.optim.Optimizer.__setstate__(one, {})
+        mine = {id(p) for p in self._parameters.values()}
+        for group in one.param_groups:
+            for p in group["params"]:
+                if id(p) not in mine:
+                    raise ModelError(
+                        f"{path} holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
+                        "the model given to ctx.steps; pass one module that holds all of them"
+                    )
+        add = self._references.add
+        add(path, one)
+        for name in _OF_TORCH:
+            add(f"{path}.{name}", getattr(one, name, None))
+        for i, group in enumerate(one.param_groups):
+            add(f"{path}.param_groups[{i}]", group)
+            add(f"{path}.param_groups[{i}]['params']", group["params"])
+
+    def _optimized(self) -> list[torch.Tensor]:
+        return [p for group in self.outer.param_groups for p in group["params"]]
+
+    def _now(self, capture: Capture, own: Capture) -> dict[str, Any]:
+        """`capture`: for the groups and the scheduler, whose tensors are copied; `own`: for attributes."""
+        hyper = [
+            [
+                capture.attributes(
+                    {key: item for key, item in group.items() if key != "params"},
+                    f"{path}.param_groups[{i}]",
+                )
+                for i, group in enumerate(one.param_groups)
+            ]
+            for path, one in self._all
+        ]
+        scheduler = None
+        if self._scheduler is not None:
+            scheduler = capture.value(self._scheduler.state_dict(), _SCHEDULER)
+        attributes = [
+            {
+                "attributes": own.attributes(_own(one), path),
+                "hooks": [
+                    own.value(hook, f"{path}'s step hook {n}") for n, hook in enumerate(_hooks(one))
+                ],
+            }
+            for path, one in self._all
+        ]
+        return {
+            "hyper": hyper[0],
+            "inner_hyper": hyper[1:],
+            "scheduler": scheduler,
+            "own": attributes,
+        }
+
+    def _state(self, capture: Capture) -> dict[str, Any]:
+        optimized = self._optimized()
+        names = {p: name for name, p in self._parameters.items()}
+        tree: dict[str, Any] = {
+            "optimizer": [
+                capture.attributes(self.outer.state.get(p, {}), f"optimizer.state[{names[p]}]")
+                for p in optimized
+            ]
+        }
+        known = set(optimized)
+        rest = {key: item for key, item in self.outer.state.items() if key not in known}
+        tree["optimizer_rest"] = {"state": capture.pairs(rest, "optimizer.state")}
+        tree["inner_state"] = [
+            None if one.state is self.outer.state else capture.pairs(one.state, f"{path}.state")
+            for path, one in self._all[1:]
+        ]
+        return tree
+
+    def _check(self, *captures: Capture) -> None:
+        """Nothing has been made, or replaced, since the loop began that a worker that joins would not have."""
+        built = {path for capture in captures for path in capture.built}
+        constants = {path: x for capture in captures for path, x in capture.constants.items()}
+        if self._built is None:
+            self._built, self._constants = built, constants
+            return
+        for path in sorted(built - self._built):
+            raise ModelError(
+                f"{path} was made in a step: a worker that joins would not have it. Make it in __init__, before the loop"
+            )
+        for path, value in constants.items():
+            if self._constants.setdefault(path, value) is not value:
+                raise ModelError(
+                    f"{path} is a {type(value).__name__}, which is not carried to a worker that joins, and was replaced by "
+                    "another one in a step; keep it out of the optimizer, or make it of numbers and tensors"
+                )
+
+    def _adopt_pairs(
+        self,
+        restore: Restore,
+        one: torch.optim.Optimizer,
+        pairs: list[Any],
+        path: str,
+        but: set[torch.Tensor],
+    ) -> None:
+        before = dict(one.state)
+        for key in before:
+            if key not in but:
+                del one.state[key]
+        one.state.update(restore.pairs(pairs, before, path, in_place=False))
+
+    def _adopt_hyper(self, given: Mapping[str, Any], shared: set[int]) -> None:
+        defaults = [item for _, one in self._all for item in one.defaults.values()]
+        restore = Restore(self._references, shared, defaults)
+        groups = [given["hyper"], *given.get("inner_hyper", ())]
+        for (path, one), theirs in zip(self._all, groups, strict=False):
+            for i, (mine, values) in enumerate(zip(one.param_groups, theirs, strict=True)):
+                for key, item in values.items():
+                    before = mine.get(key, MISSING)
+                    if isinstance(before, torch.Tensor) and isinstance(item, torch.Tensor):
+                        before.copy_(item)
+                    else:
+                        value = restore.value(item, before, f"{path}.param_groups[{i}].{key}")
+                        if value is not MISSING:
+                            mine[key] = value
+        if self._scheduler is not None:
+            mine = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(restore.value(given["scheduler"], mine, _SCHEDULER))
+        restore = Restore(self._references, shared, [*self.owners().values(), *defaults])
+        for (path, one), attributes in zip(self._all, given.get("own", ()), strict=False):
+            theirs = attributes["attributes"]
+            restore.attributes(theirs, one, path)
+            for key in _own(one).keys() - theirs.keys():
+                delattr(one, key)
+            for n, (hook, item) in enumerate(zip(_hooks(one), attributes["hooks"], strict=False)):
+                restore.value(item, hook, f"{path}'s step hook {n}")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Of captured values: equal, and tensors the same memory."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _OF_TORCH and not key.startswith("_optimizer_")
+    }
+
+
+def _hooks(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for name in _HOOKS:
+        yield from getattr(optimizer, name, {}).values()

@@ -1,0 +1,225 @@
+"""A worker's training state, and the two ways in which another worker takes it over.
+
+*What a step changes* (parameters, buffers, optimizer, loss scale, the step's record, hyper-parameters and scheduler
+as they were at the commit) is what a member that is behind takes from one that is ahead. *What the loop body changes*
+(the user's `state=`, hyper-parameters and scheduler as they are now) belongs to each member, since each runs every body
+once; only a worker that joins takes both. A transfer is all or nothing: `adopt` is called with the whole tree or not at
+all, and only a worker without state receives straight into its own tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_dp.checkpoint.encoding import types_in
+from elastic_dp.checkpoint.extra_state import extra_states
+from elastic_dp.checkpoint.objects import References
+from elastic_dp.checkpoint.shared_memory import join, split
+from elastic_dp.distributed.tensor_broadcast import TensorMeta
+from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
+from elastic_dp.train.state.loss_scale import LossScale
+from elastic_dp.train.state.optimizer_state import OptimizerState, same
+from elastic_dp.train.state.state_payload import tensor_slot
+from elastic_dp.train.state.step_buffers import copy_values
+from elastic_dp.train.state.step_record import StepRecord
+
+# What the trees of `OptimizerState` are called.
+_OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
+_OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
+_LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
+
+
+@dataclass
+class TrainState:
+    """The user's own objects, which stay the same objects through every generation."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    loss_scale: LossScale | None
+    user: Mapping[str, Any]
+    record: StepRecord | None = None
+    bad_row_groups: set[int] = field(default_factory=set)  # left out of the data by all members
+    kinds: list[str] = field(default_factory=list)  # of machines that have made steps of this state
+    committed_extra: dict[str, bytes] = field(default_factory=dict)
+    _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
+
+    def __post_init__(self) -> None:
+        self.parameters = dict(self.model.named_parameters())
+        self._extra = extra_states(self.model)
+        references = References()
+        for prefix, module in self.model.named_modules():
+            references.add(f"model.{prefix}".rstrip("."), module)
+        for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
+            references.add(f"model.{name}", tensor)
+        for key, value in self.user.items():
+            references.add(f"state[{key!r}]", value)
+        self.optimizers = OptimizerState(
+            self.optimizer, self.scheduler, self.parameters, references
+        )
+        self.loop_body_guard = LoopBodyGuard(self.model, self.optimizer)
+        self.note_commit()
+
+    def layout(self) -> tuple[str, bytes]:
+        """What must be equal on all members (names, shapes, dtypes, the order in the optimizer), a line each: (digest,
+        all of it, compressed)."""
+        lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
+        buffers = self.model.named_buffers()
+        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
+        lines += [f"extra state {extra.name}" for extra in self._extra]
+        lines.append(f"optimizer {type(self.optimizer).__name__}")
+        names = {p: name for name, p in self.parameters.items()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            lines += [f"in group {number} of the optimizer {names[p]}" for p in group["params"]]
+        lines.append(f"state {sorted(self.user)}")
+        text = "\n".join(lines).encode()
+        return hashlib.sha256(text).hexdigest()[:16], zlib.compress(text)
+
+    def note_commit(self) -> None:
+        """Remember what the body may change as it is now, for those who have yet to run it."""
+        torch.clear_autocast_cache()  # for a body that is under autocast, as the whole loop may be
+        self.optimizers.note_commit()
+        self.committed_extra = self._extra_state()
+
+    # ----------------------------------------------------------------- transfer
+
+    def tree(self, evaluations: Sequence[dict[str, float]], ended: str | None) -> dict[str, Any]:
+        """All of the state, as the source sends it."""
+        optimizers = self.optimizers
+        state, committed, now = optimizers.state(), optimizers.committed, optimizers.now()
+        if same(now["own"], committed["own"]):
+            now["own"] = None  # once is enough
+        # Of the groups tensors are copies, and written into those that are there: what they share stays as it is.
+        carried = {"state": state, "committed": committed["own"], "now": now["own"]}
+        carried, shared = split(carried, self._owners())
+        return {
+            "step": {
+                "parameters": list(self.parameters.values()),
+                "buffers": dict(self.model.named_buffers()),
+                **carried["state"],
+                **committed,
+                "own": carried["committed"],
+                "shared": shared,
+                "extra_state": self.committed_extra,
+                "loss_scale": None if self.loss_scale is None else vars(self.loss_scale),
+                "record": self.record,
+                "bad_row_groups": sorted(self.bad_row_groups),
+                "kinds": list(self.kinds),
+            },
+            "body": {
+                **now,
+                "own": carried["now"],
+                "extra_state": self._extra_state(),
+                "user": {key: value.state_dict() for key, value in self.user.items()},
+                "requires_grad": [p.requires_grad for p in self.parameters.values()],
+                "training": [m.training for m in self.model.modules()],
+            },
+            "evaluations": list(evaluations),
+            "ended": ended,
+        }
+
+    def preallocate(self) -> None:
+        """On a worker that will join: allocate memory for the optimizer's state, so that the group need not wait for it.
+
+        Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more than receiving it.
+        """
+        self._preallocated = [
+            [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
+            if p.requires_grad and p.numel() * p.element_size() >= _LARGE_BYTES
+            else []
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
+        """For a worker without state: receive parameters and buffers in place, and optimizer state in preallocated memory.
+        `encoded`: the tree, with numbers for its tensors."""
+        step = encoded["step"]
+        buffers = dict(self.model.named_buffers())
+        ours: dict[int, torch.Tensor] = {}
+        for given, spares in zip(step["optimizer"], self._preallocated, strict=False):
+            slots = [slot for x in given.values() if (slot := tensor_slot(x)) is not None]
+            fitting = [s for s in slots if spares and specs[s].shape == spares[0].shape]
+            ours |= zip(fitting, spares, strict=False)
+        for given, mine in [
+            *zip(step["parameters"], self.parameters.values(), strict=True),
+            *((x, buffers[name]) for name, x in step["buffers"].items() if name in buffers),
+        ]:
+            slot = tensor_slot(given)
+            if slot is not None:
+                ours[slot] = mine
+        self._preallocated = []
+        return ours
+
+    @torch.no_grad()
+    def adopt(self, tree: Any, *, body: bool) -> None:
+        """Take what a step changes from a complete tree and, if `body` (on a worker that joins), what loop bodies change."""
+        step = tree["step"]
+        for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
+            copy_values(mine, given)
+        buffers = dict(self.model.named_buffers())
+        for name, given in step["buffers"].items():
+            copy_values(buffers[name], given)
+        changeable = tree["body"] if body else step
+        own = changeable.get("own")
+        own = step.get("own") if own is None else own
+        state = {key: step[key] for key in step.keys() & _OF_STEPS}
+        carried, shared = join({"state": state, "own": own}, step.get("shared", []), self._owners())
+        hyper = {key: changeable[key] for key in changeable.keys() & _OF_BODIES}
+        if own is not None:  # else it is of before it was carried
+            hyper["own"] = carried["own"]
+        self.optimizers.adopt(carried["state"], hyper, shared)
+        given = changeable.get("extra_state", {})  # absent in checkpoints of before it was carried
+        for extra in self._extra:
+            if extra.name in given:
+                extra.write(given[extra.name])
+        if self.loss_scale is not None:
+            vars(self.loss_scale).update(step["loss_scale"])
+        self.record = step["record"]
+        self.bad_row_groups = set(step["bad_row_groups"])
+        self.kinds = list(step["kinds"])
+        if body:
+            for key, value in tree["body"]["user"].items():
+                self.user[key].load_state_dict(value)
+            for p, flag in zip(
+                self.parameters.values(), tree["body"]["requires_grad"], strict=True
+            ):
+                p.requires_grad_(flag)
+            for module, flag in zip(self.model.modules(), tree["body"]["training"], strict=True):
+                module.training = flag
+        self.note_commit()
+        if body:
+            committed = {key: step[key] for key in step.keys() & _OF_BODIES}
+            if tree["body"].get("own") is not None:
+                given = join(step["own"], step["shared"], self._owners())
+                committed["own"] = given[0]
+            self.optimizers.committed |= committed
+            self.committed_extra = step.get("extra_state", self.committed_extra)
+
+    def _owners(self) -> dict[str, torch.Tensor]:
+        buffers = {f"buffer {name}": buffer for name, buffer in self.model.named_buffers()}
+        return self.optimizers.owners() | buffers
+
+    def _extra_state(self) -> dict[str, bytes]:
+        return {extra.name: extra.read() for extra in self._extra}
+
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes and bytes of parameters and buffers, in order."""
+        digest = hashlib.sha256()
+        for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def types_of(state: TrainState) -> dict[str, type]:
+    """The dataclasses, enums and named tuples that a state of this job holds, by name: a script's own are in no module."""
+    return types_in(state.tree([], None)) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))

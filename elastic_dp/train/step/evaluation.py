@@ -1,0 +1,154 @@
+"""Evaluation by the whole group: each member evaluates a share of the batches, and all get the same sums.
+
+The result of a batch depends on its rows and the weights alone, so any member may compute it. Members exchange the
+results that they have, split what is missing, and exchange again. The results of a member that dies before an exchange
+are computed once more by the others. The sum runs over the batches in order, in double precision on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.errors import GroupError, LoopError, ModelError
+from elastic_dp.sampling.seeds import batch_seed, seed_for
+from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
+from elastic_dp.train.session import Session
+from elastic_dp.train.step.loss_result import mean, parse_loss
+from elastic_dp.train.step.micro_batch import LossFn, autocast, to_device
+
+# batch -> (loss, weight, metrics, rows that were left out since they cannot be decoded)
+Results = dict[int, tuple[float, float, dict[str, float], int]]
+
+_EVALUATION = 1 << 32  # keeps the seeds of evaluation batches apart from those of virtual workers
+
+
+class EvaluationBatches(Protocol):
+    """What an evaluation needs of a data set; see `elastic_dp.data`."""
+
+    num_batches: int
+
+    def rows(self, batch: int) -> int: ...
+    def masked(self, batch: int) -> int: ...
+    def check_left_out(self, rows: int) -> None: ...
+    def batch(self, batch: int) -> Any: ...
+    def read_ahead(self, indices: Sequence[int]) -> None: ...
+
+
+def evaluate(
+    session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module | None
+) -> dict[str, float]:
+    """Means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
+    if session.membership is None or not session.loop.opened:
+        raise LoopError(
+            "ctx.evaluate needs the group: call it in the loop over ctx.steps, or after it"
+        )
+    check_loss_fn("fn", fn)
+    if not isinstance(model, torch.nn.Module | None):
+        raise ModelError(
+            f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
+        )
+    session.step_runner.buffers.take_extra_state()  # of this body; what the evaluation changes is undone
+    progress = session.progress
+    index = progress.evaluation_begins()
+    known: Results = {}
+    while index >= len(progress.evaluations):
+        session.ensure_generation()
+        if index < len(progress.evaluations):
+            break  # the others had finished it; it came with the hand-over
+        reason = session.control.may_attempt(progress.position.step)
+        if reason is not None:
+            session.leave(reason)
+            continue
+        try:
+            _complete(session, fn, data, model, known)
+            data.check_left_out(sum(left_out for *_, left_out in known.values()))
+            session.control.commit()
+        except GroupError as error:
+            session.leave(str(error))
+            continue
+        progress.evaluation_committed(_summary(known))
+        session.report("body")
+    return dict(progress.evaluations[index])
+
+
+def _complete(
+    session: Session,
+    fn: LossFn,
+    data: EvaluationBatches,
+    model: torch.nn.Module | None,
+    known: Results,
+) -> None:
+    """Until every member knows the results of all batches."""
+    session.report("evaluate")
+    group = session.side_group()
+    while True:
+        session.pass_point("evaluate_exchange")
+        for payload in group.gather_bytes(json.dumps(list(known.items())).encode()):
+            known.update({int(i): tuple(result) for i, result in json.loads(payload)})
+        missing = [i for i in range(data.num_batches) if i not in known]
+        if not missing:
+            return
+        share = math.ceil(len(missing) / group.world_size)
+        mine = missing[group.rank * share : (group.rank + 1) * share]
+        data.read_ahead(mine)
+        with _quietly(session, model or session.state.model) as evaluated:
+            for i in mine:
+                session.control.may_continue()
+                session.pass_point("evaluate")
+                known[i] = _one(session, fn, data, evaluated, i)
+
+
+def _one(
+    session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module, i: int
+) -> tuple[float, float, dict[str, float], int]:
+    position = (session.spec.data.seed, session.position.step, _EVALUATION + i)
+    seed_everything(batch_seed(*position))
+    batch = to_device(data.batch(i), session.device)
+    seed_everything(seed_for(*position))  # as in a step
+    if batch is None:  # all its rows lie in bad row groups
+        return 0.0, 0.0, {}, data.rows(i)
+    left_out = data.masked(i)
+    with autocast(session.step_runner.micro_batches.precision, session.device):
+        loss, weight, metrics = parse_loss(fn(model, batch), data.rows(i) - left_out)
+    return float(loss), weight, metrics, left_out
+
+
+@contextlib.contextmanager
+def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """No gradients, evaluation mode; modes, buffers and random numbers as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    cuda = torch.cuda.get_rng_state(session.device) if session.device.type == "cuda" else None
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        for module, training in modes:
+            module.training = training
+        session.step_runner.buffers.undo()
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, session.device)
+
+
+def _summary(results: Results) -> dict[str, float]:
+    sums: dict[str, list[tuple[float, float]]] = {}
+    for i in sorted(results):
+        loss, weight, metrics, _ = results[i]
+        if not weight:
+            continue
+        for name, value in {"loss": loss, **metrics}.items():
+            sums.setdefault(f"eval_{name}", []).append((value, weight))
+    return {name: mean(values) for name, values in sums.items()}

@@ -1,0 +1,130 @@
+"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss from which backward begins."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.errors import LossError
+from elastic_dp.sampling.seeds import batch_seed, seed_for
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.loss_result import parse_loss
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(slots=True)
+class MicroBatchResult:
+    """What one virtual worker's forward pass gave."""
+
+    loss: float
+    weight: float
+    metrics: dict[str, float]
+
+
+class MicroBatchRunner:
+    """`precision`: of `ctx.steps`."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        loss_fn: LossFn,
+        data: BatchSource,
+        device: torch.device,
+        seed: int,
+        speed: ComputeSpeed,
+        report: Callable[[str], None],
+        *,
+        exact: bool,
+        precision: str | None,
+    ) -> None:
+        self._state, self._loss_fn, self._data = state, loss_fn, data
+        self._device, self._seed, self._speed, self._report = device, seed, speed, report
+        self._exact, self.precision = exact, precision
+        self._is_trial = False  # this is the micro-batch before the first step
+        self._writes_back = False  # see `_check_written`
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """The micro-batch that is run before the first step, to see what the loss function does."""
+        self._is_trial = True
+        try:
+            yield
+        finally:
+            self._is_trial = False
+
+    def batch(self, step: int, v: int) -> Any:
+        seed_everything(batch_seed(self._seed, step, v))  # a transform draws here, or in a process
+        self._report(f"data {v}")
+        return to_device(self._data.batch(step, v), self._device)
+
+    def forward(
+        self, batch: Any, step: int, v: int, expected: float
+    ) -> tuple[torch.Tensor | None, MicroBatchResult]:
+        """The scaled loss to run backward from, or None where the weight is 0."""
+        self._report(f"compute {v}")
+        seed_everything(seed_for(self._seed, step, v))
+        if batch is None:  # all its rows lie in bad row groups
+            return None, MicroBatchResult(0.0, 0.0, {})
+        self._speed.start_micro_batch()
+        # Where the whole loop is under autocast, weights as they were, or without a gradient, would be used again.
+        torch.clear_autocast_cache()
+        loop_body_guard = self._state.loop_body_guard
+        versions = loop_body_guard.versions()
+        with loop_body_guard.in_loss(), autocast(self.precision, self._device):
+            returned = self._loss_fn(self._state.model, batch)
+        written = loop_body_guard.written_since(versions)
+        if written is not None:
+            self._check_written(written)
+        rows = self._data.rows(step, v) - self._data.masked(step, v)
+        loss, weight, metrics = parse_loss(returned, rows)
+        result = MicroBatchResult(float(loss.detach()), weight, metrics)
+        if weight == 0.0:
+            return None, result
+        if not math.isfinite(result.loss) and self._state.loss_scale is None:
+            return None, result  # the header tells all; they raise together
+        if not loss.requires_grad:
+            raise LossError(
+                f"the loss of step {step} on virtual worker {v} has no gradient: it was detached, made under no_grad, "
+                "or depends on no parameter that requires one. Return it with the weight 0 to leave the micro-batch out"
+            )
+        scale = weight / expected
+        if self._state.loss_scale is not None:
+            scale *= self._state.loss_scale.scale
+        return loss * scale, result
+
+    def _check_written(self, name: str) -> None:
+        """The loss function has written to a parameter. Raises LossError, unless it did so before the first step, too:
+        there all values are compared, so it writes them back."""
+        self._writes_back |= self._is_trial
+        if self._exact and not self._writes_back:
+            raise LossError(
+                f"the loss function changed model.{name}. It may run more than once for a step, and each worker runs it for "
+                "its own micro-batches: change parameters by the optimizer; several may be one, that holds the others"
+            )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors anywhere in dicts, lists and tuples, and anything else with a `.to` (a BatchEncoding)."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Mapping) and type(batch) is dict:
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch
+
+
+def autocast(precision: str | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if precision in (None, "fp32"):
+        return contextlib.nullcontext()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)

@@ -1,0 +1,94 @@
+"""The record that each member sends to all others in a step: what it computed, what it saw, what it asks for.
+
+    1 byte      whether a hook fired twice
+    n bytes     per parameter: whether it got a gradient
+    m bytes     per buffer and extra state: whether it was changed
+    msgpack     the rest
+
+n and m are equal on all members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from elastic_dp.train.step.micro_batch import MicroBatchResult
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHeader:
+    """What one member sends."""
+
+    late: bool
+    used: bytes
+    changed: bytes
+    results: Mapping[int, MicroBatchResult]  # by virtual worker
+    stop: str | None
+    keep: bool
+    keeps_late: bool
+    bad: Iterable[int]
+    weights: str | None
+
+    def to_bytes(self) -> bytes:
+        rest: dict[str, Any] = {
+            "v": [(v, x.loss, x.weight, x.metrics) for v, x in self.results.items()],
+            "stop": self.stop,
+            "keep": self.keep,
+            "keeps_late": self.keeps_late,
+            "bad": sorted(self.bad),
+        }
+        if self.weights is not None:
+            rest["weights"] = self.weights
+        flags = bytes([self.late]) + self.used + self.changed
+        return flags + msgpack.packb(rest, unicode_errors="surrogatepass")
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeader:
+    """What the records of all ranks say together."""
+
+    stop: str | None
+    late: bool  # a hook fired twice somewhere
+    used: bytes  # per parameter of the layout, whether any virtual worker gave it a gradient
+    changed: list[int]  # indices of buffers that any virtual worker changed
+    keep: bool  # somebody wants a checkpoint of this step
+    keeps_late: bool  # somebody's last checkpoint is still being written: not yet
+    bad: frozenset[int]  # row groups that some member could not decode, and no step before recorded
+    results: dict[int, MicroBatchResult]  # by virtual worker
+    weights: list[str | None]  # by rank: the digest of its weights, where they are compared
+
+    @classmethod
+    def of(cls, records: Sequence[bytes], used: int, changed: int) -> StepHeader:
+        """`used`, `changed`: how many flags there are for parameters, and for buffers."""
+        size = 1 + used + changed
+        either = _or([record[:size] for record in records])
+        texts = [
+            msgpack.unpackb(record[size:], unicode_errors="surrogatepass") for record in records
+        ]
+        return cls(
+            stop=next((text["stop"] for text in texts if text["stop"]), None),
+            late=bool(either[0]),
+            used=either[1 : 1 + used],
+            changed=[i for i, flag in enumerate(either[1 + used :]) if flag],
+            keep=any(text["keep"] for text in texts),
+            keeps_late=any(text["keeps_late"] for text in texts),
+            bad=frozenset(group for text in texts for group in text["bad"]),
+            results={
+                v: MicroBatchResult(loss, weight, m)
+                for text in texts
+                for v, loss, weight, m in text["v"]
+            },
+            weights=[text.get("weights") for text in texts],
+        )
+
+
+def _or(rows: Sequence[bytes]) -> bytes:
+    """Byte by byte; rows of one length."""
+    either = 0
+    for row in rows:
+        either |= int.from_bytes(row, "little")
+    return either.to_bytes(len(rows[0]), "little")

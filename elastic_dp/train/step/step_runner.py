@@ -1,0 +1,291 @@
+"""One optimizer step, as a transaction: everything up to the commit can be undone, everything after it cannot fail.
+
+    for each of my virtual workers: same buffers, own random numbers, forward, backward
+        (gradients are added and sent while the last backward runs)
+    launch   my header: losses, weights, metrics, wishes to stop, which parameters were used, which buffers changed
+    sums     of my part of the gradient, sent out bucket by bucket
+    header   of all, collected: whether all go on, stop, or do the step again
+    gather   changed buffers of all; finished parts of all
+    commit   one compare-and-swap that excludes an abort
+    apply    gradients assigned, clipped, optimizer, scheduler, buffers
+
+A step has its header even where nothing needs a gradient, so nobody completes one that somebody did not enter:
+two members differ by one step at most. The mean over the global batch costs no pass over the gradient: each loss is
+divided by the weight expected of all (their rows), which only where the loss function gave others is made good
+afterwards. Whether the gradient is finite needs no vote: it has the same bits on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.record_gather import RecordGather
+from elastic_dp.distributed.reduction_tree import Node, fold
+from elastic_dp.errors import LossError
+from elastic_dp.sampling.seeds import body_seed
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.state.step_buffers import StepBuffers
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean
+from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
+from elastic_dp.train.step.step_header import MemberHeader, StepHeader
+
+
+@dataclass(frozen=True, slots=True)
+class StopAgreed:
+    """Somebody asked for the end in this step's header: nobody commits it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """A parameter fired twice in one backward: nobody commits, all redo the step more carefully."""
+
+
+@dataclass
+class StepRunner:
+    """Runs steps for one session; `group` and `shares` are set anew in each generation."""
+
+    state: TrainState
+    weights: WeightComparison
+    micro_batches: MicroBatchRunner
+    data: BatchSource
+    virtual_workers: int
+    exact: bool
+    clip_norm: float | None
+    seed: int
+    control: WorkerControl
+    report: Callable[[str], None]  # tells the phase
+    pass_point: Callable[[str, int], None]  # see fault_injection.py
+    speed: ComputeSpeed
+    _group: ProcessGroup | None = None
+    _shares: list[Node] = field(default_factory=list)
+    # Of the last committed step, while they are still there.
+    _gradients: list[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.gradients = GradientSum(self.state.parameters)
+        self.buffers = StepBuffers(self.state.model)
+
+    def open(self, group: ProcessGroup, shares: Sequence[Node]) -> None:
+        self._group, self._shares = group, list(shares)
+        self._header, self._values = RecordGather(group), RecordGather(group)
+        self.gradients.open(group, shares, self.virtual_workers, self.exact)
+        self.speed.open()
+
+    def close(self) -> None:
+        """Undo what is not committed and let go of the group."""
+        self._gradients = None  # the next generation may use their memory
+        self.gradients.drop()
+        self.gradients.close()
+        self.buffers.undo()
+        self._group = None
+
+    def attempt(self, step: int) -> StepRecord | StopAgreed | Redo:
+        """Raises GroupError when the step could not be completed; then nothing was applied."""
+        group = self._group
+        assert group is not None
+        totals = [self.data.rows(step, v) for v in range(self.virtual_workers)]
+        expected = float(sum(totals))
+        stop = self.control.stop_reason
+        self.report("compute")
+        self._gradients = None
+        self.gradients.begin()
+        self.speed.begin()
+        results = self._run_mine(step, stop, expected)
+        self.report("collective")
+        self.gradients.send()
+        self.pass_point("sent", step)
+        lengths = self._launch_header(step, results, stop)
+        self.pass_point("exchange", step)
+        self.gradients.reduce()  # while the last bucket and the header are on their way
+        self.pass_point("gather", step)
+        header = self._collect_headers(step, *lengths)
+        if header.stop is not None:
+            self._undo()
+            self.control.commit()
+            return StopAgreed(header.stop)
+        if header.late:
+            self.gradients.settle()
+            self.gradients.add_sequentially()
+            self._undo()
+            return Redo()
+        if header.bad:
+            self.data.check_bad(self.state.bad_row_groups | header.bad)
+        results = self._counting(step, header.results)
+        weight = math.fsum(result.weight for result in results.values())
+        if 0 < weight < LEAST_WEIGHT:
+            raise LossError(
+                f"the weights of step {step} add up to {weight:g}, too little to divide gradients by: what counts is how "
+                "they relate to each other, so multiply all of them"
+            )
+        loss_scale = self.state.loss_scale
+        factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
+        buffers = self._exchange_buffers(step, header.changed)
+        finite = self.gradients.complete(factor)
+        if not finite and loss_scale is None:
+            raise LossError(
+                f"the gradient of step {step} is not finite although every loss is; the rows were: "
+                + "; ".join(self.data.describe(step, v) for v in sorted(results)[:4])
+            )
+        group.synchronize()
+        self.speed.end_step()
+        self.pass_point("before_commit", step)
+        self.control.commit()
+        self.pass_point("after_commit", step)
+        self.state.bad_row_groups |= header.bad
+        self.data.mark_bad(header.bad)
+        record = self._apply(step, results, weight, finite, header.used, buffers)
+        record.late = header.keeps_late
+        if header.keep and not header.keeps_late:
+            record.kept = True
+            self.control.checkpoint_agreed()
+        return record
+
+    # ------------------------------------------------------------------- up to the commit
+
+    def _run_mine(
+        self, step: int, stop: str | None, expected: float
+    ) -> dict[int, MicroBatchResult]:
+        """Run my virtual workers, forward and backward."""
+        assert self._group is not None
+        mine = fold(*self._shares[self._group.rank], self.virtual_workers)
+        results: dict[int, MicroBatchResult] = {}
+        for i, leaf in enumerate(mine):
+            is_last = i == len(mine) - 1
+            v = leaf.virtual_worker
+            self.control.may_continue()
+            self.gradients.before_leaf(leaf, is_last)
+            loss = None
+            if stop is None and self.data.rows(step, v) > 0:
+                self.pass_point("before_forward", step)
+                batch = self.micro_batches.batch(step, v)
+                loss, results[v] = self.micro_batches.forward(batch, step, v, expected)
+                self.pass_point("forward", step)
+                self.gradients.before_backward()
+            if loss is not None:
+                self.pass_point("backward", step)
+                loss.backward()
+            self.buffers.after_leaf(v, contributes=loss is not None)
+            self.gradients.after_leaf(leaf, is_last)
+            self.speed.end_micro_batch()
+        return results
+
+    def _launch_header(
+        self, step: int, results: Mapping[int, MicroBatchResult], stop: str | None
+    ) -> tuple[int, int]:
+        """How many flags it has for parameters, and for buffers: as many as the others' have."""
+        bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
+        header = MemberHeader(
+            late=self.gradients.late,
+            used=self.gradients.used,
+            changed=self.buffers.changed(),
+            results=results,
+            stop=stop,
+            keep=self.control.checkpoint_wanted,
+            keeps_late=self.control.checkpoint_late,
+            bad=bad - self.state.bad_row_groups,
+            weights=self.weights.digest(step - 1),
+        )
+        self._header.launch(header.to_bytes())
+        self.pass_point("header", step)
+        return len(header.used), len(header.changed)
+
+    def _collect_headers(self, step: int, used: int, changed: int) -> StepHeader:
+        header = StepHeader.of(self._header.collect(), used, changed)
+        self.weights.compare(step - 1, header.weights)
+        return header
+
+    def _counting(
+        self, step: int, results: Mapping[int, MicroBatchResult]
+    ) -> dict[int, MicroBatchResult]:
+        """Those that have a weight, in the order of virtual workers. Raises LossError."""
+        for v in sorted(results):
+            result = results[v]
+            if result.weight and not math.isfinite(result.loss) and self.state.loss_scale is None:
+                raise LossError(
+                    f"the loss of step {step} is {result.loss} on virtual worker {v} "
+                    f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 to leave it out"
+                )
+        return {v: results[v] for v in sorted(results) if results[v].weight}
+
+    def _exchange_buffers(self, step: int, changed: list[int]) -> dict[int, torch.Tensor | bytes]:
+        if not changed:
+            return {}
+        self._values.launch(self.buffers.payload(changed))
+        self.pass_point("buffers", step)
+        return self.buffers.combine(self._values.collect(), changed, self.virtual_workers)
+
+    def _undo(self) -> None:
+        self.gradients.drop()
+        self.buffers.undo()
+
+    # ---------------------------------------------------------------------- from the commit
+
+    def _apply(
+        self,
+        step: int,
+        results: Mapping[int, MicroBatchResult],
+        weight: float,
+        finite: bool,
+        used: Sequence[int],
+        buffers: Mapping[int, torch.Tensor | bytes],
+    ) -> StepRecord:
+        self.report("apply")
+        state = self.state
+        record = StepRecord(
+            number=step,
+            epoch=self.data.epoch_of(step),
+            epoch_end=self.data.ends_epoch(step),
+            loss=mean([(one.loss, one.weight) for one in results.values()]),
+            weight=weight,
+            metrics=_mean_metrics(results.values()),
+            lr=float(state.optimizer.param_groups[0]["lr"]),
+        )
+        seed_everything(body_seed(self.seed, step))
+        self._gradients = self.gradients.assign(used)
+        self.buffers.commit(buffers)
+        if finite:
+            if self.clip_norm is not None:
+                norm = torch.nn.utils.clip_grad_norm_(state.parameters.values(), self.clip_norm)
+                record.grad_norm = float(norm)
+            self.pass_point("optimizer", step)
+            state.optimizer.step()
+            if state.scheduler is not None:
+                state.scheduler.step()
+        if state.loss_scale is not None:
+            state.loss_scale.update(overflow=not finite)
+        # A member that takes the step over has no gradients for its body, so nobody's body has any.
+        self.gradients.drop()
+        state.record = record
+        state.note_commit()
+        self.pass_point("after_step", step)
+        return record
+
+    def grad_norm(self) -> float | None:
+        """Of the last committed step, while its gradients are still there."""
+        if self._gradients is None:
+            return None
+        return float(torch.nn.utils.get_total_norm(self._gradients))
+
+
+def _mean_metrics(results: Any) -> dict[str, float]:
+    """Over the micro-batches that reported each."""
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            by_name.setdefault(name, []).append((value, result.weight))
+    return {name: mean(values) for name, values in by_name.items()}

@@ -1,0 +1,111 @@
+"""One micro-batch before the first step, which is forgotten again: to see what user code does, and to have done it once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.train.exactness.purity_probe import (
+    Facts,
+    ProbeOutcome,
+    attributes_of,
+    facts_of,
+    probe,
+)
+from elastic_dp.train.state.step_buffers import StepBuffers
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBatchRunner
+
+
+class TrialRun:
+    """Of the virtual worker with most rows."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        loss_fn: LossFn,
+        data: BatchSource,
+        micro_batches: MicroBatchRunner,
+        gradients: GradientSum,
+        buffers: StepBuffers,
+        virtual_workers: int,
+        device: torch.device,
+        report: Callable[[str], None],
+        *,
+        exact: bool,
+    ) -> None:
+        self.device, self.exact = device, exact
+        self._state, self._loss_fn, self._data = state, loss_fn, data
+        self._micro_batches, self._gradients, self._buffers = micro_batches, gradients, buffers
+        self._virtual_workers, self._report = virtual_workers, report
+
+    def warm_up(self) -> None:
+        """Run one micro-batch and forget it, so that a group need not wait while this worker compiles the model,
+        chooses kernels, and touches memory for the first time.
+
+        What user code raises here it raises again in a step, unless this model is refused before that.
+        """
+        with contextlib.suppress(Exception):
+            self._run_once(self._micro_batches.batch(1, self._largest()))
+        self._undo(tried=True)
+        self._report("start")
+
+    def probe(self, because: list[str], say: Callable[[str], None]) -> None:
+        """The same, twice, by whoever gives the others their state. Raises DataError and LossError; see purity_probe.py."""
+        try:
+            probe(self, because, say)
+        finally:
+            self._undo()
+            self._report("start")
+
+    def try_out(self) -> ProbeOutcome | None:
+        """Implements `ProbeTarget`."""
+        batch = self._micro_batches.batch(1, self._largest())
+        rows = facts_of("batch", batch)
+        result_of_batch = self._run_once(batch)
+        if result_of_batch is None:
+            return None
+        model = self._state.model
+        result = facts_of("the loss", result_of_batch.loss) | facts_of(
+            "its weight", result_of_batch.weight
+        )
+        for name, p in self._state.parameters.items():
+            result |= facts_of(f"the gradient of model.{name}", p.grad)
+        for name, buffer in model.named_buffers():
+            result |= facts_of(f"the buffer model.{name}", buffer)
+        left, kept = self.holds()
+        self._undo(tried=True)
+        return ProbeOutcome(rows, result, left, kept, facts_of("metrics", result_of_batch.metrics))
+
+    def holds(self) -> tuple[Facts, Facts]:
+        """Implements `ProbeTarget`."""
+        left: Facts = {}
+        for name, p in self._state.parameters.items():
+            left |= facts_of(f"model.{name}", p)
+        for number, group in enumerate(self._state.optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    left |= facts_of(f"optimizer.param_groups[{number}][{key!r}]", value)
+        return left, attributes_of(self._state.model, self._loss_fn)
+
+    def _largest(self) -> int:
+        return max(range(self._virtual_workers), key=lambda v: self._data.rows(1, v))
+
+    def _run_once(self, batch: Any) -> MicroBatchResult | None:
+        self._gradients.drop()  # those that the user's code has left before the loop
+        v = self._largest()
+        with self._micro_batches.trial():
+            loss, result = self._micro_batches.forward(batch, 1, v, float(self._data.rows(1, v)))
+        if loss is None:
+            return None
+        loss.backward()
+        return result
+
+    def _undo(self, *, tried: bool = False) -> None:
+        self._gradients.drop()
+        self._buffers.undo(tried=tried)

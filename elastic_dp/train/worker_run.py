@@ -1,0 +1,86 @@
+"""Runs a user's train function in a worker of a group, until the worker is released."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+from elastic_dp.coordinator.messages import WorkerFailed
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.errors import ElasticError, LoopError, UserCodeError
+from elastic_dp.sampling.seeds import seed_for
+from elastic_dp.train.context import TrainContext
+from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.exactness.machine_kind import DeterministicKernels
+from elastic_dp.train.generations.worker_control import ORPHANED, Released, WorkerControl
+from elastic_dp.train.session import Session
+
+TrainFunction = Callable[[TrainContext], None]
+_REPORT_AGAIN_S = 5.0
+
+
+def run_worker(train: TrainFunction, session: Session) -> str:
+    """Run until this worker is released; returns why. An exception of user code is posted, not raised."""
+    with DeterministicKernels(session.spec.exact) as determinism:
+        session.inexact_because = determinism.because
+        try:
+            try:
+                call_train_function(train, session)
+            except (Exception, SystemExit) as error:  # the user's code may raise anything
+                return fail_worker(session.worker, session.link, session.control, error)
+            session.serve_until_released()
+        except Released as released:
+            return str(released)
+        finally:
+            if session.checkpoints is not None:
+                session.checkpoints.close()
+
+
+def fail_worker(
+    worker: str, link: ControllerLink, control: WorkerControl, error: Exception | SystemExit
+) -> str:
+    """Report the error repeatedly, since another controller may have taken over; returns why the worker was released."""
+    failure = _failure(worker, error)
+    try:
+        while control.orphaned_in_s() > 0:
+            link.post(failure)
+            control.wait_for_release(min(_REPORT_AGAIN_S, control.orphaned_in_s()))
+        return ORPHANED
+    except Released as released:
+        return str(released)
+
+
+def call_train_function(train: TrainFunction, session: Session) -> None:
+    """Call the train function, and check that it ran its loop to the end."""
+    seed_everything(seed_for(session.spec.data.seed, 0, 0))
+    train(TrainContext(session))
+    if session.loop.failure is not None:
+        raise session.loop.failure
+    if not session.loop.opened:
+        raise LoopError(
+            "the train function returned without a loop over ctx.steps(model, optimizer, loss_fn)"
+        )
+    if not session.loop.exhausted:
+        raise LoopError(
+            f"the loop over ctx.steps was left after step {session.position.step}, before its end. To end the run "
+            "early on all workers call ctx.stop(reason) and let the loop go on; it ends by itself"
+        )
+
+
+def _failure(worker: str, error: Exception | SystemExit) -> WorkerFailed:
+    if isinstance(error, UserCodeError):  # raised where the data is made, maybe in another process
+        where = f", {error.worker}" if error.worker else ""
+        return WorkerFailed(worker, error.description + where, error.remote_traceback)
+    facts = None
+    if isinstance(error, ElasticError):
+        kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
+        text, facts = f"{kind.__name__}: {error}", error.args
+    elif isinstance(error, SystemExit):
+        text = (
+            f"SystemExit: the train function asked to exit with {error.code!r}. To end the run early on all "
+            "workers call ctx.stop(reason)"
+        )
+    else:
+        text = traceback.format_exception_only(error)[-1].strip()
+    lines = traceback.format_exception(error)
+    return WorkerFailed(worker, text, "".join(lines), facts)

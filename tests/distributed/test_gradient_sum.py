@@ -1,0 +1,157 @@
+"""The gradient sum among members that are threads of this process, in every way in which it is exchanged."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_dp.distributed import gradient_exchange, process_group
+from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.distributed.process_group import (
+    Forming,
+    ProcessGroup,
+    Rendezvous,
+    open_rendezvous_store,
+)
+from elastic_dp.distributed.record_gather import RecordGather
+from elastic_dp.distributed.reduction_tree import fold
+from tests.patience import PATIENCE_S
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Groups go with their test, and not on a thread that may outlive the interpreter."""
+    left: list[object] = []
+    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    yield
+    left.clear()
+
+
+def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[object]:
+    """What `act` returns for each rank of a group."""
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+
+    def member(rank: int) -> object:
+        forming = Forming(
+            Rendezvous("127.0.0.1", store.port, "test", b"secret"),
+            rank=rank,
+            world_size=world_size,
+            device=CPU,
+            backend="gloo",
+            timeout_s=PATIENCE_S,
+        )
+        group = forming.start().wait()
+        try:
+            return act(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(member, range(world_size)))
+
+
+def named(parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    return {str(number): parameter for number, parameter in enumerate(parameters)}
+
+
+def summed(
+    group: ProcessGroup, shares: Sequence[tuple[int, int]], exact: bool
+) -> list[list[float]]:
+    """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones only."""
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    gradients, count = GradientSum(named(parameters)), shares[-1][1]
+    gradients.open(group, shares, count, exact)
+    for _ in range(2):  # buffers are used again
+        gradients.begin()
+        leaves = fold(*shares[group.rank], count)
+        for leaf in leaves:
+            gradients.before_leaf(leaf, leaf is leaves[-1])
+            gradients.before_backward()
+            own = parameters if leaf.virtual_worker % 2 else parameters[:1]
+            (sum(p.sum() for p in own) * (leaf.virtual_worker + 1)).backward()
+            gradients.after_leaf(leaf, leaf is leaves[-1])
+        gradients.send()
+        gradients.reduce()
+        assert gradients.complete(0.5)
+        gradients.assign([1, 1])
+    return [p.grad.tolist() for p in parameters]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("shares", [[(0, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]])  # fmt: skip
+def test_all_members_get_the_sum(shares: list[tuple[int, int]], exact: bool) -> None:
+    of_all = of_each(len(shares), lambda group: summed(group, shares, exact))
+    assert of_all == [[[5.0] * 3, [3.0] * 2]] * len(shares)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize(("value", "factor"), [(math.inf, 1.0), (math.nan, 0.5), (2e38, 1.0), (1e38, 9.0)])  # fmt: skip
+def test_all_members_see_that_the_sum_is_not_finite(
+    members: int, value: float, factor: float
+) -> None:
+    def finite(group: ProcessGroup) -> bool:
+        parameter = torch.nn.Parameter(torch.zeros(5))
+        gradients = GradientSum(named([parameter]))
+        one_each(gradients, group, lambda: parameter[3] * value)
+        return gradients.complete(factor)
+
+    assert of_each(members, finite) == [False] * members
+
+
+def one_each(gradients: GradientSum, group: ProcessGroup, loss: Callable[[], torch.Tensor]) -> None:
+    """A step of one virtual worker a member, up to what `complete` waits for."""
+    shares = [(rank, rank + 1) for rank in range(group.world_size)]
+    gradients.open(group, shares, len(shares), exact=True)
+    gradients.begin()
+    (leaf,) = fold(*shares[group.rank], len(shares))
+    gradients.before_leaf(leaf, True)
+    gradients.before_backward()
+    loss().backward()
+    gradients.after_leaf(leaf, True)
+    gradients.send()
+    gradients.reduce()
+
+
+def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: dict[int, list[str]] = defaultdict(list)  # by thread
+
+    def told(what: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*arguments: Any) -> Any:
+            order[threading.get_ident()].append(what)
+            return act(*arguments)
+
+        return tell
+
+    def complete(group: ProcessGroup) -> list[str]:
+        two = [torch.nn.Parameter(torch.ones(5, dtype=x)) for x in (torch.float32, torch.float64)]
+        gradients = GradientSum(named(two))
+        one_each(gradients, group, lambda: two[0].sum() + two[1].sum())
+        group.wait = told("arrived", group.wait)  # type: ignore[method-assign]
+        assert gradients.complete(0.5)
+        return order[threading.get_ident()]
+
+    monkeypatch.setattr(gradient_exchange, "_sum", told("summed", gradient_exchange._sum))
+    assert of_each(3, complete) == [["arrived", "summed"] * 2] * 3
+
+
+def test_records_of_any_length_follow_each_other() -> None:
+    def gather(group: ProcessGroup) -> list[list[bytes]]:
+        header, heard = RecordGather(group), []
+        for length in (0, 7, 5000, 3):
+            header.launch(bytes([group.rank]) * length * (group.rank + 1))
+            heard.append(header.collect())
+        return heard
+
+    expected = [[b"\0" * n, b"\1" * 2 * n] for n in (0, 7, 5000, 3)]
+    assert of_each(2, gather) == [expected, expected]

@@ -1,0 +1,351 @@
+"""Who owes which part of a checkpoint, and who may commit it."""
+
+import json
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog, Keep
+from elastic_dp.checkpoint.checkpoint_writer import write_parts
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.config import CheckpointConfig
+from elastic_dp.storage import Store
+from elastic_dp.train.checkpointing.checkpoint_committer import (
+    CheckpointCommitter,
+    CommitterActions,
+)
+from elastic_dp.train.controller_link import WrittenParts
+from tests.patience import PATIENCE_S, eventually
+
+TREE = {"weights": torch.arange(1_500_000, dtype=torch.float32)}  # six parts
+
+
+class Stage:
+    """A committer, and what it asks and tells."""
+
+    def __init__(self, url, lease_s=60.0, config=None, token=None):
+        self.catalog = Catalog(Store(url))
+        self.asked, self.told, self.committed = queue.Queue(), [], queue.Queue()
+        self.wanted = queue.Queue()
+        self.stood_down = threading.Event()
+        self.failures = []
+        self.snapshot = Snapshot()
+        self.committer = CheckpointCommitter(
+            self.catalog,
+            config or CheckpointConfig(),
+            CommitterActions(
+                request_parts=lambda *request: self.asked.put(request),
+                request_checkpoint=lambda: self.wanted.put(time.monotonic()),
+                tell=self.told.append,
+                committed=self.committed.put,
+                stand_down=lambda reason: self.stood_down.set(),
+                fail=self.failures.append,
+            ),
+            lease_s=lease_s,
+            token=token,
+        )
+
+    def goes_on_from(self):
+        found = queue.Queue()
+        self.committer.find(found.put)
+        return found.get(timeout=PATIENCE_S)
+
+    def comes_to_rest(self):
+        rests = threading.Event()
+        self.committer._tasks.put(rests.set)
+        assert rests.wait(timeout=PATIENCE_S)
+
+    def write(self, worker, members, parts, step=5, lineage_id=0):
+        if self.snapshot.step != step:
+            self.snapshot.take(step, TREE)
+        with ThreadPoolExecutor(1) as executor:
+            share = write_parts(self.catalog, self.snapshot, parts, executor, writer=worker)
+        written = WrittenParts(share, members, self.snapshot.manifest(), {}, {}, 0.0, lineage_id)
+        self.committer.wrote(worker, written)
+
+
+@pytest.fixture(autouse=True)
+def _no_hurry(monkeypatch):
+    """Where a test is slow to tell what was written, nobody asks for it."""
+    monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 1e6)
+
+
+@pytest.fixture
+def stage(tmp_path):
+    stage = Stage(str(tmp_path))
+    assert stage.goes_on_from() is None
+    yield stage
+    stage.committer.close()
+
+
+def test_committed_when_all_have_written(stage):
+    members = ("w1", "w2", "w3")
+    stage.write("w2", members, [2, 3])
+    stage.write("w1", members, [0, 1])
+    assert stage.catalog.names() == []
+    stage.write("w3", members, [4, 5])
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    assert stage.goes_on_from() == 5
+    assert stage.asked.empty()
+
+
+def test_committer_without_work_sleeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 5.0)
+    stage = Stage(str(tmp_path), lease_s=1e6)
+    assert stage.goes_on_from() is None
+    stage.write("w1", ("w1",), range(6))
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.comes_to_rest()
+    assert stage.committer._idle_s() > 1e4
+    stage.committer.close()
+
+
+def test_rejected_checkpoint_leaves_the_history_and_is_never_committed(stage):
+    everything = [0, 1, 2, 3, 4, 5]
+    for step in (5, 10):
+        stage.write("w1", ("w1",), everything, step, lineage_id=1)
+        assert stage.committed.get(timeout=PATIENCE_S) == step
+    stage.write("w1", ("w1", "w2"), everything[:3], 12, lineage_id=1)
+    stage.committer.reject(7, 3)
+    assert stage.goes_on_from() == 5
+    stage.write("w2", ("w1", "w2"), everything[3:], 12, lineage_id=1)  # late
+    stage.write("w3", ("w3",), everything, 10, lineage_id=4)  # made again
+    assert stage.committed.get(timeout=PATIENCE_S) == 10
+    assert [name.step for name in stage.catalog.names()] == [5, 10]
+    assert stage.goes_on_from() == 10
+
+
+@pytest.mark.parametrize("lost_first", [True, False])
+def test_parts_of_a_lost_worker_are_requested_of_another(stage, lost_first):
+    members = ("w1", "w2", "w3")
+    if lost_first:
+        stage.committer.lost("w3")
+    stage.write("w2", members, [2, 3])
+    if not lost_first:
+        stage.committer.lost("w3")
+    assert stage.asked.get(timeout=PATIENCE_S) == ("w2", 5, [4, 5])
+    stage.write("w1", members, [0, 1])
+    stage.write("w2", members, [4, 5])
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    stage.write("w1", ("w1", "w2"), [0, 1, 2], step=10)  # that loss is over
+    stage.write("w2", ("w1", "w2"), [3, 4, 5], step=10)
+    assert stage.committed.get(timeout=PATIENCE_S) == 10
+    assert stage.asked.empty()
+
+
+def test_parts_without_a_writer_are_requested_in_the_end(stage, monkeypatch):
+    """A worker a step behind shares the writing with the members of the next generation."""
+    stage.write("w1", ("w1", "w2"), [0, 1, 2])
+    stage.write("w2", ("w1", "w2", "w3"), [2, 3])
+    stage.comes_to_rest()
+    monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 0.0)
+    stage.committer.lost("w9")  # wakes it
+    worker, step, parts = stage.asked.get(timeout=PATIENCE_S)
+    assert (step, parts) == (5, [4, 5])
+    stage.write(worker, ("w1", "w2"), parts)
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+
+
+def test_late_parts_of_an_older_step_are_not_committed(stage):
+    everything = [0, 1, 2, 3, 4, 5]
+    stage.write("w1", ("w1", "w2"), [0, 1, 2], step=5)
+    stage.write("w1", ("w1",), everything, step=7)
+    assert stage.committed.get(timeout=PATIENCE_S) == 7
+    stage.comes_to_rest()  # what lay there of step 5 is collected
+    stage.write("w2", ("w2",), everything, step=5)
+    assert stage.committed.get(timeout=PATIENCE_S) == 7, "a step before it is covered by it"
+    assert [name.step for name in stage.catalog.names()] == [7]
+
+
+def test_completed_checkpoints_are_committed_in_the_order_of_steps(stage):
+    """The lost worker was the last that the newer checkpoint waited for, and the older one, reported later, as well."""
+    everything = [0, 1, 2, 3, 4, 5]
+    stage.write("w1", ("w1", "w2"), everything, step=7)
+    stage.write("w3", ("w3", "w2"), everything, step=5)
+    stage.committer.lost("w2")
+    assert stage.committed.get(timeout=PATIENCE_S) == 7
+    assert stage.goes_on_from() == 7
+    assert [name.step for name in stage.catalog.names()] == [7]
+
+
+def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage):
+    members = ("w1", "w2", "w3")
+    stage.committer.lost("w3")
+    stage.write("w2", members, [2, 3])
+    assert stage.asked.get(timeout=PATIENCE_S) == ("w2", 5, [4, 5])
+    stage.write("w1", members, [0, 1])
+    stage.committer.lost("w2")
+    assert stage.asked.get(timeout=PATIENCE_S) == ("w1", 5, [4, 5])
+    stage.write("w1", members, [4, 5])
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+
+
+def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
+    """The next ones may hold another state of the same step, where rounding depends on the fleet."""
+    members = ("w1", "w2")
+    stage.write("w1", members, [0, 1, 2])
+    stage.committer.lost("w1")
+    stage.committer.lost("w2")
+    assert stage.goes_on_from() is None
+    stage.write("w2", members, [3, 4, 5])  # its word was under way
+    stage.snapshot = Snapshot()
+    stage.snapshot.take(5, {"weights": TREE["weights"] + 1})
+    stage.write("w3", ("w3",), range(6))
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    assert not any("not the same" in text for text in stage.told)
+
+
+def test_losses_of_everyone_are_known_to_later_starts(tmp_path):
+    def committed(stage, step):
+        stage.write("w1", ("w1",), range(6), step)
+        assert stage.committed.get(timeout=PATIENCE_S) == step
+        return next(stage.catalog.commits()).metadata
+
+    first = Stage(str(tmp_path))
+    assert first.goes_on_from() is None
+    assert committed(first, 5).losses == 0
+    assert first.goes_on_from() == 5
+    metadata = committed(first, 10)
+    assert metadata.losses == 1 and metadata.observed_s > 0
+    first.committer.close()  # an end that was wished for
+    second = Stage(str(tmp_path))
+    assert second.goes_on_from() == 10
+    later = committed(second, 15)
+    assert later.losses == 1 and later.observed_s > metadata.observed_s
+    second.committer.close()
+    newest = sorted(tmp_path.glob("lease/*"))[-1]
+    newest.unlink()  # as if its controller had died: the lease is held, and was not given up
+    newest = sorted(tmp_path.glob("lease/*"))[-1]
+    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"at": 0.0}))
+    third = Stage(str(tmp_path))
+    assert third.goes_on_from() == 15
+    assert committed(third, 20).losses == 2
+    third.committer.close()
+
+
+def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(tmp_path):
+    stage = Stage(str(tmp_path), config=CheckpointConfig(every_s=2.0))
+    assert stage.goes_on_from() is None
+    for step in (4, 5, 6):
+        stage.committer.log(step, {"loss": step / 2, "name": "mine"})
+    asked_at = stage.wanted.get(timeout=PATIENCE_S)
+    stage.write("w1", ("w1",), range(6))
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    assert next(stage.catalog.commits()).metadata.metrics == {"loss": 2.5}
+    # It says so a moment after it has looked at the clock, and on a busy machine a long one.
+    assert stage.wanted.get(timeout=PATIENCE_S) - asked_at > 0.1
+    stage.committer.close()
+
+
+def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_value(tmp_path):
+    """The last step took the value of the evaluation before it, tied with the best, and the best was deleted."""
+    config = CheckpointConfig(
+        num_to_keep=1, checkpoint_score_attribute="accuracy", checkpoint_score_order="max"
+    )
+    stage = Stage(str(tmp_path), config=config)
+    assert stage.goes_on_from() is None
+    for step, logged in ((5, {"accuracy": 0.9}), (6, {}), (7, {"accuracy": 0.4}), (9, {})):
+        stage.committer.log(step, {"loss": 1.0} | logged)
+        stage.snapshot.take(step, {"weights": TREE["weights"] + step})
+        stage.write("w1", ("w1",), range(6), step)
+        assert stage.committed.get(timeout=PATIENCE_S) == step
+    stage.comes_to_rest()
+    assert [commit.step for commit in stage.catalog.commits()] == [9, 5]
+    assert [commit.metadata.metrics for commit in stage.catalog.commits()] == [
+        {"loss": 1.0},
+        {"loss": 1.0, "accuracy": 0.9},
+    ]
+    assert stage.catalog.best(Keep(score_attribute="accuracy")).step == 5
+    assert sum("is not ranked" in text for text in stage.told) == 1
+    stage.committer.close()
+
+
+def test_members_that_differ_are_told_and_nothing_is_committed(stage):
+    members = ("w1", "w2")
+    stage.write("w1", members, [0, 1, 2])
+    stage.snapshot = Snapshot()
+    stage.snapshot.take(5, {"weights": TREE["weights"] + 1})
+    stage.write("w2", members, [3, 4, 5])
+    eventually(lambda: any("not the same on all members" in text for text in stage.told))
+    assert stage.catalog.names() == []
+
+
+def test_commit_waits_for_the_digest_of_members_without_parts(stage):
+    """A small state is one part: who writes it may be the one that is wrong."""
+    members = ("w1", "w2", "w3")
+    stage.write("w3", members, range(6))
+    stage.committer.lost("w2")
+    stage.snapshot = Snapshot()
+    stage.snapshot.take(5, {"weights": TREE["weights"] + 1})
+    stage.write("w1", members, [])
+    eventually(lambda: any("not the same on all members" in text for text in stage.told))
+    assert stage.catalog.names() == []
+    stage.write("w3", members, range(6), step=10)
+    stage.committer.lost("w1")
+    assert stage.committed.get(timeout=PATIENCE_S) == 10, "nobody is left who could differ"
+
+
+def test_a_silent_one_is_not_waited_for_without_end(stage, monkeypatch):
+    """The silent member joined at this step, or the run ends."""
+    stage.write("w1", ("w1", "w2"), range(6))
+    monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 0.2)
+    stage.committer.lost("w9")  # wakes it
+    assert stage.committed.get(timeout=PATIENCE_S) == 5
+    monkeypatch.setattr(checkpoint_committer, "_PATIENCE_S", 1e6)
+    stage.write("w1", ("w1", "w2"), range(6), step=10)
+    stage.committer.close()
+    assert stage.committed.get(timeout=PATIENCE_S) == 10
+
+
+def test_a_second_one_waits_and_goes_on_from_what_was_committed(tmp_path):
+    first = Stage(str(tmp_path))
+    assert first.goes_on_from() is None
+    second = Stage(str(tmp_path))
+    found = queue.Queue()
+    second.committer.find(found.put)
+    eventually(lambda: second.told)
+    first.write("w1", ("w1",), range(6))
+    assert first.committed.get(timeout=PATIENCE_S) == 5
+    assert found.empty()
+    first.committer.close()
+    assert found.get(timeout=PATIENCE_S) == 5
+    assert "the run is held by" in second.told[0]
+    second.committer.close()
+
+
+def test_committer_with_the_token_continues_the_lease_of_one_that_is_gone(tmp_path):
+    """On another machine nobody can see that the holder is gone; a minute would be lost."""
+    first = Stage(str(tmp_path), lease_s=60.0, token="of the run")
+    assert first.goes_on_from() is None
+    first.write("w1", ("w1",), range(6))
+    assert first.committed.get(timeout=PATIENCE_S) == 5
+    second = Stage(str(tmp_path), lease_s=60.0, token="of the run")
+    second.committer.take_over()
+    for step in (5, 10):  # a member tells of the newest once more
+        second.write("w1", ("w1",), range(6), step=step)
+    assert [second.committed.get(timeout=PATIENCE_S) for _ in range(2)] == [5, 10]
+    assert [step for step, _ in second.catalog.names()] == [5, 10]
+    second.committer.close()
+    first.committer.close()
+
+
+def test_committer_that_slept_over_its_lease_stands_down(tmp_path):
+    first = Stage(str(tmp_path), lease_s=0.6)
+    assert first.goes_on_from() is None
+    asleep = threading.Event()
+    first.committer.find(lambda step: asleep.wait(PATIENCE_S))  # its thread does nothing meanwhile
+    second = Stage(str(tmp_path), lease_s=0.6)
+    assert second.goes_on_from() is None
+    first.write("w1", ("w1",), range(6))
+    asleep.set()
+    assert first.stood_down.wait(PATIENCE_S)
+    second.write("w1", ("w1",), range(6))
+    assert second.committed.get(timeout=PATIENCE_S) == 5
+    assert [name.fence for name in second.catalog.names()] == [
+        max(f for _, f in second.catalog.names())
+    ]
+    second.committer.close()

@@ -1,0 +1,165 @@
+"""A group reads a checkpoint once: each member a share, the rest from the others. Whoever dies, is slow or finds damage."""
+
+import dataclasses
+import itertools
+import os
+import shutil
+import signal
+
+import pytest
+from torch import nn
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.storage import Store
+from elastic_dp.train.checkpointing import collective_read
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.patience import eventually
+from tests.runs import group, local, texts_of
+from tests.train.checkpointing.test_worker_checkpointer import job
+from tests.train.jobs import adamw, loop
+
+STEPS = 16
+HANG_TIMEOUT_S = 10.0  # so long nobody stands still for want of a processor
+
+
+def wide(ctx):
+    """Its state makes four parts."""
+    model = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 4))
+    loop(ctx, model, adamw(model))
+
+
+def counted(log, slow=-1, comes=None):
+    """The same; each member writes down what it reads, and one waits for the store until that file is there."""
+
+    def train(ctx):
+        read = collective_read.read_share
+
+        def count(catalog, commit, rank, size, line):
+            if rank == slow:
+                eventually(comes.exists)
+            start, end = read(catalog, commit, rank, size, line)
+            with open(log, "a", encoding="utf-8") as file:
+                file.write(f"{size} {rank} {start} {end}\n")
+            return start, end
+
+        collective_read.read_share = count
+        wide(ctx)
+
+    return train
+
+
+def dying(rank, once):
+    """The same; the first of this rank dies in the middle of what the members send each other."""
+
+    def train(ctx):
+        exchange_spans = collective_read.exchange_spans
+
+        def die(group, line, spans):
+            broadcast, sent = group.broadcast, []
+
+            def counted(piece, root):
+                sent.append(root)
+                if len(sent) == 3 and group.rank == rank and not os.path.exists(once):
+                    open(once, "x").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return broadcast(piece, root)
+
+            group.broadcast = counted
+            exchange_spans(group, line, spans)
+
+        collective_read.exchange_spans = die
+        wide(ctx)
+
+    return train
+
+
+def spec_for(workers, steps=STEPS):
+    spec = job(steps=steps, workers=workers)
+    scaling = dataclasses.replace(spec.scaling, min_workers=workers, virtual_workers=8)
+    return dataclasses.replace(spec, scaling=scaling)
+
+
+@pytest.fixture(scope="module")
+def calm():
+    return local(spec_for(3), wide)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Checkpoints of steps 5 and 10, by two."""
+    folder = tmp_path_factory.mktemp("written")
+    outcome, _ = group(spec_for(2, steps=10), wide, url=str(folder))
+    assert outcome.error is None, outcome.traceback
+    return folder
+
+
+@pytest.fixture
+def there(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("readers", "slow"), [(1, -1), (2, -1), (3, 1)])
+def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tmp_path):
+    commit = Catalog(Store(str(there))).find(10)
+    assert len(commit.manifest.layout.parts) >= 3
+    train = counted(str(tmp_path / "read"), slow, comes := tmp_path / "comes")
+    spec, script = spec_for(readers), []
+    if slow >= 0:  # for longer than a hang may last
+        failure = dataclasses.replace(spec.failure, hang_timeout_s=HANG_TIMEOUT_S)
+        spec = dataclasses.replace(spec, failure=failure)
+        script = [(0, lambda run: (waits(run), comes.touch()))]
+    outcome, _ = group(spec, train, script=script, url=str(there))
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.generations, outcome.workers_lost) == (calm.digest, 1, 0)
+    lines = [tuple(map(int, x.split())) for x in (tmp_path / "read").read_text().splitlines()]
+    spans = sorted((start, end) for _, _, start, end in lines)
+    assert len(spans) == readers and all(end > start for start, end in spans)
+    assert spans[0][0] == 0 and spans[-1][1] == commit.nbytes
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+
+
+def waits(run):
+    """Until that is said of one, which is what becomes of it."""
+    eventually(lambda: any(text.startswith("no step for") for text in texts_of(run)))
+
+
+def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):
+    last = sorted(there.glob("checkpoints/step-*10/*/part-*"))[-1]
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    outcome, run = group(spec_for(3), wide, url=str(there))
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.generations) == (calm.digest, 1)
+    told = [text for text in texts_of(run) if "step 10 is damaged" in text]
+    assert len(told) == 1 and last.name in told[0]
+
+
+def test_restore_without_an_undamaged_checkpoint_fails_the_run(there):
+    for part in there.glob("checkpoints/step-*/*/part-*"):
+        part.write_bytes(bytes(part.stat().st_size))
+    outcome, _ = group(spec_for(2), wide, url=str(there))
+    assert outcome.error is not None and "none of the 2 checkpoints" in outcome.error
+
+
+@pytest.mark.parametrize("point", ["restoring", "sharing"])
+def test_killed_as_it_begins_and_when_its_share_is_read(point, calm, there, tmp_path):
+    """Each rank in turn, each in a generation of its own."""
+    files = [str(tmp_path / f"{rank}") for rank in range(3)]
+    faults = tuple(
+        WorkerFault(point, rank=rank, once=file, after=tuple(files[:rank]))
+        for rank, file in enumerate(files)
+    )
+    outcome, _ = group(spec_for(3), wide, faults=faults, url=str(there))
+    assert outcome.error is None, outcome.traceback
+    assert all(map(os.path.exists, files))
+    assert (outcome.digest, outcome.workers_lost) == (calm.digest, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_killed_in_the_middle_of_sharing(rank, calm, there, tmp_path):
+    once = str(tmp_path / "dead")
+    outcome, _ = group(spec_for(3), dying(rank, once), url=str(there))
+    assert outcome.error is None, outcome.traceback
+    assert os.path.exists(once)
+    assert (outcome.digest, outcome.workers_lost) == (calm.digest, 1)

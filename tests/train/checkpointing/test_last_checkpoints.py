@@ -1,0 +1,174 @@
+"""The last checkpoint: of a fleet that a notice takes away, of an operator's stop, of Ctrl-C.
+
+None of these jobs is told to make checkpoints by itself, unless it says so.
+"""
+
+import dataclasses
+import os
+import re
+import signal
+import time
+
+import pytest
+
+import elastic_dp as edp
+from elastic_dp.config import CheckpointConfig
+from elastic_dp.coordinator import drain_checkpointer
+from elastic_dp.coordinator.messages import DrainNoticed, StopRequested
+from elastic_dp.train.interruption import TIME_IS_UP
+from elastic_dp.train.state.train_state import TrainState
+from tests.patience import PATIENCE_S, eventually
+from tests.runs import ENDLESS, goes_on, group, lines_of, local, spec_of
+from tests.train.checkpointing.test_worker_checkpointer import job, steps_of
+from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy
+
+NONE = CheckpointConfig()
+
+
+def short(steps=ENDLESS, checkpoint=NONE):
+    """Of two workers, who begin together."""
+    return job(steps, workers=2, least=2, body_s=0.05, checkpoint=checkpoint)
+
+
+def calm(outcome):
+    return local(short(outcome.step), average_and_plateau).digest
+
+
+def take_away(*workers):
+    """Their machines go soon, and there is no room for others before they have left. So much of the notice is margin that
+    they have to leave in a second, and have minutes for it."""
+
+    def act(run):
+        alive = [run.worker_group.processes[worker].is_alive for worker in workers]
+        run.worker_group.allow(2)
+        object.__setattr__(run.controller.coordinator.config, "drain_margin_s", PATIENCE_S)
+        for worker in workers:
+            run.controller.post(DrainNoticed(worker, time.monotonic() + 1.0 + PATIENCE_S))
+        eventually(lambda: not any(is_alive() for is_alive in alive), run.controller.status)
+
+    return act
+
+
+def told(run, kind, **fields):
+    """Where in the journal a command, an event or a text stands first."""
+    for at, line in enumerate(lines_of(run)):
+        named = kind in (line.get("event"), line.get("command"))
+        if named and all(str(line.get(name, "")).startswith(v) for name, v in fields.items()):
+            return at
+    raise AssertionError(f"no {kind} {fields}")
+
+
+def test_drain_of_all_workers_repeats_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        drain_checkpointer, "NOTICES_S", PATIENCE_S
+    )  # both notices are of one moment
+    script = [(5, take_away("w1", "w2")), (5, goes_on), (5, StopRequested("enough"))]
+    outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm(outcome))
+    stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
+    last = max(line["position"].step for line in stops if line["worker"] in ("w1", "w2"))
+    told(run, "Explain", text=f"all who held the state are lost; back to step {last}")
+    # At the notice one, or two if those who are told hear of it at different steps; and the end.
+    assert len(steps_of(tmp_path)) <= 3 and last in steps_of(tmp_path)
+    assert outcome.workers_lost == 0
+
+
+def test_drain_below_min_workers_commits_the_state_and_waits(tmp_path):
+    """The worker that holds the state goes on when another has joined."""
+    script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
+    outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm(outcome))
+    waits = told(run, "Explain", text="w2 must leave; the state after step")
+    step = int(re.search(r"after step (\d+)", lines_of(run)[waits]["text"])[1])
+    committed = told(run, "Explain", text=f"checkpoint of step {step} is committed")
+    assert told(run, "WriteDrainCheckpoint") < committed < told(run, "ReleaseWorker", worker="w2")
+    assert not any("all who held the state" in line.get("text", "") for line in lines_of(run))
+
+
+@pytest.mark.parametrize("checkpoint", [NONE, CheckpointConfig(every_s=1000.0)])
+def test_an_operators_stop_keeps_the_end(tmp_path, checkpoint):
+    script = [(5, StopRequested("enough"))]
+    spec = short(checkpoint=checkpoint)
+    outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.reason) == (None, "enough")
+    assert steps_of(tmp_path) == [outcome.step]
+    outcome, _ = group(short(outcome.step + 5), average_and_plateau, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm(outcome))
+
+
+@pytest.mark.parametrize("ends_by", ["max_steps", "epochs", "max_time_s", "ctx.stop"])
+@pytest.mark.parametrize("where", ["local", "group"])
+def test_the_last_step_is_kept_whatever_ends_the_run(tmp_path, ends_by, where):
+    """Also where no checkpoints are configured, or `every_steps` does not divide the last step."""
+    spec = short(8, CheckpointConfig(every_steps=7) if ends_by == "max_steps" else NONE)
+    if ends_by == "epochs":
+        data = dataclasses.replace(spec.data, epochs=1)
+        spec = dataclasses.replace(spec, data=data, max_steps=None)
+    if ends_by == "max_time_s":
+        spec = dataclasses.replace(
+            spec, max_steps=None, max_time_s=3.0 if where == "local" else 1000.0
+        )
+    config = dict(spec.config) | {"stop_at": 5 if ends_by == "ctx.stop" else 0}
+    spec = dataclasses.replace(spec, config=config)
+    if where == "local":
+        run = local(spec, stops, str(tmp_path))
+        step, digest = run.logged[-1]["step"], run.digest
+    else:
+        script = [(5, StopRequested(TIME_IS_UP))] if ends_by == "max_time_s" else []
+        outcome, _ = group(spec, stops, script=script, url=str(tmp_path))
+        assert outcome.error is None, outcome.traceback
+        step, digest = outcome.step, outcome.digest
+    assert steps_of(tmp_path)[-1] == step
+    model = classifier()
+    model.load_state_dict(edp.load_state(str(tmp_path)).model)
+    assert TrainState(model, adamw(model), None, None, {}).digest() == digest
+
+
+def stops(ctx):
+    model = classifier()
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        ctx.log({"loss": step.loss})
+        if step.number == ctx.config["stop_at"]:
+            ctx.stop("converged")
+
+
+def interrupted(times):
+    """The job, with Ctrl-C in a body; by a fixed step, so what was made in vain shows."""
+
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            for _ in range(times if step.number == 7 and ctx.config["interrupts"] else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            ctx.log({"step": step.number})
+
+    return train
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_local_run(tmp_path, times):
+    """The first one keeps what there is, the second one ends at once."""
+    calm = local(spec_of(steps=12, config={"interrupts": False}), interrupted(times))
+    handler = signal.getsignal(signal.SIGINT)
+    spec = spec_of(steps=12, config={"interrupts": True})
+    with pytest.raises(KeyboardInterrupt):
+        local(spec, interrupted(times), url=str(tmp_path))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert steps_of(tmp_path) == ([7] if times == 1 else [])
+    again = local(
+        spec_of(steps=12, config={"interrupts": False}), interrupted(times), str(tmp_path)
+    )
+    assert again.digest == calm.digest
+    assert again.logged[0]["step"] == (8 if times == 1 else 1)
+
+
+def test_ctrl_c_after_the_loop_is_none_of_ours(tmp_path):
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        local(spec_of(steps=3), train, url=str(tmp_path))

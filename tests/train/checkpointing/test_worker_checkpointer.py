@@ -1,0 +1,263 @@
+"""Losing everyone costs the steps since the newest checkpoint, and nothing of the result.
+
+The job keeps an average in the loop's body, draws random numbers there, and evaluates: what a checkpoint leaves out
+changes the final weights or a logged value.
+"""
+
+import dataclasses
+from unittest.mock import MagicMock
+
+import pytest
+
+import elastic_dp as edp
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import CheckpointConfig, MapStyleData
+from elastic_dp.coordinator.messages import CheckpointRequested, StopRequested, TrainingPosition
+from elastic_dp.storage import Store
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.generations import state_transfer
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.generations.worker_progress import WorkerProgress
+from elastic_dp.train.state.step_record import StepRecord
+from elastic_dp.train.state.train_state import TrainState
+from tests.patience import eventually
+from tests.runs import (
+    ENDLESS,
+    Points,
+    goes_on,
+    group,
+    lines_of,
+    local,
+    never_put_off,
+    spec_of,
+    texts_of,
+)
+from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entropy, hold
+
+STEPS = 30
+EVERY_5 = CheckpointConfig(every_steps=5)
+
+
+def job(steps=STEPS, workers=3, body_s=0.02, checkpoint=EVERY_5, least=1, **config):
+    config = {"eval": MapStyleData(Points(60), micro_batch_size=8), "body_s": body_s} | config
+    spec = spec_of(steps=steps, workers=workers, min_workers=least, config=config)
+    return dataclasses.replace(spec, checkpoint=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def calm():
+    return local(job(), average_and_plateau)
+
+
+def steps_of(url):
+    return [name.step for name in Catalog(Store(str(url))).names()]
+
+
+def kill_all(run):
+    before = times_lost(run)
+    for process in list(run.worker_group.processes.values()):
+        process.kill()
+    # Up to then some of what they said last may still be on its way.
+    eventually(lambda: times_lost(run) > before, run.controller.status)
+
+
+def when_committed(url, step, action):
+    """A script's action: wait for the checkpoint, then do it."""
+
+    def act(run):
+        eventually(lambda: max(steps_of(url), default=0) >= step, run.controller.status)
+        action(run)
+
+    return act
+
+
+def times_lost(run):
+    return sum("all who held the state are lost" in text for text in texts_of(run))
+
+
+def test_losing_everyone_costs_the_steps_since_the_newest_checkpoint(calm, tmp_path):
+    url, gates = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
+    spec = job(gates={13: str(gates[0]), 23: str(gates[1])})
+    script = [
+        (1, when_committed(url, 10, kill_all)),
+        (1, lambda run: gates[0].touch()),
+        (1, when_committed(url, 20, kill_all)),
+        (1, lambda run: gates[1].touch()),
+    ]
+    train = never_put_off(average_and_plateau)
+    outcome, run = group(spec, train, script=script, url=str(url))
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.step) == (calm.digest, STEPS)
+    assert times_lost(run) == 2
+    logged = {x["step"]: x["eval_loss"] for x in lines_of(run) if "eval_loss" in x}
+    assert logged == {x["step"]: x["eval_loss"] for x in calm.logged}
+    assert steps_of(url) == [20, 25, 30]
+
+
+def test_a_run_whose_controller_is_gone_goes_on_in_another(calm, tmp_path):
+    """The first one has ended, and given up its lease; for one that has not see test_checkpoint_committer."""
+    url = str(tmp_path)
+    outcome, _ = group(job(steps=20), average_and_plateau, url=url)
+    assert (outcome.error, outcome.step) == (None, 20)
+    outcome, _ = group(job(workers=2), average_and_plateau, url=url)
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.step) == (calm.digest, STEPS)
+    assert outcome.generations <= 2
+
+
+def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm, tmp_path):
+    spec = job(steps=15)
+    group(spec, average_and_plateau, url=str(tmp_path))
+    one = local(job(steps=20), average_and_plateau, url=str(tmp_path))
+    assert [x["step"] for x in one.logged] == [16, 20]
+    outcome, _ = group(job(), average_and_plateau, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm.digest)
+
+
+def test_killed_as_the_state_is_copied(tmp_path):
+    """Those who live write what it should have written. Each rank once, the group back at full size in between."""
+    url, dead = tmp_path / "run", [tmp_path / str(rank) for rank in range(3)]
+    faults = tuple(
+        WorkerFault(
+            "keeping", rank=n, world_size=3, once=str(dead[n]), after=(*map(str, dead[:n]),)
+        )
+        for n in range(3)
+    )
+    script = [
+        (1, lambda run: eventually(lambda: run.controller.ended.is_set() or dead[2].exists())),
+        (1, goes_on),
+        (1, StopRequested("enough")),
+    ]
+    train = never_put_off(average_and_plateau)
+    outcome, run = group(job(ENDLESS), train, faults=faults, script=script, url=str(url))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 3
+    assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
+    committed = [int(text.split()[3]) for text in texts_of(run) if "is committed" in text]
+    last = {outcome.step}  # as any run's end
+    assert committed == sorted({*range(5, outcome.step, 5)} | last)
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(calm, tmp_path):
+    group(job(steps=20), average_and_plateau, url=str(tmp_path))
+    newest = sorted(tmp_path.glob("checkpoints/step-*20/*/part-*"))[0]
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    outcome, run = group(job(), average_and_plateau, url=str(tmp_path))
+    assert (outcome.error, outcome.digest) == (None, calm.digest)
+    assert any("step 20 is damaged" in text for text in texts_of(run))
+
+
+def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
+    spec = job(ENDLESS, checkpoint=CheckpointConfig())
+    script = [
+        (3, CheckpointRequested()),
+        (4, when_committed(tmp_path, 1, kill_all)),
+        (4, goes_on),
+        (4, StopRequested("enough")),
+    ]
+    outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
+    # All members are told, as any may be about to go; who hears it after the others kept one asks once more.
+    assert 1 <= len(steps_of(tmp_path)) <= 3
+
+
+@pytest.mark.parametrize(("kept", "has_state"), [(True, True), (False, True), (True, False)])
+def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
+    monkeypatch, kept, has_state
+):
+    """A worker that joins keeps nothing of this step: its wish stays."""
+    record = StepRecord(5, 0, False, 0.5, 8.0, {}, 0.1, kept=kept)
+    tree = dict(
+        position=TrainingPosition(5), evaluations_in_loop=0, agreed=4, evaluations=[], ended=None
+    )
+    monkeypatch.setattr(state_transfer, "receive_state", lambda *_: (tree, 0))
+    monkeypatch.setattr(state_transfer, "types_of", lambda state: {})
+    progress, control = WorkerProgress(TrainingPosition(4), has_state=has_state), WorkerControl()
+    control._generation, control._inside = 1, True
+    control.request_checkpoint()
+    others = {"buffers", "weights", "data", "reporter", "device"}
+    transfer = state_transfer.StateTransfer(
+        MagicMock(record=record),
+        progress=progress,
+        control=control,
+        total_steps=0,
+        **{name: MagicMock() for name in others},
+    )
+    transfer.take(MagicMock(), lineage_id=1)
+    assert progress.position == TrainingPosition(5) and progress.has_state
+    assert control.checkpoint_wanted is not (kept and has_state)
+
+
+def test_checkpoints_by_time_keep_their_interval(tmp_path):
+    every_s = 0.3
+    spec = job(ENDLESS, checkpoint=CheckpointConfig(every_s=every_s, num_to_keep=None))
+    script = [
+        (1, lambda run: eventually(lambda: len(steps_of(tmp_path)) >= 3)),
+        (1, StopRequested("enough")),
+    ]
+    outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
+    assert len(steps_of(tmp_path)) <= 2 + outcome.wall_s / every_s
+
+
+class Unstorable:
+    def __init__(self, rule=None):
+        self.rule = rule
+
+    def state_dict(self):
+        return {"rule": self.rule}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_that_cannot_be_stored_is_an_error_before_the_first_step(tmp_path):
+    def train(ctx):
+        model = classifier()
+        odd = Unstorable(rule=lambda step: step)
+        for _ in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
+            raise AssertionError("a step was made")
+
+    outcome, _ = group(job(workers=1), train, url=str(tmp_path))
+    assert outcome.error.startswith("SpecError: ")
+    assert "state['odd'].state_dict()" in outcome.error and "rule is a " in outcome.error
+
+
+def test_an_operator_who_asks_for_one_that_cannot_be_made_does_no_harm(tmp_path):
+    def train(ctx):
+        model = classifier()
+        odd = Unstorable()
+        for step in ctx.steps(model, adamw(model), cross_entropy, state={"odd": odd}):
+            odd.rule = lambda step: step
+            hold(ctx, step)
+
+    def refused(run):
+        return [text for text in texts_of(run) if "body.user.odd.rule" in text]
+
+    spec = job(ENDLESS, workers=1, checkpoint=CheckpointConfig())
+    script = [
+        (2, CheckpointRequested()),
+        (2, lambda run: eventually(lambda: refused(run))),
+        (2, StopRequested("enough")),
+    ]
+    outcome, run = group(spec, train, script=script, url=str(tmp_path))
+    assert (outcome.error, outcome.reason) == (None, "enough")
+    asked, *last = refused(run)  # the last step, unless that is the one which was asked for
+    assert f"step {outcome.step}:" in (last or [asked])[-1], texts_of(run)
+
+
+def test_the_weights_of_a_run_can_be_loaded_without_it(calm, tmp_path):
+    group(job(), average_and_plateau, url=str(tmp_path))
+    loaded = edp.load_state(str(tmp_path))
+    model = classifier()
+    model.load_state_dict(loaded.model)
+    state = TrainState(model, adamw(model), None, None, {})
+    assert state.digest() == calm.digest
+    assert loaded.step == STEPS
+    metadata = Catalog(Store(str(tmp_path))).find().metadata
+    assert metadata.job and metadata.data, "it says whose it is"
+    assert {"python", "torch", "elastic_dp", "kind"} <= set(metadata.versions)

@@ -1,0 +1,225 @@
+"""What is made of a micro-batch that gives another result when it is run again."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_dp.errors import LoopError, LossError
+from elastic_dp.train.exactness.purity_probe import ProbeOutcome, facts_of, probe
+from tests.runs import group, local, spec_of, texts_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+class Unsteady:
+    """Implements `ProbeTarget`; each run has another loss."""
+
+    def __init__(self, exact=True, device=CPU):
+        self.exact, self.device, self.runs = exact, device, 0
+
+    def try_out(self):
+        self.runs += 1
+        return ProbeOutcome({}, {"the loss": str(self.runs)}, {}, {})
+
+    def holds(self):
+        return {}, {}
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_probe_with_another_loss_is_refused_by_name():
+    with pytest.raises(LossError, match=r"gave the loss \(1, then 2\)"):
+        probe(Unsteady(), [], print)
+
+
+@pytest.mark.parametrize(("device", "because"), [(GPU, []), (CPU, ["scatter has no such kernel"])])
+def test_probe_with_another_loss_on_nondeterministic_kernels_makes_the_run_inexact(device, because):
+    told, before = [], len(because)
+    probe(Unsteady(device=device), because, told.append)
+    assert because[before:] == ["one micro-batch, run twice, gave the loss (1, then 2)"]
+    assert len(told) == 1 and "not exact" in told[0]
+
+
+def test_cudnn_benchmark_makes_a_run_on_a_gpu_inexact(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    for device, found in ((CPU, 0), (GPU, 1)):
+        runs, because = Unsteady(device=device), []
+        runs.try_out = lambda: None
+        probe(runs, because, print)
+        assert because == ["torch.backends.cudnn.benchmark was turned on"] * found
+
+
+class Counts:
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return cross_entropy(model, batch)
+
+    __call__ = loss
+
+
+@pytest.mark.parametrize("of", [lambda c: c, lambda c: c.loss, lambda c: functools.partial(c.loss)])
+def test_a_count_of_an_object_that_is_the_loss_function_is_said(of):
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, adamw(model), of(Counts())):
+            pass
+
+    outcome, run = group(spec_of(steps=2, workers=1), train)
+    assert outcome.error is None, outcome.traceback
+    assert any("loss_fn.calls (1, then 2) changes" in text for text in texts_of(run))
+
+
+def test_probe_with_another_loss_in_fast_mode_warns():
+    told, because = [], []
+    probe(Unsteady(exact=False), because, told.append)
+    assert because == [] and "gave the loss (1, then 2)" in told[0]
+
+
+def test_a_run_in_fast_mode_with_an_own_generator_is_warned_and_goes_on():
+    rng = np.random.default_rng(0)
+
+    def train(ctx):
+        model = classifier()
+        loss_fn = lambda m, b: cross_entropy(m, b) * (0.5 + rng.random())  # noqa: E731
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+
+    outcome, run = group(spec_of(steps=3, workers=1, exact=False), train)
+    assert outcome.error is None and outcome.step == 3
+    assert any("What changed meanwhile: rng" in text for text in texts_of(run))
+
+
+def test_probe_leaves_no_trace_in_the_result():
+    """Buffers, gradients and random numbers are as if it had not been."""
+
+    def train(ctx, probed=True):
+        model = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 4)
+        )
+        if not probed:
+            ctx._session.is_source = False  # it warms up, as a worker that joins does
+        for _ in ctx.steps(model, adamw(model), cross_entropy):
+            pass
+
+    spec = spec_of(steps=3, workers=1)
+    assert local(spec, train).digest == local(spec, lambda ctx: train(ctx, False)).digest
+
+
+def test_facts_follow_values_and_not_objects():
+    def seen(value):
+        return facts_of("x", value)
+
+    assert seen(torch.ones(3)) == seen(torch.ones(3)) != seen(torch.zeros(3))
+    assert seen(np.ones(3)) == seen(np.ones(3)) != seen(np.zeros(3))
+    assert seen([1, {"a": float("nan")}]) == seen([1, {"a": float("nan")}]) != seen([1, {"a": 2.0}])
+    rng = np.random.default_rng(0)
+    before = seen(rng)
+    assert seen(rng) == before
+    rng.random()
+    assert seen(rng) != before
+    assert seen(object()) == seen(nn.Linear(2, 2)) == seen(torch.ones(2).to_sparse()) == {}
+
+
+def test_averaged_model_of_torch_that_is_not_passed_is_refused_in_the_first_body():
+    def train(ctx, state=None):
+        model = classifier()
+        ema = AveragedModel(model)
+        for _ in ctx.steps(model, adamw(model), cross_entropy, state=state and {"ema": ema}):
+            ema.update_parameters(model)
+
+    with pytest.raises(LoopError, match=r"changed a AveragedModel that is not passed .* state="):
+        local(spec_of(steps=2), train)
+    local(spec_of(steps=2), lambda ctx: train(ctx, state=True))
+
+
+def test_schedulers_within_the_one_that_is_passed_and_unused_ones_are_not_accused():
+    def train(ctx):
+        model = classifier()
+        optimizer = adamw(model)
+        unused = lr_scheduler.StepLR(optimizer, 3)
+        parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 1)]
+        scheduler = lr_scheduler.SequentialLR(optimizer, parts, [2])
+        for _ in ctx.steps(model, optimizer, cross_entropy, scheduler=scheduler):
+            pass
+        assert unused.last_epoch == 0 and parts[1].last_epoch > 0
+
+    local(spec_of(steps=5), train)
+
+
+class Warmed(torch.optim.SGD):
+    """Has a scheduler of its own, which it steps itself."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.warmup = lr_scheduler.LinearLR(self, total_iters=3)
+
+    def step(self):
+        super().step()
+        self.warmup.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
+def test_scheduler_that_the_optimizer_holds_is_not_accused():
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, Warmed(model.parameters()), cross_entropy):
+            pass
+
+    local(spec_of(steps=3), train)
+
+
+def test_numbers_that_are_equal_to_what_is_passed_are_looked_at():
+    """Small integers are one object each."""
+
+    class Average:
+        def __init__(self):
+            self.count = 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def train(ctx):
+        model, temperature = classifier(), 1
+        loss_fn = lambda m, b: cross_entropy(m, b) / temperature  # noqa: E731
+        for _ in ctx.steps(model, adamw(model), loss_fn, state={"average": Average()}):
+            temperature += 1
+
+    outcome, run = group(spec_of(steps=2, workers=1), train)
+    assert outcome.error is None, outcome.traceback
+    assert any("changed temperature, of which the loss" in text for text in texts_of(run))
+
+
+def test_loss_that_writes_parameters_back_is_not_accused():
+    def train(ctx):
+        model = classifier()
+
+        def loss_fn(m, batch):
+            with torch.no_grad():
+                before = [p.clone() for p in m.parameters()]
+                for p in m.parameters():
+                    p.mul_(0.5)
+                calm = m(batch["x"])
+                for p, value in zip(m.parameters(), before, strict=True):
+                    p.copy_(value)
+            return cross_entropy(m, batch) + (m(batch["x"]) - calm).square().mean()
+
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+
+    local(spec_of(steps=3), train)

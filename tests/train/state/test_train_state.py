@@ -1,0 +1,580 @@
+"""State of kinds that torch allows and few jobs have: carried to whoever joins, through a kill, and by a checkpoint, to
+the last bit; or refused by name before the first step."""
+
+import contextlib
+import dataclasses
+import datetime
+import fractions
+import functools
+import io
+import json
+import pathlib
+import random
+import re
+import sys
+import threading
+import types
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from elastic_dp.checkpoint.decoding import decode
+from elastic_dp.checkpoint.encoding import encode
+from elastic_dp.checkpoint.extra_state import extra_states
+from elastic_dp.checkpoint.state_dict_names import naming_of, optimizer_state
+from elastic_dp.config import CheckpointConfig, MapStyleData
+from elastic_dp.errors import LoopError, ModelError
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.state.train_state import TrainState
+from tests.runs import Points, group, local, resize, spec_of
+from tests.train import optimizers as zoo
+from tests.train.jobs import adamw, classifier, cross_entropy, hold, loop
+
+HALF = 14
+BODY = {"body_s": 0.02}
+
+
+def job(steps, workers, **config):
+    spec = spec_of(steps=steps, workers=workers, virtual=6, config=BODY | config)
+    return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=HALF))
+
+
+def check_carried(train, tmp_path):
+    """1 → 3 workers, the first one dies, and all of it again from a checkpoint in new processes: as in one undisturbed
+    process. The bodies wait for the three, and it dies when they have made a step."""
+    calm = local(job(2 * HALF, 1), train)
+    dead = tmp_path / "dead"
+    fault = WorkerFault("backward", worker="w1", world_size=3, once=str(dead), settled=True)
+    first = job(HALF, 1, hold={0: 3})
+    url = str(tmp_path / "run")
+    outcome, _ = group(first, train, script=[resize(1, 3)], faults=(fault,), url=url)
+    assert outcome.error is None, outcome.traceback
+    assert dead.exists() and outcome.workers_lost == 1
+    assert outcome.digest == local(job(HALF, 1), train).digest
+    outcome, _ = group(job(2 * HALF, 2), train, url=url)
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.step) == (calm.digest, 2 * HALF)
+
+
+def refusal(train):
+    """The words in which the run is refused; no step is made."""
+    run = None
+    with pytest.raises(ModelError) as refused:
+        run = local(job(HALF, 1), train)
+    assert run is None
+    return str(refused.value)
+
+
+# ------------------------------------------------------------------------------------- buffers
+
+
+class Sharing(nn.Module):
+    """Expanded buffers, views of one vector, one buffer in two modules, and a view of a parameter; forward writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.twin = classifier(), nn.Module()
+        self.register_buffer("scale", torch.ones(1).expand(16))
+        self.register_buffer("mean", torch.zeros(4, 1).expand(4, 16))
+        both = torch.zeros(8)
+        self.register_buffer("first", both[:6])
+        self.register_buffer("last", both[2:], persistent=False)
+        self.register_buffer("counts", torch.zeros(3))
+        self.twin.register_buffer("counts", self.counts)
+        self.register_buffer("of_weight", self.net[0].weight.data[0])
+
+    def forward(self, x):
+        y = x * self.scale + self.mean.sum() + self.first.mean() + self.last.mean()
+        if self.training:
+            self.first.add_(x.mean() * 0.1)
+            self.twin.counts.add_(x.std())
+            self.mean[:, :1].add_(x[:4, :1] * 0.01)
+            self.scale = (x.mean() + 1.0).expand(16)
+        return self.net(y + self.counts.sum() * 0.01 + self.of_weight)
+
+
+def sharing(ctx):
+    model = Sharing()
+    loop(ctx, model, adamw(model))
+    assert model.scale.stride() == (0,) and model.counts is model.twin.counts
+    assert torch.equal(model.first[2:], model.last[:4])
+    assert torch.equal(model.of_weight, model.net[0].weight[0])
+
+
+def test_buffers_that_share_memory_are_carried(tmp_path):
+    check_carried(sharing, tmp_path)
+
+
+def test_buffer_in_memory_that_another_one_sees_in_another_dtype_is_refused_by_name():
+    def train(ctx):
+        model = classifier()
+        model.register_buffer("bits", torch.zeros(8))
+        model.register_buffer("words", model.bits.view(torch.int32))
+        loop(ctx, model, adamw(model))
+
+    assert "'words' (torch.int32) shares memory with 'bits' (torch.float32)" in refusal(train)
+
+
+def test_sparse_buffer_is_refused_by_name_before_the_first_step():
+    def train(ctx):
+        model = classifier()
+        model.register_buffer("edges", torch.eye(4).to_sparse())
+        loop(ctx, model, adamw(model))
+
+    assert "model.edges is not a dense tensor" in refusal(train)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_mean_of_a_narrow_buffer_does_not_overflow(dtype):
+    """Eight of these values have a sum that the type does not hold; of float8 torch adds none."""
+    largest = torch.full((4,), torch.finfo(dtype).max).to(dtype)
+
+    def train(ctx):
+        model = classifier()
+        model.register_buffer("scale", torch.ones(4).to(dtype))
+
+        def loss_fn(m, batch):
+            m.scale.copy_(largest)
+            return cross_entropy(m, batch)
+
+        for _ in ctx.steps(model, adamw(model), loss_fn):
+            pass
+        assert torch.equal(model.scale.float(), largest.float())
+
+    local(spec_of(steps=1), train)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_model_is_refused_by_name():
+    def train(ctx):
+        model = torch.jit.script(classifier())
+        loop(ctx, model, adamw(model))
+
+    with pytest.raises(ModelError, match="model is a TorchScript module"):
+        local(spec_of(steps=1), train)
+
+
+def test_buffer_made_in_inference_mode_is_refused_by_name():
+    def train(ctx):
+        model = classifier()
+        with torch.inference_mode():
+            made = torch.ones(4)
+        model.register_buffer("scale", made)
+        loop(ctx, model, adamw(model))
+
+    with pytest.raises(ModelError, match=r"model\.scale was made under torch\.inference_mode"):
+        local(spec_of(steps=1), train)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norms_of_experts_count_the_steps_in_which_any_micro_batch_used_them(
+    momentum, tmp_path
+):
+    def train(ctx):
+        model = nn.ModuleDict(
+            {
+                name: nn.Sequential(
+                    nn.Linear(16, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Linear(8, 4)
+                )
+                for name in ("one", "other")
+            }
+        )
+
+        def loss_fn(m, batch):
+            expert = "one" if int(batch["i"].sum()) % 5 else "other"
+            return F.cross_entropy(m[expert](batch["x"]), batch["y"])
+
+        for step in ctx.steps(model, adamw(model), loss_fn):
+            assert int(model["one"][1].num_batches_tracked) == step.number
+            assert int(model["other"][1].num_batches_tracked) <= step.number
+            hold(ctx, step)
+
+    check_carried(train, tmp_path)
+
+
+def test_integer_buffer_that_counts_rows_is_still_refused_by_name():
+    def train(ctx):
+        model = classifier()
+        model.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def loss_fn(m, batch):
+            m.seen += int(batch["i"].sum()) % 7
+            return cross_entropy(m, batch)
+
+        loop(ctx, model, adamw(model), loss_fn)
+
+    words = refusal(train)
+    assert "buffer 'seen' (torch.int64) differs between virtual workers" in words
+    assert "num_batches_tracked" in words
+
+
+# ---------------------------------------------------------------------------------- extra state
+
+
+class Extra(nn.Module):
+    """State beside tensors: `step` as forward counts it, `own` as the body writes it."""
+
+    def __init__(self, by_rows=False):
+        super().__init__()
+        self.net, self.by_rows = classifier(), by_rows
+        self.uses, self.own = 0, {"rate": 1.0, "past": np.zeros(3)}
+        self.table = torch.zeros(4)
+
+    def get_extra_state(self):
+        return {"uses": self.uses, "own": self.own, "table": self.table}
+
+    def set_extra_state(self, state):
+        self.uses, self.own, self.table = state["uses"], state["own"], state["table"]
+
+    def forward(self, x):
+        if self.training:
+            self.uses += int(x.sum() * 1e3) if self.by_rows else 1
+            self.table = self.table + 0.01
+        past = float(self.own["past"].sum())
+        return self.net(x * self.own["rate"] + self.uses * 0.01 + self.table.sum() + past)
+
+
+def extra_state(ctx):
+    model = nn.Sequential(Extra())
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        assert model[0].uses == step.number, "each virtual worker begins from the same state"
+        model[0].own["rate"] *= 0.99
+        model[0].own["past"][step.number % 3] += step.loss * 0.1
+        uses = model[0].uses
+        ctx.evaluate(cross_entropy, ctx.config["eval"])
+        assert model[0].uses == uses
+        hold(ctx, step)
+
+
+def test_extra_state_of_modules_is_carried(tmp_path, monkeypatch):
+    monkeypatch.setitem(BODY, "eval", MapStyleData(Points(30), micro_batch_size=8))
+    check_carried(extra_state, tmp_path)
+
+
+def test_extra_state_that_depends_on_the_rows_is_refused_by_name():
+    def train(ctx):
+        model = nn.Sequential(Extra(by_rows=True))
+        loop(ctx, model, adamw(model))
+
+    assert "extra state '0._extra_state' (get_extra_state) differs on virtual" in refusal(train)
+
+
+def test_extra_state_that_cannot_be_carried_is_refused_by_name():
+    def train(ctx):
+        model = nn.Sequential(Extra())
+        model[0].own["rule"] = lambda x: x
+        loop(ctx, model, adamw(model))
+
+    assert "get_extra_state of model.0 returns at own.rule a builtins.function" in refusal(train)
+
+
+# ----------------------------------------------------------------------------------- optimizers
+
+
+def with_optimizer(make, scheduler=None, body=None):
+    def train(ctx):
+        model = classifier()
+        optimizer = make(model)
+        made = scheduler(optimizer) if scheduler else None
+        for step in ctx.steps(model, optimizer, cross_entropy, scheduler=made):
+            if body:
+                body(optimizer)
+            hold(ctx, step)
+
+    return train
+
+
+def hooked(model):
+    """What clips is no attribute: an object, and a closure, registered with torch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    norms, calls = [], 0
+
+    class Clip:
+        def __init__(self):
+            self.past = deque(maxlen=4)
+
+        def __call__(self, optimizer, args, kwargs):
+            self.past.append(sum(float(p.grad.norm()) for p in model.parameters()))
+            for p in model.parameters():
+                p.grad.mul_(min(self.past) / self.past[-1])
+
+    def scale(optimizer, args, kwargs):
+        nonlocal calls
+        calls += 1
+        norms.append(float(model[0].bias.grad.norm()))
+        for p in model.parameters():
+            p.grad.mul_(1.0 + sum(norms) / calls)
+
+    optimizer.register_step_pre_hook(Clip())
+    optimizer.register_step_pre_hook(scale)
+    return optimizer
+
+
+def decays(optimizer):
+    optimizer.decay *= 0.97
+
+
+CARRIED = {
+    "containers, plain objects, bound methods": with_optimizer(lambda m: zoo.AutoClip(m.parameters())),
+    "generators": with_optimizer(lambda m: zoo.Noisy(m.parameters())),
+    "views of one vector": with_optimizer(lambda m: zoo.Flat(m.parameters())),
+    "objects made in the first step": with_optimizer(lambda m: zoo.Preconditioned(m.parameters())),
+    "an optimizer around another": with_optimizer(lambda m: zoo.Lookahead(adamw(m))),
+    "optimizers in a dict": with_optimizer(zoo.Both),
+    "both around each other": with_optimizer(lambda m: zoo.Lookahead(zoo.AutoClip(m.parameters()))),
+    "step hooks": with_optimizer(hooked),
+    "an attribute that the body changes": with_optimizer(
+        lambda m: zoo.OwnTensor(m.parameters()), body=decays
+    ),
+    "a scheduler of one's own": with_optimizer(adamw, zoo.Cycling),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_optimizer_state_of_every_kind_is_carried(name, tmp_path):
+    check_carried(CARRIED[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (zoo.ByIterator, "optimizer.rates is a itertools.cycle"),
+        (zoo.LateInner, "optimizer.inner is an optimizer that was not there when the loop began"),
+        (zoo.LateIterator, "optimizer.state[0.weight].rates is a builtins.list_iterator"),
+    ],
+)
+def test_optimizer_state_that_cannot_be_carried_is_refused_by_name(make, words):
+    assert words in refusal(with_optimizer(lambda m: make(m.parameters())))
+
+
+def test_optimizer_attribute_of_an_unknown_kind_is_refused_before_the_first_step():
+    def train(ctx):
+        model = classifier()
+        for _ in ctx.steps(model, zoo.ByIterator(model.parameters()), cross_entropy):
+            raise AssertionError("a step was made")
+
+    assert "give its class state_dict()" in refusal(train)
+
+
+def test_body_that_writes_a_tensor_of_the_optimizer_is_told_so_by_name():
+    def writes(optimizer):
+        optimizer.scale.mul_(0.9)
+
+    train = with_optimizer(lambda m: zoo.OwnTensor(m.parameters()), body=writes)
+    with pytest.raises(LoopError, match=r"wrote to optimizer\.scale"):
+        local(job(HALF, 1), train)
+
+
+class Harmless(torch.optim.SGD):
+    """What many optimizers hold beside their state, and what need not be carried."""
+
+    def __init__(self, parameters, model):
+        super().__init__(parameters, lr=0.05)
+        self.model, self.layers, self.kind = model, list(model), type(model)
+        self.log, self.lock, self.local = zoo.LOG, threading.Lock(), threading.local()
+        self.stream = contextlib.nullcontext()
+        self.kernel, self.rule = torch._C._get_cpp_backtrace, functools.partial(max, 0)
+        self.config = types.SimpleNamespace(names=["a"], began=datetime.datetime(2020, 1, 1))
+        self.out, self.write = sys.stdout, sys.stdout.write
+        self.sentinel, self.dtype, self.device = object(), torch.float32, torch.device("cpu")
+        self.draw, self.pattern, self.phase = random.random, re.compile("a"), zoo.Phase.WARM
+        self.param_groups[0]["schedule"] = lambda step: step
+        self.cached = functools.cache(lambda x: x)
+        self.file = pathlib.Path("somewhere")
+
+
+class Redated(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05)
+        self.rate = fractions.Fraction(1, 2)
+
+    def step(self):
+        self.rate /= 2
+        super().step()
+
+
+def test_optimizer_attributes_that_need_not_be_carried_are_not_refused(tmp_path):
+    train = with_optimizer(lambda m: Harmless(m.parameters(), m))
+    spec = job(HALF, 1)
+    assert local(spec, train, str(tmp_path)).digest == local(spec, train).digest
+    source = stepped(lambda m: Harmless(m.parameters(), m), 2)
+    joined = stepped(lambda m: Harmless(m.parameters(), m), 0, seed=1)
+    lock = joined.optimizer.lock
+    joined.adopt(handed_over(source), body=True)
+    assert joined.optimizer.lock is lock and joined.optimizer.model is joined.model
+
+
+def test_optimizer_attribute_that_is_not_carried_and_changes_is_refused_by_name():
+    words = refusal(with_optimizer(lambda m: Redated(m.parameters())))
+    assert "optimizer.rate is a Fraction, which is not carried" in words
+
+
+def stepped(make, steps, seed=0):
+    """A state after so many steps, with its model."""
+    torch.manual_seed(seed)
+    model = classifier().double()
+    state = TrainState(model, make(model), None, None, {})
+    for _ in range(steps):
+        advance(state)
+    return state
+
+
+def advance(state):
+    torch.manual_seed(int(state.model[0].weight.sum() * 1e6) % 1000)
+    state.model(torch.randn(4, 16).double()).square().mean().backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.note_commit()
+
+
+def handed_over(state):
+    encoded, tensors = encode(state.tree([], None))
+    tensors = [tensor.clone() for _, tensor in tensors]
+    return decode(json.loads(json.dumps(encoded)), tensors)
+
+
+def test_member_behind_takes_what_the_step_made_of_attributes_and_runs_its_own_body():
+    """The one ahead has run its body already: who takes the step from it must not have that body's change twice."""
+    ahead, behind = (stepped(lambda m: zoo.OwnTensor(m.parameters()), 2) for _ in range(2))
+    advance(ahead)
+    decays(ahead.optimizer)
+    behind.adopt(handed_over(ahead), body=False)
+    assert behind.optimizer.decay == 1.0
+    decays(behind.optimizer)
+    joined = stepped(lambda m: zoo.OwnTensor(m.parameters()), 0, seed=1)
+    joined.adopt(handed_over(ahead), body=True)
+    assert behind.optimizer.decay == joined.optimizer.decay == ahead.optimizer.decay == 0.97
+    assert joined.optimizers.committed["own"][0]["attributes"]["decay"] == 1.0
+
+
+def test_state_that_a_behind_member_and_a_joiner_took_goes_on_as_the_source_s():
+    for make in (zoo.Flat, zoo.Noisy, zoo.AutoClip, zoo.Preconditioned):
+        ahead, behind = (stepped(lambda m, make=make: make(m.parameters()), 2) for _ in range(2))
+        joined = stepped(lambda m, make=make: make(m.parameters()), 0, seed=1)
+        advance(ahead)
+        behind.adopt(handed_over(ahead), body=False)
+        joined.adopt(handed_over(ahead), body=True)
+        again = stepped(lambda m, make=make: make(m.parameters()), 0, seed=2)
+        again.adopt(handed_over(joined), body=True)
+        for state in (ahead, behind, joined, again):
+            advance(state)
+            advance(state)
+        assert behind.digest() == joined.digest() == again.digest() == ahead.digest(), make
+
+
+def test_tree_of_before_attributes_were_carried_apart_is_still_taken():
+    """As format 2 had it: plain attributes among what belongs to no parameter, everything else as it was."""
+    source = stepped(lambda m: zoo.OwnTensor(m.parameters()), 2)
+    decays(source.optimizer)
+    tree = handed_over(source)
+    for word in ("own", "inner_hyper", "inner_state", "shared", "extra_state"):
+        tree["step"].pop(word, None)
+        tree["body"].pop(word, None)
+    tree["step"]["optimizer_rest"] = {"state": {"calls": 3}, "own": {"decay": 0.97}}
+    taker = stepped(lambda m: zoo.OwnTensor(m.parameters()), 0, seed=1)
+    taker.adopt(tree, body=True)
+    assert taker.optimizer.decay == 0.97 and taker.optimizer.state["calls"] == 3
+    assert taker.digest() == source.digest()
+
+
+def test_state_of_an_optimizer_of_the_run_is_exported_in_plain_types():
+    state = stepped(lambda m: zoo.Flat(m.parameters()), 2)
+    naming = naming_of(state.model, state.optimizer)
+    exported = optimizer_state(handed_over(state), naming)
+    for i, p in enumerate(state.model.parameters()):
+        assert torch.equal(exported["state"][i]["momentum"], state.optimizer.state[p]["momentum"])
+    state = stepped(lambda m: zoo.Preconditioned(m.parameters()), 2)
+    exported = optimizer_state(handed_over(state), naming_of(state.model, state.optimizer))
+    kept = state.optimizer.state[state.model[0].weight]["kept"]
+    assert torch.equal(exported["state"][0]["kept"]["terms"][0], kept.terms[0])
+    assert list(exported["state"][0]["past"])
+
+
+def torch_s_own():
+    """All that a step can run, with states made in __init__ or late."""
+    skipped = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+    return [
+        cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and name not in skipped
+    ]
+
+
+def hugging_face(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters)
+
+
+class Scaler:
+    """As a loss scaler: it carries itself."""
+
+    def __init__(self):
+        self.rule, self.scale = iter([]), 1.0
+
+    def state_dict(self):
+        return {"scale": self.scale, "extra": (1, None)}
+
+    def load_state_dict(self, state):
+        self.scale = state["scale"]
+
+
+class Holding(torch.optim.SGD):
+    """Holds what carries itself: a scaler, an average of the model, a compiled model and a scheduler."""
+
+    def __init__(self, parameters, model):
+        super().__init__(parameters, lr=0.05)
+        self.scaler, self.average = Scaler(), torch.optim.swa_utils.AveragedModel(model)
+        self.compiled = torch.compile(model)
+        self.rates = torch.optim.lr_scheduler.StepLR(self, 2)
+
+    def step(self):
+        self.scaler.scale *= 0.99
+        for p, mean in zip(self.param_groups[0]["params"], self.average.parameters(), strict=True):
+            p.grad.mul_(self.scaler.scale).add_(mean.detach(), alpha=0.01)
+        super().step()
+        self.average.update_parameters(self.compiled)
+        self.rates.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it imports its compiler
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda m, cls=cls: cls(m.parameters(), lr=0.01) for cls in torch_s_own()),
+        lambda m: hugging_face(m.parameters()),
+        lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01)),
+        lambda m: Holding(m.parameters(), m),
+        lambda m: zoo.Lookahead(Holding(m.parameters(), m)),
+    ],
+    ids=[*(cls.__name__ for cls in torch_s_own()), "transformers", "tensor lr", "holding", "around"],
+)  # fmt: skip
+def test_optimizer_that_joined_goes_on_as_the_source_s(make):
+    source = stepped(make, 3)
+    joined = stepped(make, 0, seed=1)
+    joined.adopt(handed_over(source), body=True)
+    for state in (source, joined):
+        advance(state)
+        advance(state)
+    assert joined.digest() == source.digest()
+
+
+def test_extra_state_that_is_a_file_in_memory_is_carried():
+    class Scales(nn.Linear):
+        scale = 1.0
+
+        def get_extra_state(self):
+            return io.BytesIO(json.dumps(self.scale).encode())
+
+        def set_extra_state(self, state):
+            self.scale = json.loads(state.read())
+
+    source, taker = (Scales(2, 2) for _ in range(2))
+    source.scale = 0.25
+    [given], [mine] = extra_states(source), extra_states(taker)
+    mine.write(given.read())
+    assert taker.scale == 0.25

@@ -1,0 +1,119 @@
+"""A replica whose weights go wrong is found, and the run goes back to when all agreed: equal to the undisturbed one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.config import CheckpointConfig
+from elastic_dp.coordinator.messages import ReplicaMismatch
+from elastic_dp.errors import GroupError
+from elastic_dp.storage import Store
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.state.weight_comparison import WeightComparison, digest_of, sums_of
+from tests.runs import PATIENT, group, lines_of, local, never_put_off, spec_of, texts_of
+from tests.train.checkpointing.test_worker_checkpointer import when_committed
+from tests.train.jobs import plain
+
+
+def job(every=6, keep=5, **options):
+    return dataclasses.replace(
+        spec_of(steps=24, **options),
+        checkpoint=CheckpointConfig(every_steps=keep),
+        failure=dataclasses.replace(PATIENT, compare_weights_every=every),
+    )
+
+
+def flip(step, tmp_path, rank=1):
+    """At the beginning of that step, so that its gradient is wrong as well, and moves the others."""
+    path = str(tmp_path / "flipped")
+    return WorkerFault("before_forward", step, rank, action="flip", once=path, settled=True)
+
+
+@pytest.fixture(scope="module")
+def calm():
+    return local(job(), plain).digest
+
+
+@pytest.mark.parametrize("workers", [3, 2])
+def test_a_flipped_bit_costs_the_steps_since_all_agreed(workers, calm, tmp_path):
+    """With two there is no majority. Seen after step 12, last agreed after 10, which is a checkpoint."""
+    url, committed = str(tmp_path / "run"), tmp_path / "committed"
+    gates = {"gates": {11: str(committed)}}
+    spec = job(workers=workers, min_workers=workers, config=gates)
+    script = [(10, when_committed(url, 10, lambda run: committed.touch()))]
+    train = never_put_off(plain)
+    outcome, run = group(spec, train, faults=(flip(12, tmp_path),), script=script, url=url)
+    assert (tmp_path / "flipped").exists()
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.step, outcome.digest) == (24, calm)
+    said = texts_of(run)
+    assert any("all workers agreed after step 10" in text for text in said), said
+    assert any("back to step 10" in text for text in said), said
+    evicted = [x for x in lines_of(run) if x.get("command") == "EvictWorker"]
+    assert len({x["worker"] for x in evicted if "differ" in x["reason"]}) == (
+        1 if workers == 3 else 2
+    )
+    assert [name.step for name in Catalog(Store(url)).names()][-1] == 24
+
+
+def test_flipped_bit_without_a_checkpoint_fails_the_run_with_the_way_out(tmp_path):
+    spec = dataclasses.replace(job(min_workers=3), checkpoint=CheckpointConfig())
+    outcome, _ = group(spec, plain, faults=(flip(8, tmp_path),), url=str(tmp_path / "run"))
+    assert "no checkpoint of step 6 or before" in outcome.error
+
+
+# ------------------------------------------------------------------------------------------ digests
+
+
+def weights(every=4, members=("w1", "w2", "w3")):
+    made = WeightComparison({"a": torch.ones(3)}, every)
+    made.members = members
+    return made
+
+
+def test_weights_are_compared_when_due_and_only_once():
+    made = weights()
+    assert [bool(made.digest(step)) for step in (0, 3, 4, 5, 8)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    made.compare_after(5)
+    digest = made.digest(5)
+    made.compare(5, [digest, None, digest])  # a joiner does not know that it is due
+    assert (made.agreed, made.digest(5), made.digest(4)) == (5, None, None)
+    alone = weights(members=("w1",))
+    assert (alone.digest(4), alone.agreed) == (None, 4)
+    assert weights(every=None).digest(4) is None
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd"),
+    [
+        (["a", "b", "a"], ("w2",)),
+        (["a", "b", "c"], ("w1", "w2", "w3")),
+        (["a", "b", None], ("w1", "w2")),
+    ],
+)
+def test_the_majority_decides_who_is_odd(digests, odd):
+    made = weights()
+    made.compare(4, ["a", "a", "a"])
+    with pytest.raises(GroupError):
+        made.compare(8, digests)
+    assert made.mismatch == ReplicaMismatch(4, odd)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+def test_any_flipped_bit_shows(dtype):
+    tensor = torch.ones(4, 5).to(dtype)
+    other = tensor.clone().t().contiguous().t()  # in another order of bytes
+    assert digest_of([tensor]) == digest_of([other])
+    flipped = tensor.clone()
+    flipped.view(-1).view(torch.uint8)[3] ^= 1
+    assert digest_of([flipped]) != digest_of([tensor])
+    assert sums_of([flipped]) != sums_of([tensor])
+    assert digest_of([torch.empty(0)]) == digest_of([torch.empty(0)])
