@@ -14,6 +14,7 @@ from elastic_dp.checkpoint.checkpoint_writer import write_parts
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.config import CheckpointConfig
 from elastic_dp.storage import Store
+from elastic_dp.train.checkpointing import checkpoint_committer
 from elastic_dp.train.checkpointing.checkpoint_committer import (
     CheckpointCommitter,
     CommitterActions,
