@@ -51,7 +51,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Look:
+class ReadNewest:
     """Ask for the newest record, or None, and the time after that."""
 
 
@@ -71,11 +71,11 @@ class Held:
 
 
 T = TypeVar("T")
-Steps = Generator[Look | Create, Any, T]
+Steps = Generator[ReadNewest | Create, Any, T]
 
 
 class Lease:
-    """One claimant's part. Its methods yield `Look` and `Create`, are sent the answers, and return the outcome.
+    """One claimant's part. Its methods yield `ReadNewest` and `Create`, are sent the answers, and return the outcome.
 
     `now_s`: a clock of this machine that is never set; `wall_s`: the wall clock; both from before the first request.
     """
@@ -112,7 +112,7 @@ class Lease:
 
     def acquire(self, now_s: float, wall_s: float) -> Steps[Record | Held]:
         """Take it if it is free or has expired."""
-        newest, seen_at_s = yield Look()
+        newest, seen_at_s = yield ReadNewest()
         if newest != self._seen:
             self._seen, self._seen_at_s = newest, seen_at_s
         if newest is not None and newest.state == "held" and newest.token != self._token:
@@ -152,7 +152,7 @@ class Lease:
         while True:
             mine = Record(number, self._holder, self._token, state, wall_s)
             yield Create(mine)
-            newest, seen_at_s = yield Look()
+            newest, seen_at_s = yield ReadNewest()
             if newest == mine:
                 self.held, self._renewed_at_s = mine, now_s
                 return mine
@@ -223,7 +223,7 @@ class Holder:
                 asked = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            if isinstance(asked, Look):
+            if isinstance(asked, ReadNewest):
                 answer = self.newest(), self._clock()
             else:
                 answer = self._create(asked.record)

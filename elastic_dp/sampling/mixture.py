@@ -37,7 +37,7 @@ _PERIODS_KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class MixtureSource:
     """`name` for error messages; `weight` > 0, relative to the others'; the rest as in `Order`."""
 
     name: str
@@ -62,7 +62,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[MixtureSource],
         *,
         virtual_workers: int,
         micro_batch_size: int,
@@ -208,7 +208,7 @@ def _quotas(weights: Sequence[float], period: int) -> tuple[int, ...]:
     return tuple(quotas)
 
 
-def _check_rows(sources: Sequence[Source]) -> None:
+def _check_rows(sources: Sequence[MixtureSource]) -> None:
     for source in sources:
         if not np.sum(source.group_rows):
             raise DataError(f"{source.name} has no rows; leave this source out")

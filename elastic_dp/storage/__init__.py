@@ -22,7 +22,7 @@ the credentials are in a file that only botocore reads, or an http URL carries i
 
 from fsspec.utils import glob_translate
 
-from elastic_dp.storage.backend import Entry, Look
+from elastic_dp.storage.backend import Entry, FolderListing
 from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
 from elastic_dp.storage.file_systems import is_local, open_file_system
 from elastic_dp.storage.redact import redact
@@ -31,7 +31,7 @@ from elastic_dp.urls import redact_url
 
 __all__ = [
     "Entry",
-    "Look",
+    "FolderListing",
     "ObjectMissing",
     "ObjectRewritten",
     "Store",

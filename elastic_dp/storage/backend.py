@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     version: str
 
 
-class Look(NamedTuple):
+class FolderListing(NamedTuple):
     """What lies in a folder. `entries`: its files, or all below it. `folders`: those directly in it, without a "/" at the
     end, where only these were asked for. `unreadable`: paths that are there and cannot be read, by the reason."""
 
@@ -40,7 +40,7 @@ class Backend(Protocol):
     def find(self, folder: str, deep: bool) -> list[Entry]:
         """The files below `folder` ("" is the root), or only those directly in it; [] if there is none."""
 
-    def look(self, folder: str, deep: bool) -> Look:
+    def look(self, folder: str, deep: bool) -> FolderListing:
         """As `find`, in one listing; links to folders are followed."""
 
     def stat(self, path: str) -> Entry: ...

@@ -16,7 +16,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from elastic_dp.storage.backend import ODD_KEYS, SLOWEST_BYTES_PER_S, Entry, Look
+from elastic_dp.storage.backend import ODD_KEYS, SLOWEST_BYTES_PER_S, Entry, FolderListing
 from elastic_dp.storage.option_names import fsspec_options
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ class FsspecBackend:
         )
         return [_entry(path, info) for path, info in found.items() if path != folder]
 
-    def look(self, folder: str, deep: bool) -> Look:
+    def look(self, folder: str, deep: bool) -> FolderListing:
         self._system.invalidate_cache()
         depth = None if deep else 1
         found = self._system.find(
             folder, maxdepth=depth, withdirs=not deep, detail=True, **self._limit(0)
         )
-        look = Look([], [], {})
+        look = FolderListing([], [], {})
         for path, info in found.items():
             inside = path.removeprefix(folder).removeprefix("/")
             if not inside or path.endswith("/"):

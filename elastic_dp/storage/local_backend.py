@@ -20,7 +20,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from elastic_dp.errors import FileDamaged, StorageError
-from elastic_dp.storage.backend import Entry, Look
+from elastic_dp.storage.backend import Entry, FolderListing
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -40,8 +40,8 @@ class LocalBackend:
     def find(self, folder: str, deep: bool) -> list[Entry]:
         return list(_walk(folder or "/", deep))
 
-    def look(self, folder: str, deep: bool) -> Look:
-        found = Look([], [], {})
+    def look(self, folder: str, deep: bool) -> FolderListing:
+        found = FolderListing([], [], {})
         _look(folder or "/", deep, found, ())
         return found
 
@@ -119,7 +119,7 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
                 yield _entry(item.path, found)
 
 
-def _look(folder: str, deep: bool, into: Look, above: tuple[tuple[int, int], ...]) -> None:
+def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, int], ...]) -> None:
     """`above`: the folders around it, as the system numbers them: a link to one of them would be followed for ever."""
     try:
         here, inside = os.stat(folder), list(os.scandir(folder))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, Look
+from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, FolderListing
 from elastic_dp.storage.option_names import AZURE, GOOGLE, IGNORED, KIND, S3
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class ObstoreBackend:
         stream = self._obstore.list(self._client(0), prefix, chunk_size=_LISTED_AT_ONCE)
         return [_entry(meta) for chunk in stream for meta in chunk]
 
-    def look(self, folder: str, deep: bool) -> Look:
+    def look(self, folder: str, deep: bool) -> FolderListing:
         try:
             if deep:
-                return Look(self.find(folder, deep), [], {})
+                return FolderListing(self.find(folder, deep), [], {})
             prefix = folder.strip("/") or None
             found = self._obstore.list_with_delimiter(self._client(0), prefix)
         except self._obstore.exceptions.InvalidPathError:
@@ -62,9 +62,9 @@ class ObstoreBackend:
                 raise
             return self._look_by_other(self.other(), folder, deep)
         entries = [_entry(meta) for meta in found["objects"]]
-        return Look(entries, list(found["common_prefixes"]), {})
+        return FolderListing(entries, list(found["common_prefixes"]), {})
 
-    def _look_by_other(self, other: Backend, folder: str, deep: bool) -> Look:
+    def _look_by_other(self, other: Backend, folder: str, deep: bool) -> FolderListing:
         """obstore lists nothing at all where one key is not a path to it ("a//b", "a/../b")."""
         bucket = other.path[: len(other.path) - len(self.path)]
         found = other.look(f"{bucket}{folder}", deep)
@@ -74,7 +74,7 @@ class ObstoreBackend:
             reason: [path.removeprefix(bucket) for path in paths]
             for reason, paths in found.unreadable.items()
         }
-        return Look(entries, folders, unreadable)
+        return FolderListing(entries, folders, unreadable)
 
     def stat(self, path: str) -> Entry:
         return _entry(self._obstore.head(self._client(0), path))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.utils import glob_translate
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import Backend, Entry, Look
+from elastic_dp.storage.backend import Backend, Entry, FolderListing
 from elastic_dp.storage.backend_selection import open_backend
 from elastic_dp.storage.error_classes import ObjectMissing, OtherVersion, ShortBody, fault_of
 from elastic_dp.storage.redact import redact
@@ -63,12 +63,12 @@ class Store:
         """Whether it can say what it holds; over http only single files are found."""
         return self._backend.lists
 
-    def look(self, folder: str, *, deep: bool) -> Look:
+    def look(self, folder: str, *, deep: bool) -> FolderListing:
         """What lies in a folder, or below it, in one listing; whatever is in its name. Sorted by path."""
         found = self._retry.run(
             f"list {folder}", lambda: self._backend.look(folder.rstrip("/"), deep)
         )
-        return Look(sorted(found.entries), sorted(found.folders), found.unreadable)
+        return FolderListing(sorted(found.entries), sorted(found.folders), found.unreadable)
 
     def look_up(self, path: str) -> Entry | None:
         """The one file, whatever is in its name; None: there is none."""

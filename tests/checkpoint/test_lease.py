@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_dp.checkpoint.lease import Create, Held, Holder, Lease, Look, Record
+from elastic_dp.checkpoint.lease import Create, Held, Holder, Lease, ReadNewest, Record
 from elastic_dp.errors import FileDamaged, LeaseLost, RunMismatch
 from elastic_dp.storage import Store
 from tests.checkpoint.states import memory_store
@@ -31,7 +31,7 @@ class World:
         return self.objects[max(self.objects)] if self.objects else None
 
     def answer(self, asked):
-        if isinstance(asked, Look):
+        if isinstance(asked, ReadNewest):
             return self.newest(), self.now
         assert isinstance(asked, Create)
         number = asked.record.number

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp import cli
-from elastic_dp.cluster import run_commands
+from elastic_dp.cli import run_commands
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError, SpecError

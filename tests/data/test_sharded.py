@@ -19,7 +19,7 @@ from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluati
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.errors import BadShard, ClusterError, DataError, SpecError, UserCodeError
-from elastic_dp.sampling import Mixture, Order, Source, batch_seed, generator_for
+from elastic_dp.sampling import Mixture, MixtureSource, Order, batch_seed, generator_for
 from tests.data.row_groups import WIDTH, FakeRowGroups, resident_bytes
 from tests.patience import PATIENCE_S, eventually
 
@@ -319,8 +319,8 @@ def test_micro_batches_are_made_ahead_and_not_without_end(transform, together):
 def test_several_sources_are_mixed_by_weight():
     groups = FakeRowGroups(SIZES)
     sources = [
-        Source(name="a", weight=1, group_rows=SIZES[:4]),
-        Source(name="b", weight=3, group_rows=SIZES[4:]),
+        MixtureSource(name="a", weight=1, group_rows=SIZES[:4]),
+        MixtureSource(name="b", weight=3, group_rows=SIZES[4:]),
     ]
     order = Mixture(sources, virtual_workers=V, micro_batch_size=B)
     data = opened(groups, order)

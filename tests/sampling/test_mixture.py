@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.mixture import SLOTS, Mixture, Source
+from elastic_dp.sampling.mixture import SLOTS, Mixture, MixtureSource
 from elastic_dp.sampling.order import OPEN_BYTES
 
 
 def mixture(*sources: tuple[float, list[int]], group_bytes: int = 1, **settings) -> Mixture:
     found = [
-        Source(name=f"s{i}", weight=weight, group_rows=rows, group_bytes=[group_bytes] * len(rows))
+        MixtureSource(
+            name=f"s{i}", weight=weight, group_rows=rows, group_bytes=[group_bytes] * len(rows)
+        )
         for i, (weight, rows) in enumerate(sources)
     ]
     return Mixture(found, **settings)

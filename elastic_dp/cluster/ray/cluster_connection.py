@@ -35,6 +35,12 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
         ) from error
 
 
+def disconnect() -> None:
+    """From the cluster, so that the next connection may be to another one."""
+    ray.shutdown()
+    os.environ.pop("RAY_ADDRESS", None)
+
+
 def connect_or_start() -> None:
     """To the cluster of RAY_ADDRESS; without one, to a Ray that this process starts and that ends with it."""
     if not ray.is_initialized():

@@ -49,7 +49,7 @@ class _NoRowGroups:
 
 
 class MapStyleDataset(_NoRowGroups):
-    """A `Dataset` (see interface.py); a `Source` of what its processes make ahead (see micro_batches.py)."""
+    """A `Dataset` (see dataset_interface.py); a `MicroBatchSource` of what its processes make ahead (see micro_batches.py)."""
 
     def __init__(self, config: MapStyleData, *, virtual_workers: int, pin: bool = False) -> None:
         self._config, self._pin = config, pin
@@ -125,7 +125,7 @@ class MapStyleDataset(_NoRowGroups):
 
     def _start_processes(self) -> None:
         if self._processes[0].pid is None:
-            pickled = shipped(_Call(self._config))
+            pickled = shipped(_ItemsCall(self._config))
             for process in self._processes:
                 process.start(pickled)
 
@@ -152,7 +152,7 @@ class MapStyleDataset(_NoRowGroups):
 
 
 class MapStyleEvaluation(_NoRowGroups):
-    """An `EvaluationData` (see interface.py)."""
+    """An `EvaluationData` (see dataset_interface.py)."""
 
     def __init__(self, config: MapStyleData, *, pin: bool = False) -> None:
         self._config, self._pin = config, pin
@@ -189,7 +189,7 @@ class MapStyleEvaluation(_NoRowGroups):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ItemsCall:
     """What a data process runs."""
 
     config: MapStyleData

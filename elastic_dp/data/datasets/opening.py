@@ -16,7 +16,7 @@ from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import Mixture, Order, Source
+from elastic_dp.sampling import Mixture, MixtureSource, Order
 from elastic_dp.sampling.mixture import row_groups_at_least
 from elastic_dp.storage import Store, redact_url
 
@@ -100,7 +100,7 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
             tail=config.tail,
         )
     sources = [
-        Source(
+        MixtureSource(
             name=redact_url(url),
             weight=weight,
             group_rows=index.rows[source.first_group : source.end_group],

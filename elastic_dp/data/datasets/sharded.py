@@ -64,7 +64,7 @@ class _OfAStream:
 
 
 class StreamingDataset(_OfAStream):
-    """A `Dataset` (see interface.py)."""
+    """A `Dataset` (see dataset_interface.py)."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class StreamingDataset(_OfAStream):
 
 
 class StreamingEvaluation(_OfAStream):
-    """An `EvaluationData` (see interface.py). User code runs in the caller's thread, or early: never in processes."""
+    """An `EvaluationData` (see dataset_interface.py). User code runs in the caller's thread, or early: never in processes."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class StreamingEvaluation(_OfAStream):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _StreamCall:
     """What a data process runs: user code with the generators of one micro-batch."""
 
     collating: Collating
@@ -183,7 +183,7 @@ class _Call:
 
 
 class _Stream:
-    """Micro-batches by (step, virtual worker) of an order; a `Source` (see micro_batches.py)."""
+    """Micro-batches by (step, virtual worker) of an order; a `MicroBatchSource` (see micro_batches.py)."""
 
     last_step: int | None = None
 
@@ -392,7 +392,7 @@ class _Stream:
 
     def _start_processes(self) -> None:
         if self._processes and self._processes[0].pid is None:
-            pickled = shipped(_Call(self._collating, self._seed))
+            pickled = shipped(_StreamCall(self._collating, self._seed))
             for process in self._processes:
                 process.start(pickled)
 

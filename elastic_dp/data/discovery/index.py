@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class IndexedSource:
     """One URL. `first_group`…`end_group` - 1 are its row groups. `weight`: None where sources are one data set."""
 
     format: str
@@ -80,7 +80,7 @@ class Index:
     `columns`: (name, type, and what fills its nulls) of those that the job reads; `schema`: of the shards' columns that hold these.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[IndexedSource, ...]
     shards: pa.RecordBatch
     groups: pa.RecordBatch
     group_bounds: Ints
@@ -182,7 +182,7 @@ class Index:
                     batches.append(_one_batch(stream.read_all()))
             metadata = dict(schema.metadata)
             facts = json.loads(metadata.pop(b"index"))
-            sources = tuple(Source(**source) for source in facts["sources"])
+            sources = tuple(IndexedSource(**source) for source in facts["sources"])
             columns = tuple((name, kind) for name, kind in facts["columns"])
             shards, groups, bounds = batches
             plain = schema.with_metadata(metadata or None)
@@ -249,7 +249,7 @@ class Builder:
     """Makes an index of shards as they come."""
 
     def __init__(self) -> None:
-        self._sources: list[Source] = []
+        self._sources: list[IndexedSource] = []
         self._shards: list[tuple[Any, ...]] = []  # not yet in arrays
         self._shard_batches: list[pa.RecordBatch] = []
         self._scans: list[Scan] = []
@@ -261,7 +261,9 @@ class Builder:
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
         """Of a source; the shards added next are its own."""
         self._end()
-        self._sources.append(Source(chosen, weight, is_file, self._num_groups, self._num_groups))
+        self._sources.append(
+            IndexedSource(chosen, weight, is_file, self._num_groups, self._num_groups)
+        )
 
     def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
         source, footer = len(self._sources) - 1, None

@@ -30,7 +30,7 @@ from elastic_dp.data.discovery.table_formats import (
 )
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.errors import DataError
-from elastic_dp.storage import Entry, Look, Store, glob_translate, redact_url
+from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
 
 _GLOB_MARKS = "*?["
 _NAMED = 3
@@ -67,7 +67,7 @@ class _Found:
     root: str
     folder: str
     entries: list[Entry]
-    look: Look = field(default_factory=lambda: Look([], [], {}))
+    look: FolderListing = field(default_factory=lambda: FolderListing([], [], {}))
     is_file: bool = False
     is_glob: bool = False
     is_deep: bool = False

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from elastic_dp.data.discovery.skipped_files import Skipped, skipped_words
-from elastic_dp.storage import Entry, Look, Store
+from elastic_dp.storage import Entry, FolderListing, Store
 
 _LOOKS = 16  # folders that are looked into for an example
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
@@ -18,7 +18,7 @@ def why_nothing(
     shown: str,
     store: Store,
     folder: str,
-    look: Look,
+    look: FolderListing,
     *,
     skipped: Sequence[Skipped],
     is_glob: bool,

@@ -4,15 +4,20 @@ Files are taken in the order of their names, rows in the order of their file, ea
 blocks of a file, whatever its size. What cannot be read is a DataError that names the file.
 """
 
-from elastic_dp.dataprep.sources.detect_format import Source, find_source, open_documents, open_rows
+from elastic_dp.dataprep.sources.detect_format import (
+    InputSource,
+    find_source,
+    open_documents,
+    open_rows,
+)
 from elastic_dp.dataprep.sources.row_stream import Documents, Rows
 from elastic_dp.dataprep.sources.source_files import Files, list_files
 
 __all__ = [
     "Documents",
     "Files",
+    "InputSource",
     "Rows",
-    "Source",
     "find_source",
     "list_files",
     "open_documents",

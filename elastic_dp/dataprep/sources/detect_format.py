@@ -43,7 +43,7 @@ _OPENERS = {
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that have it; `skipped`:
     the others."""
 
@@ -57,7 +57,7 @@ def find_source(
     url: str,
     text_globs: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
-) -> Source:
+) -> InputSource:
     """`text_globs`: read the files that match one of them as text, and no others. Raises DataError where the format is
     not known, or is not one."""
     files = list_files(url, text_globs, storage_options)
@@ -68,7 +68,7 @@ def find_source(
                 f"no file at {redact_url(url)!r} matches {' or '.join(map(repr, text_globs))} (text_glob); it has "
                 f"{skipped_words(files.beside(read))}"
             )
-        return Source(url, "text", read, files.beside(read))
+        return InputSource(url, "text", read, files.beside(read))
     if "dataset_dict.json" in files.names:
         splits = sorted({name.split("/")[0] for name in files.names if "/" in name})
         raise DataError(
@@ -76,12 +76,14 @@ def find_source(
             f"'{redact_url(url).rstrip('/')}/{splits[0] if splits else 'train'}'"
         )
     if {"state.json", "dataset_info.json"} <= set(files.names):
-        return Source(url, "saved", files)
+        return InputSource(url, "saved", files)
     kind, read = find_format(url, files)
-    return Source(url, kind, read, files.beside(read))
+    return InputSource(url, kind, read, files.beside(read))
 
 
-def open_rows(source: Source, columns: list[str] | None = None, *, partitions: bool = True) -> Rows:
+def open_rows(
+    source: InputSource, columns: list[str] | None = None, *, partitions: bool = True
+) -> Rows:
     """`partitions`: with the columns that only the names of folders hold. Raises DataError where it has no rows as it is."""
     if source.kind == "text":
         raise DataError(
@@ -95,7 +97,7 @@ def open_rows(source: Source, columns: list[str] | None = None, *, partitions: b
     return _OPENERS[source.kind](source.files, columns, folders)
 
 
-def open_documents(source: Source, columns: list[str] | None = None) -> Documents:
+def open_documents(source: InputSource, columns: list[str] | None = None) -> Documents:
     """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
     if source.kind == "text":
         return documents_of_files(source.files)

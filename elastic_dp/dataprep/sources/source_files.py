@@ -22,7 +22,7 @@ from elastic_dp.data.discovery.table_formats import refuse_table, table_above, t
 from elastic_dp.errors import DataError, ElasticError, StorageError
 from elastic_dp.storage import (
     Entry,
-    Look,
+    FolderListing,
     glob_translate,
     is_local,
     open_file_system,
@@ -208,7 +208,7 @@ def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
     """As `_find`, also below linked folders, and a name that holds marks of patterns may mean itself; and dead links."""
     backend, mark, root = LocalBackend(path), glob_mark(path), path
     matched: list[Entry] = []
-    look = Look([], [], {})
+    look = FolderListing([], [], {})
     if mark is not None:
         root = path[:mark].rpartition("/")[0]
         look = backend.look(root, deep="/" in path[mark:] or "**" in path)

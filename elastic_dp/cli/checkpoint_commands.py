@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import Store, redact_url
 
@@ -26,26 +27,6 @@ _Url = Annotated[
 ]
 _Step = Annotated[int | None, typer.Option(help="Of this step. Default: the newest.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
-
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE",
-        help="An option of the store, as in storage_options: endpoint_url=http://minio:9000. May be repeated. Other users "
-        "of the machine can read a command's arguments: put secrets into the environment.",
-    ),
-]
-
-
-def storage_options(said: list[str] | None) -> dict[str, Any] | None:
-    """true and false are what they say; every other value is a text."""
-    options: dict[str, Any] = {}
-    for each in said or ():
-        name, mark, value = each.partition("=")
-        if not mark:
-            raise typer.BadParameter(f"--storage-option {name[:8]}… must be of the form NAME=VALUE")
-        options[name] = {"true": True, "false": False}.get(value.lower(), value)
-    return options or None
 
 
 @checkpoints.command("list")

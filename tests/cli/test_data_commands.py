@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from elastic_dp import cli
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
+from elastic_dp.cli import entry_point
 from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
@@ -30,7 +30,7 @@ GOOD = {"compression": "none", "use_dictionary": False, "write_statistics": Fals
 
 
 def run(*arguments, code=0):
-    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    result = CliRunner().invoke(entry_point.app, [str(a) for a in arguments])
     assert result.exit_code == code, result.output
     return result
 
@@ -503,7 +503,7 @@ def test_inspect_of_an_unknown_column_names_those_there_are(tmp_path):
 def test_a_missing_extra_is_named(monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:
-        importlib.reload(cli)
+        importlib.reload(entry_point)
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line == f"elastic-dp needs {package.split('.')[0]}: pip install 'elastic_dp[cli]'\n"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import runpy
 import sys
 import time
@@ -333,10 +332,9 @@ def _ray_has_owner() -> bool:
 
 
 def _leave_ray() -> None:
-    import ray
+    from elastic_dp.cluster.ray.cluster_connection import disconnect
 
-    ray.shutdown()
-    os.environ.pop("RAY_ADDRESS", None)
+    disconnect()
 
 
 def _connect(address: str | None) -> None:

@@ -1,35 +1,22 @@
-"""The command line, `elastic-dp`. A verb calls one public function and prints what it returns.
+"""`elastic-dp data`: look at data sets, and make good ones.
 
-With --json, standard output is JSON and nothing else. An error is one line on standard error and exit code 2; with --json
-it is {"exit_code": 2, "error": "KIND: what happened"} on standard output, and so is a command line that is wrong.
-
-What takes long to import (ray, torch, pyarrow) is imported by the verb that needs it.
+What takes long to import (torch, pyarrow) is imported where it is used.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Table
-except ModuleNotFoundError as missing:
-    print(
-        f"elastic-dp needs {(missing.name or '').split('.')[0]}: pip install 'elastic_dp[cli]'",
-        file=sys.stderr,
-    )
-    raise SystemExit(2) from None
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from elastic_dp.checkpoint.commands import StorageOption, checkpoints, storage_options
-from elastic_dp.cluster import run_commands
-from elastic_dp.errors import ElasticError
+from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.storage import redact_url
 
 if TYPE_CHECKING:
@@ -37,67 +24,11 @@ if TYPE_CHECKING:
     from elastic_dp.dataprep.convert import Converted
     from elastic_dp.dataprep.inspection.inspect_dataset import Inspection, Spread
 
-# click's own exception for a command line that is wrong; newer typers bring a click of their own.
-_UsageError: Any = typer.BadParameter.__base__
-
-
-class _Verbs(typer.core.TyperGroup):
-    """Errors that a user can mend are told in one line, without a traceback, or as JSON."""
-
-    def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        as_json = "--json" in words[: words.index("--") if "--" in words else None]
-        if as_json:
-            settings["standalone_mode"] = False  # raises what it would print
-        try:
-            code = super().main(args, *more, **settings)
-        except ElasticError as error:
-            text = " ".join(str(error).split())
-            if as_json:
-                _fail(2, f"{type(error).__name__}: {text}")
-            console = Console(stderr=True, soft_wrap=True, highlight=False)
-            console.print(text, style="red", markup=False)
-            sys.exit(2)
-        except _UsageError as error:  # only with --json
-            _fail(error.exit_code, f"UsageError: {error.format_message()}")
-        return sys.exit(code if isinstance(code, int) else 0) if as_json else code
-
-
-def _fail(code: int, error: str) -> NoReturn:
-    print(json.dumps({"exit_code": code, "error": error}))
-    sys.exit(code)
-
-
-_SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_locals": False}
-app = typer.Typer(
-    cls=_Verbs, help="Elastic data-parallel training.", add_completion=False, **_SETTINGS
+data = typer.Typer(
+    help="Look at data sets, and make good ones.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
 )
-data = typer.Typer(help="Look at data sets, and make good ones.", **_SETTINGS)
-app.add_typer(data, name="data")
-app.add_typer(checkpoints, name="checkpoints")
-run_commands.add_to(app)
-
-
-def _print_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        print(f"elastic_dp {version('elastic_dp')}")
-    except PackageNotFoundError:
-        print("elastic_dp, of a folder that is not installed")
-    raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
-    ] = False,
-) -> None:
-    """Elastic data-parallel training."""
 
 
 class FormatName(StrEnum):
@@ -253,10 +184,6 @@ def _fill(said: str) -> tuple[str, Any]:
         return name, value
 
 
-def main() -> None:
-    app()
-
-
 def _print_inspection(found: Inspection) -> None:
     from elastic_dp.dataprep.inspection.findings import size
 
@@ -319,7 +246,3 @@ def _said(now: Converted) -> str:
 def _range(spread: Spread, say: Any) -> str:
     low, median, high = (say(value) for value in (spread.min, spread.median, spread.max))
     return low if low == high else f"{low} … {median} … {high}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,91 @@
+"""The command line, `elastic-dp`. A verb calls one public function and prints what it returns.
+
+With --json, standard output is JSON and nothing else. An error is one line on standard error and exit code 2; with --json
+it is {"exit_code": 2, "error": "KIND: what happened"} on standard output, and so is a command line that is wrong.
+
+What takes long to import (ray, torch, pyarrow) is imported by the verb that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+except ModuleNotFoundError as missing:
+    print(
+        f"elastic-dp needs {(missing.name or '').split('.')[0]}: pip install 'elastic_dp[cli]'",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
+
+from elastic_dp.cli import checkpoint_commands, data_commands, run_commands
+from elastic_dp.errors import ElasticError
+
+# click's own exception for a command line that is wrong; newer typers bring a click of their own.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _Verbs(typer.core.TyperGroup):
+    """Errors that a user can mend are told in one line, without a traceback, or as JSON."""
+
+    def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in words[: words.index("--") if "--" in words else None]
+        if as_json:
+            settings["standalone_mode"] = False  # raises what it would print
+        try:
+            code = super().main(args, *more, **settings)
+        except ElasticError as error:
+            text = " ".join(str(error).split())
+            if as_json:
+                _fail(2, f"{type(error).__name__}: {text}")
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console.print(text, style="red", markup=False)
+            sys.exit(2)
+        except _UsageError as error:  # only with --json
+            _fail(error.exit_code, f"UsageError: {error.format_message()}")
+        return sys.exit(code if isinstance(code, int) else 0) if as_json else code
+
+
+def _fail(code: int, error: str) -> NoReturn:
+    print(json.dumps({"exit_code": code, "error": error}))
+    sys.exit(code)
+
+
+_SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_locals": False}
+app = typer.Typer(
+    cls=_Verbs, help="Elastic data-parallel training.", add_completion=False, **_SETTINGS
+)
+app.add_typer(data_commands.data, name="data")
+app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
+run_commands.add_to(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        print(f"elastic_dp {version('elastic_dp')}")
+    except PackageNotFoundError:
+        print("elastic_dp, of a folder that is not installed")
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
+    ] = False,
+) -> None:
+    """Elastic data-parallel training."""
+
+
+def main() -> None:
+    app()
