@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.recovery import start_ray
 from benchmarks.report import RESULTS, exit_code, write
-from elastic_dp.telemetry.progress import Progress
+from elastic_dp.telemetry.progress import ProgressPrinter
 from jobs.gpt import make_trainer
 
 SVG = Path(__file__).parent.parent / "docs" / "assets" / "picture.svg"
@@ -63,7 +63,7 @@ def watched(run: Any, every_s: float | None, seed: int) -> dict[str, Any]:
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
-    result = run.result(progress=Progress())
+    result = run.result(progress=ProgressPrinter())
     ended.set()
     watcher.join()
     lines = [*run_lines(result.path, "metrics"), *run_lines(result.path, "events")]

@@ -52,7 +52,7 @@ def test_clocks_are_set(hours, tmp_path, monkeypatch):
     assert (outcome.digest, outcome.step, outcome.workers_lost) == (calm.digest, STEPS, 0)
     evicted = [x for x in lines_of(run) if x.get("command") == "EvictWorker"]
     assert not evicted and steps_of(url)[-1] == STEPS
-    again = Journal(url, since=run.controller.ledger.facts.started_at)
+    again = Journal(url, since=run.controller.state_store.state.started_at)
     again.close()
     lines = [(line["step"], line["loss"]) for line in again.recorded()]
     assert lines == [(line["step"], line["loss"]) for line in calm.logged]

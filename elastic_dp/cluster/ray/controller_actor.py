@@ -98,7 +98,7 @@ class ControllerActor:
         self._drain_watcher.start()
 
     @ray.method(concurrency_group="events")
-    def metadata(self) -> tuple[JobSpec, str, bool]:
+    def about(self) -> tuple[JobSpec, str, bool]:
         """The spec without the user's own objects, whose code a driver may not have; the folder; whether the run has ended."""
         data = self._spec.data
         bare = DataConfig("-", micro_batch_size=data.micro_batch_size, seed=data.seed)
