@@ -1,11 +1,12 @@
-"""Two workers, one of half the speed: a step with virtual workers dealt by measured speed, beside the ideal split's.
+"""Two workers, one of half the speed: a step with virtual workers dealt by measured speed, beside
+the ideal split's.
 
     python -m benchmarks.balance [--repeats 1]
 
-In plain processes. A virtual worker takes 40 ms on the one and 80 ms on the other, which sleep so long, so it does not
-matter how many cores there are. Of six, the ideal split is 4 and 2. Compared: the steps of a run with
-`balance="measured"` before the change (3 and 3) and after it, and those of one that begins with the ideal split. And
-what measuring costs a step.
+In plain processes. A virtual worker takes 40 ms on the one and 80 ms on the other, which sleep so
+long, so it does not matter how many cores there are. Of six, the ideal split is 4 and 2. Compared:
+the steps of a run with `balance="measured"` before the change (3 and 3) and after it, and those of
+one that begins with the ideal split. And what measuring costs a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Train the default job while its workers are killed every few seconds; compare with the undisturbed run.
+"""Train the default job while its workers are killed every few seconds; compare with the
+undisturbed run.
 
     python -m benchmarks.chaos [--steps 120] [--workers 3] [--every 4]
 
@@ -40,7 +41,8 @@ def main() -> None:
         print("2. undisturbed", flush=True)
         calm = make_trainer(name="calm", workers=options.workers, **common).fit()
     print(
-        f"{len(kills)} workers killed, {disturbed.generations} generations, {disturbed.wall_s:.1f} s"
+        f"{len(kills)} workers killed, {disturbed.generations} generations, "
+        f"{disturbed.wall_s:.1f} s"
     )
     print(f"with kills   {disturbed.weights_sha256}\nundisturbed  {calm.weights_sha256}")
     if disturbed.weights_sha256 != calm.weights_sha256:
@@ -53,7 +55,8 @@ def main() -> None:
 def kill(
     run: object, ended: threading.Event, kills: list[str], options: argparse.Namespace
 ) -> None:
-    """SIGKILL a random worker at random instants; never the only one that holds the state: the job makes no checkpoints."""
+    """SIGKILL a random worker at random instants; never the only one that holds the state: the job
+    makes no checkpoints."""
     rng = random.Random(options.seed)
     while not ended.wait(rng.expovariate(1 / options.every)):
         try:

@@ -1,16 +1,21 @@
-"""What a checkpoint costs the training loop and the processors, and how fast it comes back, beside torch's own ways.
+"""What a checkpoint costs the training loop and the processors, and how fast it comes back, beside
+torch's own ways.
 
-    python -m benchmarks.checkpoint [--part save|memory|restore|far …] [--rounds 7] [--megabytes 500]
+    python -m benchmarks.checkpoint [--part save|memory|restore|far …] [--rounds 7] [--megabytes
+    500]
 
-All save and read the same state (291 tensors: weights and two moments, on the host) in turn, several times; a ratio is the
-median of those of single rounds.
+All save and read the same state (291 tensors: weights and two moments, on the host) in turn,
+several times; a ratio is the median of those of single rounds.
 
-- save: how long the call keeps the loop waiting, CPU seconds until all is on the disk, and the time of a training step
-  meanwhile beside one in peace. `bare copy` is a copy of each tensor into memory that is there already.
-- memory: what a process grows by at most for a checkpoint, beside the state: one more state, by the documented choice.
-- restore: from files in the page cache into memory that is there already, beside a bare `readinto` of the same files,
-  both by as many threads as there are cores.
-- far: from an S3-like server with 20 ms before each answer and 90 MB/s per connection, beside bare ranges by obstore.
+- save: how long the call keeps the loop waiting, CPU seconds until all is on the disk, and the time
+  of a training step meanwhile beside one in peace. `bare copy` is a copy of each tensor into memory
+  that is there already.
+- memory: what a process grows by at most for a checkpoint, beside the state: one more state, by the
+  documented choice.
+- restore: from files in the page cache into memory that is there already, beside a bare `readinto`
+  of the same files, both by as many threads as there are cores.
+- far: from an S3-like server with 20 ms before each answer and 90 MB/s per connection, beside bare
+  ranges by obstore.
 
 Parts that are not measured keep their last results.
 """

@@ -2,8 +2,9 @@
 
     python -m benchmarks.command_line [--runs 5]
 
-A short run on a local Ray, with checkpoints, and a small data set are made first. Then each call is started by itself,
-one round of all calls after the other; the median of the rounds counts, against the target of 1.5 s.
+A short run on a local Ray, with checkpoints, and a small data set are made first. Then each call is
+started by itself, one round of all calls after the other; the median of the rounds counts, against
+the target of 1.5 s.
 """
 
 from __future__ import annotations

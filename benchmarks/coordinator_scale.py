@@ -2,12 +2,13 @@
 
     python -m benchmarks.coordinator_scale [--workers 10 100 1000 10000]
 
-A scripted life, without cluster or network: all start and become ready, heartbeats, a kill, a join, a drain,
-scaling down and up. Times are of the processor, not the wall, and of each event the shortest of three equal lives, so
-that a busy machine does not spoil them. As in the controller's process, what was imported is kept from the garbage
-collector, which waits while an event is handled; its longest collection is told apart, and walks through the messages
-that are under way here, too. Prints a table and writes benchmarks/results/coordinator_scale.json. Ends with 1, and says why,
-if an event took too long.
+A scripted life, without cluster or network: all start and become ready, heartbeats, a kill, a join,
+a drain, scaling down and up. Times are of the processor, not the wall, and of each event the
+shortest of three equal lives, so that a busy machine does not spoil them. As in the controller's
+process, what was imported is kept from the garbage collector, which waits while an event is
+handled; its longest collection is told apart, and walks through the messages that are under way
+here, too. Prints a table and writes benchmarks/results/coordinator_scale.json. Ends with 1, and
+says why, if an event took too long.
 """
 
 from __future__ import annotations
@@ -216,8 +217,10 @@ def main() -> int:
         results.append(result)
         for name, row in result["changes"].items():
             print(
-                f"{workers:6d} {name:14s} {row['events']:8.0f} events {row['messages']:8.0f} messages"
-                f"   ms: median {row['median_ms']:.4f} p99 {row['p99_ms']:.4f} max {row['max_ms']:8.2f}"
+                f"{workers:6d} {name:14s} {row['events']:8.0f} events {row['messages']:8.0f} "
+                "messages"
+                f"   ms: median {row['median_ms']:.4f} p99 {row['p99_ms']:.4f} max "
+                f"{row['max_ms']:8.2f}"
                 f" mean {row['total_ms'] / row['events']:.4f}"
             )
         print(

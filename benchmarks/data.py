@@ -1,12 +1,15 @@
 """How fast, how steadily and in how much memory data arrives, beside bare loops and other systems.
 
-    python -m benchmarks.data [--part local|store|waiting|memory …] [--peers] [--rounds 15] [--folder F]
+    python -m benchmarks.data [--part local|store|waiting|memory …] [--peers] [--rounds 15]
+    [--folder F]
 
-All read the same rows (token_rows.py), in turn, several times; a ratio is the median of those of single rounds.
+All read the same rows (token_rows.py), in turn, several times; a ratio is the median of those of
+single rounds.
 
-- local: files in the page cache, beside a bare pyarrow loop over the row groups, and with `--peers` beside litdata,
-  mosaicml streaming, Hugging Face datasets and Ray Data (data_local.py, peers/).
-- store: an S3-like server with 20 ms before each answer (slow_store.py), beside hand-written loops (data_store.py).
+- local: files in the page cache, beside a bare pyarrow loop over the row groups, and with `--peers`
+  beside litdata, mosaicml streaming, Hugging Face datasets and Ray Data (data_local.py, peers/).
+- store: an S3-like server with 20 ms before each answer (slow_store.py), beside hand-written loops
+  (data_store.py).
 - waiting, memory: see data_budget.py.
 
 Parts that are not measured keep their last results.

@@ -1,14 +1,16 @@
 """Whether a training loop waits for its data, and whether the data keeps within its memory.
 
-waiting: a step of 50 ms with rows that take half of that to read and decode, on one of two workers' shares. The share
-of the time spent in `batch`, over the whole run and in the first seconds after `read_ahead` was called with another
-share, as when a generation changes: half of its virtual workers are new to this worker. It is called when a generation
-begins to form, the first one too, which takes `FORMING_S` (recovery.json has what it does take). The step is either a sleep, as of a host
-that waits for its GPU, or computes on one core.
+waiting: a step of 50 ms with rows that take half of that to read and decode, on one of two workers'
+shares. The share of the time spent in `batch`, over the whole run and in the first seconds after
+`read_ahead` was called with another share, as when a generation changes: half of its virtual
+workers are new to this worker. It is called when a generation begins to form, the first one too,
+which takes `FORMING_S` (recovery.json has what it does take). The step is either a sleep, as of a
+host that waits for its GPU, or computes on one core.
 
-memory: how far the resident set of a fresh process grows while one worker reads row groups of 1 MB to 1 GB, beside
-`DataConfig.memory_bytes`; counted from when another, small data set was read, since the code for it takes some 40 MB.
-The loop pauses after its first batch, so that reading ahead fills what it may.
+memory: how far the resident set of a fresh process grows while one worker reads row groups of 1 MB
+to 1 GB, beside `DataConfig.memory_bytes`; counted from when another, small data set was read, since
+the code for it takes some 40 MB. The loop pauses after its first batch, so that reading ahead fills
+what it may.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ VIRTUAL_WORKERS, CHANGES, CHANGE_EVERY_S, FIRST_S = 8, 6, 4.0, 2.0
 SHARES = (range(0, 4), range(2, 6))
 FORMING_S = 0.02
 MIB = 1 << 20
-# Row group: memory_bytes, number of row groups, shuffle; in MiB. The data is larger than what may be held. A row group
-# just above a power of two takes the most memory in which to decode it.
+# Row group: memory_bytes, number of row groups, shuffle; in MiB. The data is larger than what may
+# be held. A row group just above a power of two takes the most memory in which to decode it.
 CASES = {
     1: (256, 512, "rows"),
     5: (256, 104, "rows"),
@@ -115,7 +117,8 @@ def _compute(seconds: float) -> None:
         x @ x
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
 def memory(folder: Path) -> dict[str, Any]:

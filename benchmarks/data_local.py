@@ -1,7 +1,9 @@
-"""Shards in the page cache: ours beside bare pyarrow loops over the row groups, and beside other systems.
+"""Shards in the page cache: ours beside bare pyarrow loops over the row groups, and beside other
+systems.
 
-Ours is measured as training has it: `read_ahead`, then `batch` for every (step, virtual worker) of an epoch, as tensors.
-The loops read the same shards, and know nothing of virtual workers. Peers read the rows once, each in its own format.
+Ours is measured as training has it: `read_ahead`, then `batch` for every (step, virtual worker) of
+an epoch, as tensors. The loops read the same shards, and know nothing of virtual workers. Peers
+read the rows once, each in its own format.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def ours(path: Path, shuffle: str) -> Callable[[], float]:
 
 
 def take_all(data: Dataset) -> int:
-    """The rows of an epoch, as a worker takes them that runs all virtual workers. How many there were."""
+    """The rows of an epoch, as a worker takes them that runs all virtual workers. How many there
+    were."""
     count = 0
     data.read_ahead(1, range(VIRTUAL_WORKERS))
     for step in range(1, data.steps_per_epoch + 1):

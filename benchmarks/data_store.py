@@ -1,16 +1,19 @@
 """Parquet shards in a far store: ours beside hand-written prefetch loops over obstore.
 
-All read the same bytes, `token_rows.many`, each row once. All have as many requests in flight, and decode with the same
-pyarrow call. The loops know everything before they start: the byte range of each row group, in order, and
-the footers. They copy batches of 64 rows into one fixed buffer, and limit no memory.
+All read the same bytes, `token_rows.many`, each row once. All have as many requests in flight, and
+decode with the same pyarrow call. The loops know everything before they start: the byte range of
+each row group, in order, and the footers. They copy batches of 64 rows into one fixed buffer, and
+limit no memory.
 
-- `threads` fetches and decodes in a pool; `asyncio` fetches in an event loop and decodes in two threads. Both are in file order.
-- `shuffling` is the second over row groups in random order, rows at random within `MIXED` row groups at a time. It hands out
-  one such batch and then mixes the next: a plainer shuffle than ours, in which every row group comes and goes by itself.
+- `threads` fetches and decodes in a pool; `asyncio` fetches in an event loop and decodes in two
+  threads. Both are in file order.
+- `shuffling` is the second over row groups in random order, rows at random within `MIXED` row
+  groups at a time. It hands out one such batch and then mixes the next: a plainer shuffle than
+  ours, in which every row group comes and goes by itself.
 
-Ours is measured as training has it, from opening to the last tensor. Each is beside loops that give the same: in order
-the better of the two loops in file order in the same round, shuffled the one that shuffles. How much a shuffle costs
-beside a loop that has none is said, too.
+Ours is measured as training has it, from opening to the last tensor. Each is beside loops that give
+the same: in order the better of the two loops in file order in the same round, shuffled the one
+that shuffles. How much a shuffle costs beside a loop that has none is said, too.
 """
 
 from __future__ import annotations
@@ -116,7 +119,8 @@ def plan(folder: Path) -> list[Planned]:
 
 
 def ours(url: str, shuffle: str) -> Callable[[], int]:
-    """One epoch. The index is read before: a run does it once, in its driver; footers are read again in workers."""
+    """One epoch. The index is read before: a run does it once, in its driver; footers are read
+    again in workers."""
     config = DataConfig(
         f"s3://{BUCKET}/parquet",
         micro_batch_size=token_rows.BATCH,

@@ -1,10 +1,11 @@
-"""Damaged Parquet, Arrow, CSV, tar and JSON Lines: no crash, no hang, no untyped error, no row lost in silence.
+"""Damaged Parquet, Arrow, CSV, tar and JSON Lines: no crash, no hang, no untyped error, no row lost
+in silence.
 
     python -m benchmarks.fuzz_data --inputs 100000
     python -m benchmarks.fuzz_data --kinds csv --first 4711 --inputs 1    # one input again
 
-An input is a function of its kind and its number. Each is read in place, converted and inspected, in a process of its
-own, and compared with what the producer's own reader makes of the same bytes.
+An input is a function of its kind and its number. Each is read in place, converted and inspected,
+in a process of its own, and compared with what the producer's own reader makes of the same bytes.
 """
 
 import argparse
@@ -46,7 +47,10 @@ def main() -> int:
             "findings": tried.findings,
         }
         print(
-            f"{kind}: {tried.inputs} inputs, {len(tried.findings)} findings, {tried.outcomes.most_common(6)}",
+            (
+                f"{kind}: {tried.inputs} inputs, {len(tried.findings)} findings, "
+                f"{tried.outcomes.most_common(6)}"
+            ),
             flush=True,
         )
         if chosen.out:

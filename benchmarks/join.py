@@ -1,13 +1,15 @@
-"""What a joiner costs the group: the pause, the copy of the state, and steps while it starts; and what a standby saves.
+"""What a joiner costs the group: the pause, the copy of the state, and steps while it starts; and
+what a standby saves.
 
     python -m benchmarks.join [--joins 5] [--kills 10]
 
-On real Ray actors. A group of two is asked for a third worker, over and over, with small and large states. The pause
-lasts from the last step of the old generation to the first of the new one, less one median step of the new one
-(three workers on two cores are slower than two, which is not the pause's fault). How fast the joiner
-takes the state (all of it: weights and optimizer) is compared with a bare Gloo broadcast of as many bytes, as one
-tensor between the same two processes, made in the first loop body after the join. With a warm standby, a kill is
-followed until the first step of a generation of full size. Ends with 1, and says why, if a target was missed.
+On real Ray actors. A group of two is asked for a third worker, over and over, with small and large
+states. The pause lasts from the last step of the old generation to the first of the new one, less
+one median step of the new one (three workers on two cores are slower than two, which is not the
+pause's fault). How fast the joiner takes the state (all of it: weights and optimizer) is compared
+with a bare Gloo broadcast of as many bytes, as one tensor between the same two processes, made in
+the first loop body after the join. With a warm standby, a kill is followed until the first step of
+a generation of full size. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ REPEATS = 3
 
 
 def train(ctx: Any) -> None:
-    """The job of `benchmarks.recovery`, with a bare broadcast in the first body after somebody joined."""
+    """The job of `benchmarks.recovery`, with a bare broadcast in the first body after somebody
+    joined."""
     model = classifier(ctx.config["width"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     folder, session, seen = ctx.config["folder"], ctx._session, 0
@@ -75,7 +78,8 @@ def train(ctx: Any) -> None:
 
 
 def bare_broadcast(session: Any, path: str, size: int) -> list[float]:
-    """Seconds of a broadcast from the source to the one that joined, several times; empty elsewhere."""
+    """Seconds of a broadcast from the source to the one that joined, several times; empty
+    elsewhere."""
     members = session.membership.members
     source = session.membership.source
     joiners = [member.worker for member in members if not member.whole and member.worker != source]

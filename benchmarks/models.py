@@ -53,7 +53,8 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class RandomTokens:
-    """A data set made up on the spot: a pure function of (step, virtual worker). A `BatchSource`."""
+    """A data set made up on the spot: a pure function of (step, virtual worker). A
+    `BatchSource`."""
 
     steps_per_epoch = 1_000_000
 

@@ -1,11 +1,13 @@
-"""What a notice of 30 seconds costs, beside a planned leave: how long the group stands still, and when a replacement is asked for.
+"""What a notice of 30 seconds costs, beside a planned leave: how long the group stands still, and
+when a replacement is asked for.
 
     python -m benchmarks.notice [--times 15] [--workers 3]
 
-On plain processes, in turn: an operator asks for one worker less ("leave"), and for it again; the node of a member will go in
-30 s ("notice"), and another takes its place. A pause lasts from the last body of the generation that ends to the first
-body of the next one, less one median step; it is the longest of all members that saw both. A notice also lets the
-replacement in, so its pause holds a copy of the (small) state, too; "join" is what that costs alone. No step may be made twice.
+On plain processes, in turn: an operator asks for one worker less ("leave"), and for it again; the
+node of a member will go in 30 s ("notice"), and another takes its place. A pause lasts from the
+last body of the generation that ends to the first body of the next one, less one median step; it is
+the longest of all members that saw both. A notice also lets the replacement in, so its pause holds
+a copy of the (small) state, too; "join" is what that costs alone. No step may be made twice.
 """
 
 from __future__ import annotations

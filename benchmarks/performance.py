@@ -1,8 +1,10 @@
-"""Write docs/performance.md from benchmarks/results/: every measurement with its command, date, hardware and target.
+"""Write docs/performance.md from benchmarks/results/: every measurement with its command, date,
+hardware and target.
 
     python -m benchmarks.performance
 
-It also writes the measured lines of README.md. `tests/test_docs.py` fails where either is not what the results say.
+It also writes the measured lines of README.md. `tests/test_docs.py` fails where either is not what
+the results say.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ INTRODUCTION = """# Performance
 All measurements of this project. This page is written by `python -m benchmarks.performance` from
 `benchmarks/results/`; do not edit it.
 
-Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share these cores, so five workers are
-slower than three. **Nothing was measured on a GPU.** `benchmarks.picture`, `recovery`, `join`,
-`planned`, `step_overhead`, `coordinator_scale` and `command_line` end with exit code 1 where a target is missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets are 95 % intervals.
+Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share
+these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
+`benchmarks.picture`, `recovery`, `join`, `planned`, `step_overhead`, `coordinator_scale` and
+`command_line` end with exit code 1 where a target is missed, and name it. V is the number of
+virtual workers and W the number of workers. Square brackets are 95 % intervals.
 """
 
 
@@ -43,8 +47,10 @@ def recovery(r: dict[str, Any]) -> Iterator[Row]:
         pause, forming = one["pause"], one["hit_while_forming"]
         target = theirs["median_ms"] / 2
         yield Row(
-            f"Pause after SIGKILL of a random worker, {size} workers, {pause['count']} kills, step of {one['step_ms']:.1f} ms",
-            f"median {pause['median_ms']:.0f} ms, p90 {pause['p90_ms']:.0f}, max {pause['max_ms']:.0f}",
+            f"Pause after SIGKILL of a random worker, {size} workers, {pause['count']} "
+            f"kills, step of {one['step_ms']:.1f} ms",
+            f"median {pause['median_ms']:.0f} ms, p90 {pause['p90_ms']:.0f}, max "
+            f"{pause['max_ms']:.0f}",
             f"half of tuned torchft's: {target:.0f} ms",
             pause["median_ms"] <= target,
         )
@@ -68,9 +74,11 @@ def recovery(r: dict[str, Any]) -> Iterator[Row]:
         )
     kills = r["Ray Train, checkpoint each 20 steps, 3 workers"]["kills"]
     yield Row(
-        f"Ray Train 2.60 beside it, checkpoint each 20 steps, {len(kills)} kills, to the first new step",
+        f"Ray Train 2.60 beside it, checkpoint each 20 steps, {len(kills)} kills, to the "
+        "first new step",
         ", ".join(f"{kill['to_new_step_s']:.1f}" for kill in kills)
-        + f" s; {min(k['steps_redone'] for k in kills)} to {max(k['steps_redone'] for k in kills)} steps redone",
+        + f" s; {min(k['steps_redone'] for k in kills)} to "
+        f"{max(k['steps_redone'] for k in kills)} steps redone",
     )
 
 
@@ -133,8 +141,10 @@ def planned(r: dict[str, Any]) -> Iterator[Row]:
 
 def notice(r: dict[str, Any]) -> Iterator[Row]:
     yield Row(
-        f"Pause of a notice of 30 s with a replacement, of a planned leave, of a join, {r['notice']['count']} each",
-        f"medians {r['notice']['median_ms']:.0f}, {r['leave']['median_ms']:.0f}, {r['join']['median_ms']:.0f} ms",
+        "Pause of a notice of 30 s with a replacement, of a planned leave, of a join, "
+        f"{r['notice']['count']} each",
+        f"medians {r['notice']['median_ms']:.0f}, {r['leave']['median_ms']:.0f}, "
+        f"{r['join']['median_ms']:.0f} ms",
     )
     yield Row("Steps done again", f"{r['steps_redone']}", "0", r["steps_redone"] == 0)
     asked = r["asked_after_s"]
@@ -149,7 +159,8 @@ def notice(r: dict[str, Any]) -> Iterator[Row]:
 def silence(r: dict[str, Any]) -> Iterator[Row]:
     loaded, silent = r["loaded"], r["silent"]
     yield Row(
-        f"Longest time without a heartbeat, {loaded['seconds'] / 60:.0f} minutes, {loaded['processes_beside']} busy "
+        f"Longest time without a heartbeat, {loaded['seconds'] / 60:.0f} minutes, "
+        f"{loaded['processes_beside']} busy "
         f"processes on two cores; workers evicted",
         f"{loaded['longest_silence_s']:.2f} s; {loaded['evicted']}",
         f"{loaded['timeout_s']:.0f} s; 0",
@@ -168,7 +179,8 @@ def spot(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
     for one in r:
         yield Row(
             f"Goodput, {one['trace']}, {one['changes']} changes in {one['seconds']:.0f} s",
-            f"{one['goodput']:.3f}; {one['goodput_all_restarted']:.2f} where all workers are restarted at each change",
+            f"{one['goodput']:.3f}; {one['goodput_all_restarted']:.2f} where all workers are "
+            "restarted at each change",
             f"{one['target']}",
             one["goodput"] >= one["target"],
         )
@@ -188,7 +200,8 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
         beside = "V = W" if per_worker == 1 else "V = 4W, beside DDP with gradient accumulation"
         low, high = one["interval"]
         yield Row(
-            f"Step time beside DDP, {one['parameters']} parameters, `exact={one['mode'] == 'exact'}`, {beside}, {one['pairs']} pairs",
+            f"Step time beside DDP, {one['parameters']} parameters, "
+            f"`exact={one['mode'] == 'exact'}`, {beside}, {one['pairs']} pairs",
             f"{one['ratio']:.3f} [{low:.2f}, {high:.2f}]",
             target.rpartition(": ")[2].partition(" ")[0],
             met,
@@ -197,7 +210,8 @@ def step_overhead(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
 
 def soak(r: dict[str, Any]) -> Iterator[Row]:
     yield Row(
-        f"{r['minutes']} minutes on five emulated hosts, {sum(r['faults'].values())} faults of {len(r['faults'])} kinds: goodput",
+        f"{r['minutes']} minutes on five emulated hosts, {sum(r['faults'].values())} faults "
+        f"of {len(r['faults'])} kinds: goodput",
         f"{r['goodput']:.2f}; {r['generations']} generations, {r['workers_lost']} workers lost",
     )
     yield Row(
@@ -218,7 +232,8 @@ def picture(r: dict[str, Any]) -> Iterator[Row]:
     calm, killed = r["undisturbed"], r["with kills"]
     same = calm["weights_sha256"] == killed["weights_sha256"]
     yield Row(
-        f"The picture of the first page: {killed['workers_lost']} workers killed in {killed['steps']} steps, weights beside an undisturbed run",
+        f"The picture of the first page: {killed['workers_lost']} workers killed in "
+        f"{killed['steps']} steps, weights beside an undisturbed run",
         "equal" if same else "different",
         "equal",
         same,
@@ -236,8 +251,10 @@ def coordinator_scale(r: Sequence[dict[str, Any]]) -> Iterator[Row]:
         changes = one["changes"].values()
         longest = max(change["max_ms"] for change in changes)
         yield Row(
-            f"{one['workers']:,} workers: p99 of an event (largest of {len(changes)} kinds of change), longest event, longest garbage collection between events; memory",
-            f"{max(change['p99_ms'] for change in changes):.2f}, {longest:.1f}, {one['longest_collection_ms']:.1f} ms; "
+            f"{one['workers']:,} workers: p99 of an event (largest of {len(changes)} kinds "
+            "of change), longest event, longest garbage collection between events; memory",
+            f"{max(change['p99_ms'] for change in changes):.2f}, {longest:.1f}, "
+            f"{one['longest_collection_ms']:.1f} ms; "
             f"{one['bytes_per_worker']:,} bytes a worker",
             f"{TARGET_MS:g} ms",
             longest <= TARGET_MS,
@@ -248,7 +265,8 @@ def checkpoint(r: dict[str, Any]) -> Iterator[Row]:
     save = r["save"]
     names = {
         "stall / bare copy": "Time taken from the loop, beside a bare copy of the state",
-        "stall / dcp.async_save": "Time taken from the loop, beside `torch.distributed.checkpoint.async_save`",
+        "stall / dcp.async_save": "Time taken from the loop, beside "
+        "`torch.distributed.checkpoint.async_save`",
         "cpu / torch.save": "Processor time, beside `torch.save`",
         "cpu / dcp.save": "Processor time, beside `torch.distributed.checkpoint.save`",
         "cpu / dcp.async_save": "Processor time, beside `async_save`",
@@ -260,7 +278,8 @@ def checkpoint(r: dict[str, Any]) -> Iterator[Row]:
         for name in ("ours", "dcp.async_save", "dcp.save", "torch.save")
     ]
     yield Row(
-        f"A step of {save['step_ms in peace']:.1f} ms while a checkpoint is written: ours, `async_save`, `save`, `torch.save`",
+        f"A step of {save['step_ms in peace']:.1f} ms while a checkpoint is written: ours, "
+        "`async_save`, `save`, `torch.save`",
         f"{', '.join(steps)} ms",
     )
     yield ratio_row("Host memory, beside the state", r["memory"]["host memory / state"], most=True)
@@ -311,7 +330,8 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
         if name.startswith("row groups"):
             target = r["memory"]["target_growth_to_budget"]
             yield Row(
-                f'Growth of a worker\'s memory beside `memory_bytes`, {name}, `shuffle="{sizes["shuffle"]}"`',
+                f"Growth of a worker's memory beside `memory_bytes`, {name}, "
+                f'`shuffle="{sizes["shuffle"]}"`',
                 f"{sizes['growth_to_budget']:.2f}",
                 f"at most {target}",
                 sizes["growth_to_budget"] <= target,
@@ -322,7 +342,8 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
             found = store[order]
             low, high = found["interval"]
             yield Row(
-                f"Parquet from a store with {name}, {order}, beside the best hand-written loop with as many requests in flight",
+                f"Parquet from a store with {name}, {order}, beside the best hand-written "
+                "loop with as many requests in flight",
                 f"{found['ratio']:.2f} [{low:.2f}, {high:.2f}]",
                 f"at least {store['target']}",
                 found["ratio"] >= store["target"],
@@ -332,7 +353,8 @@ def data(r: dict[str, Any]) -> Iterator[Row]:
         one = waiting[kind]
         changes = one["waited_share_in_2_s_after_changes"]
         yield Row(
-            f"Share of {one['seconds']:.0f} s that a loop of {waiting['step_ms']:.0f} ms ({kind}) waits for its data",
+            f"Share of {one['seconds']:.0f} s that a loop of {waiting['step_ms']:.0f} ms "
+            f"({kind}) waits for its data",
             f"{one['waited_share']:.2%} ({one['waited_share_in_first_2_s']:.1%} of its first 2 s)",
             f"at most {waiting['target_share']:.0%}",
             one["waited_share"] <= waiting["target_share"],
@@ -350,7 +372,8 @@ def command_line(r: dict[str, Any]) -> Iterator[Row]:
 
     medians = [found["median_s"] for found in r.values()]
     yield Row(
-        f"A call of `elastic-dp` that needs no Ray, as a whole process, load of 8 on two cores: medians of {len(medians)} calls",
+        "A call of `elastic-dp` that needs no Ray, as a whole process, load of 8 on two "
+        f"cores: medians of {len(medians)} calls",
         f"{min(medians):.2f} to {max(medians):.2f} s",
         f"{TARGET_S} s",
         max(medians) <= TARGET_S,
@@ -376,7 +399,8 @@ def balance(r: dict[str, Any]) -> Iterator[Row]:
 def simulation(r: dict[str, Any]) -> Iterator[Row]:
     first, last = r["seeds"]
     yield Row(
-        f"Simulated runs of the coordinator, {last - first:,} seeds, {r['seen']['generations']:,} generations: invariants violated",
+        f"Simulated runs of the coordinator, {last - first:,} seeds, "
+        f"{r['seen']['generations']:,} generations: invariants violated",
         f"{len(r['failed'])}",
         "0",
         not r["failed"],
@@ -401,15 +425,18 @@ SECTIONS = {
         "Spot weather",
         "benchmarks.spot",
         spot,
-        "Goodput is the number of committed steps, divided by what fleets of the size of each instant make when nothing happens. "
-        "The values vary: three runs gave 0.968 to 0.991, 0.984 to 1.00 and 0.965 to 0.999, with medians "
+        "Goodput is the number of committed steps, divided by what fleets of the size of "
+        "each instant make when nothing happens. "
+        "The values vary: three runs gave 0.968 to 0.991, 0.984 to 1.00 and 0.965 to 0.999, "
+        "with medians "
         "0.978, 0.993 and 0.968. The last trace changes every 3.5 s.",
     ),
     "step_overhead": Section(
         "Steps beside DDP",
         "benchmarks.step_overhead",
         step_overhead,
-        "Our steps and DDP's are taken in turn, in the same processes, on the same rows. A target counts as missed where the whole "
+        "Our steps and DDP's are taken in turn, in the same processes, on the same rows. A "
+        "target counts as missed where the whole "
         "interval is above it.",
     ),
     "balance": Section("Workers of different speed", "benchmarks.balance", balance),
@@ -439,7 +466,8 @@ def page(results: Path = RESULTS) -> str:
             lines.append(f"| {row.what} | {row.measured} | {row.target} | {verdict} |")
         parts.append("\n".join(lines) + "\n")
     parts.append(
-        "Other results: how random each shuffle is, in [Shuffling](shuffling.md#how-random-is-each-shuffle); the plot of the spot "
+        "Other results: how random each shuffle is, in "
+        "[Shuffling](shuffling.md#how-random-is-each-shuffle); the plot of the spot "
         "traces, in `benchmarks/results/spot.svg`.\n"
     )
     return "\n".join(parts)
@@ -474,7 +502,8 @@ def highlights(results: Path) -> str:
         (
             f"pause after SIGKILL of a worker, 3 workers, {three['count']} kills",
             f"median {three['median_ms']:.0f} ms (tuned torchft {torchft:.0f} ms; Ray Train "
-            f"{min(k['to_new_step_s'] for k in ray):.0f} to {max(k['to_new_step_s'] for k in ray):.0f} s)",
+            f"{min(k['to_new_step_s'] for k in ray):.0f} to "
+            f"{max(k['to_new_step_s'] for k in ray):.0f} s)",
             "benchmarks.recovery --peers",
         ),
         (
@@ -489,7 +518,10 @@ def highlights(results: Path) -> str:
         ),
         (
             "useful steps on 17 hours of AWS spot weather, compressed, of what is possible",
-            f"{spot['goodput']:.1%} ({spot['goodput_all_restarted']:.0%} if all are restarted at each change)",
+            (
+                f"{spot['goodput']:.1%} ({spot['goodput_all_restarted']:.0%} if all are "
+                "restarted at each change)"
+            ),
             "benchmarks.spot",
         ),
         (

@@ -1,11 +1,12 @@
-"""The picture on the first page: one job trained twice, the second time while workers are killed and others join.
+"""The picture on the first page: one job trained twice, the second time while workers are killed
+and others join.
 
     python -m benchmarks.picture            train both, about five minutes on two cores; then draw
     python -m benchmarks.picture --draw     draw again from benchmarks/results/picture.json
 
-Both runs train `jobs/gpt.py` on real Ray actors. In the second one a random worker, sometimes two, gets SIGKILL every
-now and then, and each is replaced by a new process. Ends with 1 if the final weights or losses differ. Drawing needs
-matplotlib (`pip install 'elastic_dp[bench]'`).
+Both runs train `jobs/gpt.py` on real Ray actors. In the second one a random worker, sometimes two,
+gets SIGKILL every now and then, and each is replaced by a new process. Ends with 1 if the final
+weights or losses differ. Drawing needs matplotlib (`pip install 'elastic_dp[bench]'`).
 """
 
 from __future__ import annotations

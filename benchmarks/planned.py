@@ -1,13 +1,16 @@
-"""How long a group stands still for each planned change, and how long a new place takes until it trains.
+"""How long a group stands still for each planned change, and how long a new place takes until it
+trains.
 
     python -m benchmarks.planned [--times 6] [--no-capacity] [--no-write]
 
-On real Ray actors, Gloo, with a state of 4 MB (weights and optimizer). In turn a worker joins, two leave, two join, one
-whose node goes away leaves, and its replacement joins; and with a standby, that takes the place of one whose node goes
-away. A pause lasts from the last loop body of the old generation to the first of the new one, less a median step of the
-new one. Then Ray's own autoscaler adds nodes (real raylets of this machine) for workers that wait, and what passes until
-the first step with each is parted: its node, its process, its warm-up, its join. It ends with 1 if some pause is longer
-than TARGET_MS, if a change was no planned one, or if the weights are not those of the undisturbed run.
+On real Ray actors, Gloo, with a state of 4 MB (weights and optimizer). In turn a worker joins, two
+leave, two join, one whose node goes away leaves, and its replacement joins; and with a standby,
+that takes the place of one whose node goes away. A pause lasts from the last loop body of the old
+generation to the first of the new one, less a median step of the new one. Then Ray's own autoscaler
+adds nodes (real raylets of this machine) for workers that wait, and what passes until the first
+step with each is parted: its node, its process, its warm-up, its join. It ends with 1 if some pause
+is longer than TARGET_MS, if a change was no planned one, or if the weights are not those of the
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -136,8 +139,8 @@ def median_step(record: Record, generation: int) -> float:
 
 
 def unplanned(record: Record, since: float) -> list[str]:
-    """Why members left a generation before its planned end, but for the run's own. Who was in the step behind that, which
-    the others did not enter, gives it up, and has left as planned."""
+    """Why members left a generation before its planned end, but for the run's own. Who was in the
+    step behind that, which the others did not enter, gives it up, and has left as planned."""
     ends: dict[int, int] = {}
     for x in record.events:
         if x.get("command") == "EndGeneration":
@@ -152,7 +155,8 @@ def unplanned(record: Record, since: float) -> list[str]:
     return sorted(set(early) - {"planned end"})
 
 
-# ------------------------------------------------------------------------- from a place to its first step
+# ------------------------------------------------------------------------- from a place to its
+# first step
 
 
 def steps_of(record: Record) -> list[tuple[float, int]]:
@@ -164,8 +168,9 @@ def arrivals(
     steps: Sequence[tuple[float, int]],
     born: Mapping[str, float] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Of each worker: seconds until its node was there, its process up, until it was warm, until the first step with it.
-    `steps`: when, in which generation. `born`: when each node was; without it the places are there."""
+    """Of each worker: seconds until its node was there, its process up, until it was warm, until
+    the first step with it. `steps`: when, in which generation. `born`: when each node was; without
+    it the places are there."""
     asked = {x["worker"]: x["time"] for x in events if x.get("command") == "StartWorker"}
     home = {x["worker"]: x["home"][0] for x in events if x.get("event") == "WorkerPlaced"}
     up = {x["worker"]: x["time"] for x in events if x.get("event") == "WorkerStarted"}
@@ -200,7 +205,9 @@ def capacity(joins: int = 3) -> dict[str, Any]:
         with autoscaled(Path(storage), {"spot": joins + 1}) as cluster:
             connect(cluster.address)
             try:
-                ours = trainer("capacity", storage, folder, joins + 1, virtual=joins + 1, **OF_BODIES)  # fmt: skip
+                ours = trainer(
+                    "capacity", storage, folder, joins + 1, virtual=joins + 1, **OF_BODIES
+                )
                 run = ours.start()
                 wait_full(run, joins + 1, timeout_s=2 * STABLE_S)
                 time.sleep(REST_S)

@@ -1,13 +1,15 @@
-"""How long a group stands still after a worker is killed, on real Ray actors, and where that time goes.
+"""How long a group stands still after a worker is killed, on real Ray actors, and where that time
+goes.
 
     python -m benchmarks.recovery [--kills 30] [--workers 3 5] [--peers]
 
-A random worker gets SIGKILL at a random instant. Each worker writes the instant of every loop body to a file of its
-own, so nothing is asked of the controller. A pause lasts from the kill to the first step that the new generation
-commits, less one median step. The next kill waits until the group is whole again. Kills that hit a group while it
-forms are made on purpose and counted apart. At the end the weights must be those of the undisturbed run, and no
-worker may have missed, repeated, or reordered a body. `--peers` measures torchft and Ray Train the same way, if they
-are installed (see `benchmarks/peers`). Ends with 1, and says why, if a target was missed.
+A random worker gets SIGKILL at a random instant. Each worker writes the instant of every loop body
+to a file of its own, so nothing is asked of the controller. A pause lasts from the kill to the
+first step that the new generation commits, less one median step. The next kill waits until the
+group is whole again. Kills that hit a group while it forms are made on purpose and counted apart.
+At the end the weights must be those of the undisturbed run, and no worker may have missed,
+repeated, or reordered a body. `--peers` measures torchft and Ray Train the same way, if they are
+installed (see `benchmarks/peers`). Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ TORCHFT = "torchft 0.2, tuned, 3 workers"
 TORCHFT_MS = 110.0  # the median pause of that, where it is not measured beside ours
 
 
-# ----------------------------------------------------------------------------------------------- the job
+# -----------------------------------------------------------------------------------------------
+# the job
 
 
 class Points(torch.utils.data.Dataset):
@@ -74,7 +77,8 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(ctx: Any) -> None:
-    """`config`: `folder` for the logs (None: no log), `width` of the model, `body_s` slept in each body."""
+    """`config`: `folder` for the logs (None: no log), `width` of the model, `body_s` slept in each
+    body."""
     model = classifier(ctx.config.get("width", 128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     folder, body_s = ctx.config["folder"], ctx.config.get("body_s", 0.0)
@@ -121,7 +125,8 @@ def trainer(
 
 
 def start_ray() -> None:
-    """A Ray of this machine alone, its workers at normal priority: Ray's own 15 would measure what else runs."""
+    """A Ray of this machine alone, its workers at normal priority: Ray's own 15 would measure what
+    else runs."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
@@ -137,7 +142,8 @@ def start_ray() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------- the record
+# --------------------------------------------------------------------------------------------- the
+# record
 
 
 class Body(NamedTuple):
@@ -281,7 +287,8 @@ def summary(values_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------- the kills
+# -----------------------------------------------------------------------------------------------
+# the kills
 
 
 @dataclass
@@ -347,7 +354,8 @@ def measure(workers: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(record: Record, kills: Sequence[Kill]) -> dict[str, Any]:
-    """The pauses of all kills, those that hit a forming group apart, and what the others consist of."""
+    """The pauses of all kills, those that hit a forming group apart, and what the others consist
+    of."""
     step_ms = 1e3 * statistics.median(record.step_times())
     found = []
     for one in kills:

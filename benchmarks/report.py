@@ -44,7 +44,8 @@ def write(name: str, results: Any) -> Path:
 
 
 def each(name: str, pieces: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, Any]:
-    """Print each piece when it is found. `keep`: and write all so far, so that an early end loses none."""
+    """Print each piece when it is found. `keep`: and write all so far, so that an early end loses
+    none."""
     results: dict[str, Any] = {}
     for piece, found in pieces:
         results[piece] = found

@@ -2,11 +2,12 @@
 
     python -m benchmarks.shuffle
 
-The worst data there is: rows sorted by label. Of some global batches in an epoch, the total-variation distance
-between the batch's labels and the data set's, on average, divided by that of a full shuffle: 1.0 is as good as
-random, and reading in order gives about 3.7 here. "Held" is what one worker that ran the whole job would hold of
-row groups; W workers hold a W-th each, where there are as many streams. Arithmetic only, nothing is read.
-Prints a table and writes benchmarks/results/shuffle.json.
+The worst data there is: rows sorted by label. Of some global batches in an epoch, the
+total-variation distance between the batch's labels and the data set's, on average, divided by that
+of a full shuffle: 1.0 is as good as random, and reading in order gives about 3.7 here. "Held" is
+what one worker that ran the whole job would hold of row groups; W workers hold a W-th each, where
+there are as many streams. Arithmetic only, nothing is read. Prints a table and writes
+benchmarks/results/shuffle.json.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python -m benchmarks.silence [--minutes 10] [--silences 10] [--workers 2]
 
-On plain processes, with the default timeouts. First every core is loaded eight-fold by processes that only count, for so
-many minutes, while a group makes steps: nobody may be evicted, and the longest silence between two heartbeats of a worker
-is reported. Then, without the load, workers fall silent one by one, as if their nodes were gone: the worker and the process
-beside it that sends its heartbeats are stopped (SIGSTOP). Measured is the time until each is evicted. Each half is
-written when it is done, whatever becomes of the other.
+On plain processes, with the default timeouts. First every core is loaded eight-fold by processes
+that only count, for so many minutes, while a group makes steps: nobody may be evicted, and the
+longest silence between two heartbeats of a worker is reported. Then, without the load, workers fall
+silent one by one, as if their nodes were gone: the worker and the process beside it that sends its
+heartbeats are stopped (SIGSTOP). Measured is the time until each is evicted. Each half is written
+when it is done, whatever becomes of the other.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def loaded(seconds: float, workers: int) -> dict[str, Any]:
                 time.sleep(min(SAY_S, left_s))
                 steps, evicted = run.controller.status()["step"] - first, len(evictions(run)) - lost
                 print(
-                    f"{left_s:4.0f} s left, {steps} steps, {evicted} evicted, longest silence {max(gaps.values()):.2f} s",
+                    (
+                        f"{left_s:4.0f} s left, {steps} steps, {evicted} evicted, longest "
+                        f"silence {max(gaps.values()):.2f} s"
+                    ),
                     flush=True,
                 )
         run.controller.post(StopRequested("measured"))
@@ -123,7 +127,8 @@ def silent(times: int, workers: int) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ parts
+# ------------------------------------------------------------------------------------------------
+# parts
 
 
 def silence(run: ProcessRun, worker: str, timeout_s: float = 60.0) -> float:

@@ -2,9 +2,10 @@
 
     with serving(folder, latency_s=0.02, bytes_per_s=90e6) as url: ...
 
-It answers listings, HEAD and ranged GET of one bucket, unsigned or signed alike. Each answer comes `latency_s` after
-its request; a connection then sends at most `bytes_per_s` (None: as fast as it can). Bodies go by sendfile, so that
-the server takes little of the cores that it shares with what is measured.
+It answers listings, HEAD and ranged GET of one bucket, unsigned or signed alike. Each answer comes
+`latency_s` after its request; a connection then sends at most `bytes_per_s` (None: as fast as it
+can). Bodies go by sendfile, so that the server takes little of the cores that it shares with what
+is measured.
 """
 
 from __future__ import annotations

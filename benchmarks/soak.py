@@ -1,12 +1,15 @@
-"""Random faults of all kinds on a cluster of hosts of their own, for a while; then what is left, and the weights.
+"""Random faults of all kinds on a cluster of hosts of their own, for a while; then what is left,
+and the weights.
 
     python -m benchmarks.soak [--minutes 20] [--mean 10] [--seed 0]
 
-Needs root and iproute2 (see `tests/chaos`). What can go wrong is `tests/chaos/kinds.py`. Every fault is drawn by the seed: who, what, for how long. When the time is
-up the run is stopped as an operator would; the same number of steps is then made undisturbed, and every step's loss
-and rows and the final weights must be equal. Goodput: the time of the committed steps, each counted with at most the
-median step's, over the wall time from the first step to the last (both as the head's clock has it). Left over: processes of ours, and what
-those that lived for more than a minute grew by in a minute, in open files, threads and memory.
+Needs root and iproute2 (see `tests/chaos`). What can go wrong is `tests/chaos/kinds.py`. Every
+fault is drawn by the seed: who, what, for how long. When the time is up the run is stopped as an
+operator would; the same number of steps is then made undisturbed, and every step's loss and rows
+and the final weights must be equal. Goodput: the time of the committed steps, each counted with at
+most the median step's, over the wall time from the first step to the last (both as the head's clock
+has it). Left over: processes of ours, and what those that lived for more than a minute grew by in a
+minute, in open files, threads and memory.
 
 What is wrong is in `problems`, and the results are written in any case.
 """
@@ -50,7 +53,8 @@ GROWTH = {"files": 5, "threads": 5, "mib": 20}  # in a minute, at most
 
 
 class Faults:
-    """Does harm of all kinds, to one node at a time and to one thing of the head's, and puts it right after a while."""
+    """Does harm of all kinds, to one node at a time and to one thing of the head's, and puts it
+    right after a while."""
 
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self._cluster, self._rng = cluster, rng
@@ -122,7 +126,8 @@ class Watch:
         self._thread.join()
 
     def growth(self) -> dict[str, dict[str, Any]]:
-        """In a minute, of each kind of process: the median of those that lived long enough, and the most."""
+        """In a minute, of each kind of process: the median of those that lived long enough, and the
+        most."""
         spans: dict[str, list[float]] = {}
         grown: dict[str, list[list[float]]] = {}
         for key, (since, first) in self._first.items():

@@ -1,20 +1,25 @@
-"""Spot weather, in compressed time, against real workers: what is made of the capacity that is there.
+"""Spot weather, in compressed time, against real workers: what is made of the capacity that is
+there.
 
-    python -m benchmarks.spot [--seconds 160] [--no-write]    # needs .[bench]; some ten minutes, `--seconds 20` three
+    python -m benchmarks.spot [--seconds 160] [--no-write]    # needs .[bench]; some ten minutes,
+                                                              `--seconds 20` three
 
-A trace says how many places there are from when on. One is published (`weather.G4DN`), of 17 hours that are compressed into
-`--seconds`; two are generated and take a third of that: places are lost one by one at exponential intervals and come back
-after a while. All are lost without notice (SIGKILL). Beside us the same weather is met as most trainers meet it:
-all processes are ended at every change and the group starts anew from the newest checkpoint. That one runs on our own
-processes and checkpoints too, which start and load in about a second, so the difference is the way, not the speed.
+A trace says how many places there are from when on. One is published (`weather.G4DN`), of 17 hours
+that are compressed into `--seconds`; two are generated and take a third of that: places are lost
+one by one at exponential intervals and come back after a while. All are lost without notice
+(SIGKILL). Beside us the same weather is met as most trainers meet it: all processes are ended at
+every change and the group starts anew from the newest checkpoint. That one runs on our own
+processes and checkpoints too, which start and load in about a second, so the difference is the way,
+not the speed.
 
-Goodput: committed steps, over the capacity that was there: the steps that fleets as large as the capacity of each instant
-make when nothing happens to them (measured first, one size after the other, checkpoints included). What is missing is
-parted into `starting` (a place is there, and its worker does not train yet) and `paused` (nobody trains, a step is done
-again, or steps are slower than calm ones); `pauses` has each. Compute is a sleep for each virtual worker, so a machine's
-few cores do not matter, as long as they are idle enough.
-Compression is hard on whoever pauses or starts: a second here is eight minutes of the day. Cost per step is in
-places x time at the price of a place: 1 on demand, SPOT_PRICE on spot. Results and plot are written after each trace; one that
+Goodput: committed steps, over the capacity that was there: the steps that fleets as large as the
+capacity of each instant make when nothing happens to them (measured first, one size after the
+other, checkpoints included). What is missing is parted into `starting` (a place is there, and its
+worker does not train yet) and `paused` (nobody trains, a step is done again, or steps are slower
+than calm ones); `pauses` has each. Compute is a sleep for each virtual worker, so a machine's few
+cores do not matter, as long as they are idle enough. Compression is hard on whoever pauses or
+starts: a second here is eight minutes of the day. Cost per step is in places x time at the price of
+a place: 1 on demand, SPOT_PRICE on spot. Results and plot are written after each trace; one that
 fails is written as its error, and the others follow.
 """
 
@@ -148,7 +153,8 @@ def _blow(trace: Trace, run: ProcessRun, begun: float, restart: bool) -> None:
 
 
 def calm_paces() -> dict[int, float]:
-    """Seconds of a step of fleets of each size to which nothing happens: the mean, so what checkpoints take counts."""
+    """Seconds of a step of fleets of each size to which nothing happens: the mean, so what
+    checkpoints take counts."""
     sizes = range(PLACES, 0, -1)
     fewer = Trace("calm", CALM_S * PLACES, tuple((CALM_S * (PLACES - n), n) for n in sizes))
     lines, found = replay(fewer, restart=False)["lines"], {}
@@ -181,7 +187,8 @@ def _starting(trace: Trace, lines: Sequence[Line], paces: dict[int, float]) -> f
 
 
 def _pauses(lines: Sequence[Line], paces: dict[int, float]) -> list[dict[str, float]]:
-    """Where steps were late by more than one: when, how many trained before and after, and by how much."""
+    """Where steps were late by more than one: when, how many trained before and after, and by how
+    much."""
     found = []
     for (at, _, before), (later, _, after) in itertools.pairwise(lines):
         late = later - at - paces[after]

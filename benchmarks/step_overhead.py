@@ -1,11 +1,12 @@
-"""What a step costs beside plain DDP: the same model in the same two processes, step by step in turn.
+"""What a step costs beside plain DDP: the same model in the same two processes, step by step in
+turn.
 
     python -m benchmarks.step_overhead [--pairs 60]
 
-Each pair is one of our steps and one of DDP's (`gradient_as_bucket_view=True`), on the same rows, begun together on
-both ranks. Modes: fast and exact with one virtual worker per worker, and both with four, against DDP that
-accumulates the same four micro-batches without synchronising. Quoted: the median of the paired ratios of rank 0.
-Ends with 1, and says why, if a target was missed.
+Each pair is one of our steps and one of DDP's (`gradient_as_bucket_view=True`), on the same rows,
+begun together on both ranks. Modes: fast and exact with one virtual worker per worker, and both
+with four, against DDP that accumulates the same four micro-batches without synchronising. Quoted:
+the median of the paired ratios of rank 0. Ends with 1, and says why, if a target was missed.
 """
 
 from __future__ import annotations
@@ -177,7 +178,10 @@ def targets(results: list[dict[str, Any]]) -> dict[str, bool]:
     for one in results:
         per_worker = one["virtual_workers_per_worker"]
         target = TARGETS[one["mode"]] if per_worker == 1 else TARGET_ACCUMULATING
-        what = f"{one['parameters']} {one['mode']}, {per_worker} virtual workers each: {target} of DDP's time"
+        what = (
+            f"{one['parameters']} {one['mode']}, {per_worker} virtual workers each: {target} of "
+            "DDP's time"
+        )
         found[what] = one["interval"][0] <= target
     return found
 

@@ -1,15 +1,17 @@
 """The data set that all systems read: 76,800 rows of 1,024 int32 tokens, 300 MB, in 8 shards.
 
-Written once, in a folder that is kept: as Parquet (list<int32>, uncompressed, row groups of 4 MiB), as Arrow IPC
-files (the same row groups as record batches), and as one .npy file, from which the peers write their own formats.
-The bare loops are what anybody would write by hand to read them: each batch of 64 rows copied into a fixed buffer.
+Written once, in a folder that is kept: as Parquet (list<int32>, uncompressed, row groups of 4 MiB),
+as Arrow IPC files (the same row groups as record batches), and as one .npy file, from which the
+peers write their own formats. The bare loops are what anybody would write by hand to read them:
+each batch of 64 rows copied into a fixed buffer.
 
-One pass over so little takes tens of milliseconds, much of that its beginning and its end; `many` has the same shards
-`TIMES` over, under other names.
+One pass over so little takes tens of milliseconds, much of that its beginning and its end; `many`
+has the same shards `TIMES` over, under other names.
 
-Systems that are compared run in one process in which Arrow keeps the memory that it has (`alone`). It gives back what
-nobody used for a second, so a system that runs after others would pay for each page again, and who holds more row groups
-at a time, as who shuffles does, would pay most. In a run it is paid once: a row group takes the memory of the one that left.
+Systems that are compared run in one process in which Arrow keeps the memory that it has (`alone`).
+It gives back what nobody used for a second, so a system that runs after others would pay for each
+page again, and who holds more row groups at a time, as who shuffles does, would pay most. In a run
+it is paid once: a row group takes the memory of the one that left.
 """
 
 from __future__ import annotations

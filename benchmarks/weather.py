@@ -1,4 +1,5 @@
-"""Spot weather: how many places there are from when on, as it was recorded and as it may be drawn. Pure."""
+"""Spot weather: how many places there are from when on, as it was recorded and as it may be drawn.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 
 PLACES = 4
 
-# Second, instances that AWS gave of the 12 asked for (g4dn.xlarge, us-east-1c, 2020-11-20 19:30 to 2020-11-21 22:00, from the
-# eighth hour on). doc/data/ of github.com/uclasystem/bamboo, of "Bamboo" (NSDI 2023); Copyright (c) 2022 UCLASystem, MIT License.
+# Second, instances that AWS gave of the 12 asked for (g4dn.xlarge, us-east-1c, 2020-11-20 19:30 to
+# 2020-11-21 22:00, from the eighth hour on). doc/data/ of github.com/uclasystem/bamboo, of "Bamboo"
+# (NSDI 2023); Copyright (c) 2022 UCLASystem, MIT License.
 G4DN = (
     *((28578, 12), (43064, 8), (43130, 6), (43574, 5), (44224, 9), (44247, 12), (48805, 11)),
     *((50300, 12), (53365, 6), (53480, 5), (56483, 10), (56544, 12), (62986, 11), (64490, 12)),

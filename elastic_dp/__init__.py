@@ -1,6 +1,8 @@
-"""Elastic, fault-tolerant data-parallel PyTorch training on Ray. The public names; nothing else is stable.
+"""Elastic, fault-tolerant data-parallel PyTorch training on Ray. The public names; nothing else is
+stable.
 
-A name is imported when it is first used: torch and ray take seconds, and `elastic-dp data` needs neither.
+A name is imported when it is first used: torch and ray take seconds, and `elastic-dp data` needs
+neither.
 """
 
 import importlib

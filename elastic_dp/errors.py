@@ -2,22 +2,22 @@
 
     ElasticError
     ├── SpecError          the user edits the job: a field is wrong; raised before anything starts
-    │   ├── DataError      the data set cannot be used as asked (no shards, too few rows, a missing column)
+    │   ├── DataError      the data set cannot be used as asked (no shards, a missing column)
     │   │   └── BadShard   some of it cannot be decoded; says which shard and row group
     │   ├── RunMismatch    the run at this path was started with another job; says what differs
     │   └── CheckpointError    no such checkpoint, or one that this version cannot read
     ├── TrainError         the user's training code must change
     │   ├── UserCodeError  an exception in it; carries the worker's own traceback
-    │   ├── LoopError      ctx.steps was not called, or was left early, or the body wrote what it must not
-    │   ├── LossError      the loss is not a scalar tensor, is not finite, or depends on more than weights and rows
-    │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, layouts differ)
+    │   ├── LoopError      ctx.steps not called, or left early, or its body wrote what it must not
+    │   ├── LossError      the loss is no scalar, not finite, or not made of weights and rows alone
+    │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, …)
     │   └── StateError     a value of the state cannot be stored; says its key
     ├── ClusterError       the operator acts: capacity, lost controller, exhausted budget
     │   └── LeaseLost      another cluster has taken the run over; this one must stop
-    ├── StorageError       the operator acts: the store refuses or is away; carries its own words, no secret
-    │   ├── FileDamaged        a file of the run's folder cannot be read as what it must be; says which, and what to do
-    │   └── CheckpointDamaged  bytes are not the ones that were committed; says which part; the one before it is used
-    └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms by itself
+    ├── StorageError       the operator acts: the store refuses or is away; carries its own words
+    │   ├── FileDamaged        a file of the run's folder is not what it must be; says what to do
+    │   └── CheckpointDamaged  bytes are not those that were committed; the one before it is used
+    └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms
 
 Beside them stands `Interrupted`, which is no failure: a KeyboardInterrupt.
 
@@ -43,7 +43,8 @@ class DataError(SpecError):
 class BadShard(DataError):
     """A row group cannot be decoded. Example: a shard that was cut off while it was written.
 
-    `shard` is its name relative to the URL, `row_group` its number in it, `reason` what the decoder said.
+    `shard` is its name relative to the URL, `row_group` its number in it, `reason` what the decoder
+    said.
     """
 
     def __init__(self, shard: str, row_group: int, reason: str) -> None:
@@ -52,7 +53,8 @@ class BadShard(DataError):
 
     def __str__(self) -> str:
         return (
-            f"row group {self.row_group} of {self.shard} cannot be decoded: {self.reason}; mend or remove "
+            f"row group {self.row_group} of {self.shard} cannot be decoded: {self.reason}; "
+            "mend or remove "
             'the shard, or set DataConfig.on_bad_shard="skip"'
         )
 
@@ -65,7 +67,8 @@ class RunMismatch(SpecError):
 
 
 class CheckpointError(SpecError):
-    """A checkpoint cannot be used as asked. Example: `step=700` where only 500 and 1000 are committed."""
+    """A checkpoint cannot be used as asked. Example: `step=700` where only 500 and 1000 are
+    committed."""
 
 
 class TrainError(ElasticError):
@@ -75,7 +78,8 @@ class TrainError(ElasticError):
 class UserCodeError(TrainError):
     """User code raised in a worker. Example: a KeyError in the loss function.
 
-    `worker` is who raised, `description` the exception in one line, `remote_traceback` its traceback there.
+    `worker` is who raised, `description` the exception in one line, `remote_traceback` its
+    traceback there.
     """
 
     def __init__(self, worker: str, description: str, remote_traceback: str) -> None:
@@ -91,7 +95,8 @@ class LoopError(TrainError):
 
 
 class LossError(TrainError):
-    """The loss cannot be used. Example: it is NaN; the message names step, virtual worker and rows."""
+    """The loss cannot be used. Example: it is NaN; the message names step, virtual worker and
+    rows."""
 
 
 class ModelError(TrainError):
@@ -99,7 +104,8 @@ class ModelError(TrainError):
 
 
 class StateError(TrainError):
-    """A value of the training state cannot be stored. Example: a lambda in the `state_dict` of `state["ema"]`.
+    """A value of the training state cannot be stored. Example: a lambda in the `state_dict` of
+    `state["ema"]`.
 
     `path` is its key, `reason` what it is and what to do about it.
     """
@@ -113,7 +119,8 @@ class StateError(TrainError):
 
 
 class ClusterError(ElasticError):
-    """The cluster cannot do what the run needs. Example: workers die again and again before one step."""
+    """The cluster cannot do what the run needs. Example: workers die again and again before one
+    step."""
 
 
 class LeaseLost(ClusterError):
@@ -121,11 +128,13 @@ class LeaseLost(ClusterError):
 
 
 class StorageError(ElasticError):
-    """The store refuses, or was away for longer than it may be. Example: "403 AccessDenied" for a bucket."""
+    """The store refuses, or was away for longer than it may be. Example: "403 AccessDenied" for a
+    bucket."""
 
 
 class FileDamaged(StorageError):
-    """A file of a run's folder is not what it must be. Example: a `result.json` that is empty after a crash.
+    """A file of a run's folder is not what it must be. Example: a `result.json` that is empty after
+    a crash.
 
     `path` is the file, `reason` what is wrong with it, `way_out` what to do about it.
     """
@@ -139,7 +148,8 @@ class FileDamaged(StorageError):
 
 
 class CheckpointDamaged(StorageError):
-    """Bytes of a committed checkpoint are missing or not the ones that were committed. Example: a truncated part.
+    """Bytes of a committed checkpoint are missing or not the ones that were committed. Example: a
+    truncated part.
 
     `step` is the checkpoint's, `reason` names the object and what is wrong with it.
     """
@@ -169,8 +179,9 @@ class FormingFailed(GroupError):
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended `fit()`, which has said what was saved. Example: `kill` of a run on a laptop.
+    """Ctrl-C or SIGTERM ended `fit()`, which has said what was saved. Example: `kill` of a run on a
+    laptop.
 
-    Scripts catch it as the KeyboardInterrupt it is. Uncaught, it ends the process with its `code`, 128 + the signal's
-    number, and without a traceback, since nothing is wrong.
+    Scripts catch it as the KeyboardInterrupt it is. Uncaught, it ends the process with its `code`,
+    128 + the signal's number, and without a traceback, since nothing is wrong.
     """

@@ -1,13 +1,15 @@
-"""Values for other processes, with the source of the user's own modules, which the other's disk need not hold.
+"""Values for other processes, with the source of the user's own modules, which the other's disk
+need not hold.
 
-A value is pickled by cloudpickle: what is of `__main__` by value, all else by the name of its module. The modules that
-this process has imported and that are no installed package's travel beside it. Where it is unpickled, they are found
-before what lies on the disk: as ordinary modules, imported there when they are first asked for. So dataclasses, type
-hints, pickles and `inspect.getsource` work as they do here; and a worker that starts after a file was edited runs the
+A value is pickled by cloudpickle: what is of `__main__` by value, all else by the name of its
+module. The modules that this process has imported and that are no installed package's travel beside
+it. Where it is unpickled, they are found before what lies on the disk: as ordinary modules,
+imported there when they are first asked for. So dataclasses, type hints, pickles and
+`inspect.getsource` work as they do here; and a worker that starts after a file was edited runs the
 code that the run was started with.
 
-It is an ordinary pickle: `pickle.loads` is all that it takes. What the sender has put into a module since it was
-imported is not in its source, and not there.
+It is an ordinary pickle: `pickle.loads` is all that it takes. What the sender has put into a module
+since it was imported is not in its source, and not there.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ def _open(modules: bytes, pickled: bytes) -> Any:
 
 
 def _own_modules() -> dict[str, _Module]:
-    """Those that came to this process count before what its disk has. What has a compiled part is no source alone, and
-    left to the other's disk, all of it."""
+    """Those that came to this process count before what its disk has. What has a compiled part is
+    no source alone, and left to the other's disk, all of it."""
     found = dict(_finder.modules)
     modules = list(sys.modules.items())
     not_theirs = _NOT_THEIRS | {_root(name) for name, module in modules if _is_compiled(module)}
@@ -144,7 +146,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return self._source if path == self.path else super().get_data(path)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Never a compiled file, which may be of another source. Tracebacks show this source, too."""
+        """Never a compiled file, which may be of another source. Tracebacks show this source,
+        too."""
         lines = importlib.util.decode_source(self._source).splitlines(keepends=True)
         linecache.cache[self.path] = len(self._source), None, lines, self.path
         return self.source_to_code(self._source, self.path)

@@ -1,7 +1,8 @@
 """The one place that starts a background thread: none dies unseen.
 
-A thread that ends with an exception leaves others waiting for what it will never do. So each is started with what then
-happens to its owner: the run fails, whoever waits is woken, the process ends.
+A thread that ends with an exception leaves others waiting for what it will never do. So each is
+started with what then happens to its owner: the run fails, whoever waits is woken, the process
+ends.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from elastic_dp.errors import ElasticError
 def background(
     name: str, run: Callable[[], object], failed: Callable[[Exception], object] | None = None
 ) -> threading.Thread:
-    """A daemon thread, not yet started. `failed` is called with the exception that `run` raised; without it nobody waits
-    for the thread. The traceback is printed, unless the error is one of ours and `failed` passes it on."""
+    """A daemon thread, not yet started. `failed` is called with the exception that `run` raised;
+    without it nobody waits for the thread. The traceback is printed, unless the error is one of
+    ours and `failed` passes it on."""
 
     def main() -> None:
         try:

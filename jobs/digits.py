@@ -1,10 +1,13 @@
-"""A small convolutional net on real handwritten digits, with BatchNorm, dropout and evaluation as it trains.
+"""A small convolutional net on real handwritten digits, with BatchNorm, dropout and evaluation as
+it trains.
 
-    python jobs/digits.py                 about 20 seconds on one core, 98 to 99 % of the test digits right
+    python jobs/digits.py                 about 20 seconds on one core, 98 to 99 % of the test
+                                          digits right
     python jobs/digits.py --workers 2     the same weights, to the last bit
 
-The 1,797 digits of 8 x 8 pixels come with scikit-learn (`pip install 'elastic_dp[jobs]'`), nothing is downloaded.
-BatchNorm's statistics are those of one micro-batch, whatever the number of workers; so is the dropout.
+The 1,797 digits of 8 x 8 pixels come with scikit-learn (`pip install 'elastic_dp[jobs]'`), nothing
+is downloaded. BatchNorm's statistics are those of one micro-batch, whatever the number of workers;
+so is the dropout.
 """
 
 import argparse

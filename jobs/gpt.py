@@ -1,11 +1,13 @@
-"""A small GPT that learns to write Python, byte by byte, from the standard library of this very interpreter.
+"""A small GPT that learns to write Python, byte by byte, from the standard library of this very
+interpreter.
 
     python jobs/gpt.py                    one worker
-    python jobs/gpt.py --workers 2        two; kill one while it trains, the result stays the same to the last bit
+    python jobs/gpt.py --workers 2        two; kill one while it trains, the result stays the same
+                                          to the last bit
     python jobs/gpt.py --local            no Ray, in this process: for a debugger
 
-Nothing is downloaded. The first run writes the text as Parquet shards into a cache folder; to train on several
-machines, give all of them one `--data` folder.
+Nothing is downloaded. The first run writes the text as Parquet shards into a cache folder; to train
+on several machines, give all of them one `--data` folder.
 """
 
 import argparse
@@ -98,7 +100,8 @@ def train(ctx: edp.TrainContext) -> None:
 
 
 def write_shards(folder: Path, shards: int = 8) -> None:
-    """The source of the standard library as rows of BLOCK + 1 bytes. Aside first: a crash leaves nothing half."""
+    """The source of the standard library as rows of BLOCK + 1 bytes. Aside first: a crash leaves
+    nothing half."""
     if folder.exists():
         return
     root = Path(sysconfig.get_path("stdlib"))

@@ -60,7 +60,8 @@ def train(ctx):
     torch.manual_seed(seed)
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
-    # The rate that was set by hand: as a scheduler, since that is part of what a joining worker takes over.
+    # The rate that was set by hand: as a scheduler, since that is part of what a joining worker
+    # takes over.
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda it: get_lr(it) / learning_rate)
 
     for step in ctx.steps(model, optimizer, loss_fn, scheduler=rate, clip_norm=grad_clip):

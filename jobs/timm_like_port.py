@@ -1,4 +1,5 @@
-"""An image classifier trained as timm does it: mixup, label smoothing, and an EMA of the weights."""
+"""An image classifier trained as timm does it: mixup, label smoothing, and an EMA of the
+weights."""
 
 # docs/ports/timm_like.py, made elastic: 4 virtual workers of 16 images instead of 64 at once.
 import torch
@@ -50,7 +51,8 @@ def train(ctx):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ctx.total_steps)
     test = edp.MapStyleData(test_set, micro_batch_size=120)
 
-    # The EMA changes in the loop's body, once per step on every worker: `state` hands it to those that join.
+    # The EMA changes in the loop's body, once per step on every worker: `state` hands it to those
+    # that join.
     for step in ctx.steps(model, optimizer, loss_fn, scheduler=scheduler, state={"ema": ema}):
         ema.update_parameters(model)
         if step.epoch_end:

@@ -1,6 +1,8 @@
-"""A tiny Llama from `transformers` on lines of Python: padded batches, the mean over valid tokens."""
+"""A tiny Llama from `transformers` on lines of Python: padded batches, the mean over valid
+tokens."""
 
-# docs/ports/transformers_llama.py, made elastic: 4 virtual workers of 4 lines instead of 16 lines at once.
+# docs/ports/transformers_llama.py, made elastic: 4 virtual workers of 4 lines instead of 16 lines
+# at once.
 import sysconfig
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""For all tests: one S3 server, started when the first asks for it; patience, as a machine may be loaded; and Ctrl-C, which
-a shell has those ignore that it starts in the background, and all whom they start."""
+"""For all tests: one S3 server, started when the first asks for it; patience, as a machine may be
+loaded; and Ctrl-C, which a shell has those ignore that it starts in the background, and all whom
+they start."""
 
 import signal
 from collections import Counter

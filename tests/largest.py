@@ -1,4 +1,5 @@
-"""The largest classes (by attributes), functions and files (by lines): `python -m tests.largest [--top 10]`."""
+"""The largest classes (by attributes), functions and files (by lines): `python -m tests.largest
+[--top 10]`."""
 
 import argparse
 import ast

@@ -1,4 +1,5 @@
-"""How long tests wait for what must happen: far longer than it takes, since a machine may be busy with others."""
+"""How long tests wait for what must happen: far longer than it takes, since a machine may be busy
+with others."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def eventually(condition: Callable[[], T], told: Callable[[], object] = lambda: 
 
 
 class Stalls:
-    """What a busy machine takes from one who only sleeps, moment by moment: no deadline that a test measures can be kept
-    better. `with Stalls() as stalls: … stalls.lost_s`"""
+    """What a busy machine takes from one who only sleeps, moment by moment: no deadline that a test
+    measures can be kept better. `with Stalls() as stalls: … stalls.lost_s`"""
 
     def __enter__(self) -> Stalls:
         self.lost_s, self._over = 0.0, threading.Event()

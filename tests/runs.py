@@ -1,4 +1,5 @@
-"""Whole runs on plain processes, for tests: small jobs whose data is made from nothing, and how to drive them."""
+"""Whole runs on plain processes, for tests: small jobs whose data is made from nothing, and how to
+drive them."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def group(
     index: Index | None = None,
     url: str | None = None,
 ) -> tuple[RunOutcome, ProcessRun]:
-    """A run on processes. `script`: at (or after) a step, post an event or call something with the run. `timeout_s`: for
-    what comes behind it."""
+    """A run on processes. `script`: at (or after) a step, post an event or call something with the
+    run. `timeout_s`: for what comes behind it."""
     with ProcessRun(spec, train, faults=faults, index=index, url=url) as run:
         for step, action in script:
             eventually(lambda s=step: reached(run, s), run.controller.status)
@@ -114,7 +115,8 @@ def texts_of(run: ProcessRun) -> list[str]:
 
 
 def never_put_off(train: Callable[..., None]) -> Callable[..., None]:
-    """No checkpoint comes later than it is due since the one before is still being written, however busy the machine is."""
+    """No checkpoint comes later than it is due since the one before is still being written, however
+    busy the machine is."""
 
     def patient(ctx: Any) -> None:
         uploader.PATIENCE_S = 1000.0

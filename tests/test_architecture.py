@@ -190,7 +190,8 @@ CHANGES = {
 
 
 def assigned_fields(tree):
-    """(line, text) of each field of an object other than `self` that is assigned, deleted, or changed in place."""
+    """(line, text) of each field of an object other than `self` that is assigned, deleted, or
+    changed in place."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.Delete):
             targets = node.targets
@@ -267,10 +268,13 @@ def test_module_and_class_names_appear_once_in_the_package():
     assert [name for names in (stems, classes) for name, n in names.items() if n > 1] == []
 
 
-# What users' scripts depend on. A name may be added; none is renamed, taken away, or moved to another place.
+# What users' scripts depend on. A name may be added; none is renamed, taken away, or moved to
+# another place.
 PARAMETERS = {
-    "ElasticTrainer": "train *data name storage_path config scaling checkpoint failure exact max_steps max_time_s loggers "
-    "labels runtime_env",
+    "ElasticTrainer": """
+        train *data name storage_path config scaling checkpoint failure exact max_steps
+        max_time_s loggers labels runtime_env
+    """,
     "ElasticTrainer.fit": "self local",
     "attach": "name storage_path",
     "TrainContext.steps": "self model optimizer loss_fn *scheduler clip_norm precision state",
@@ -278,19 +282,30 @@ PARAMETERS = {
     "TrainContext.log": "self metrics",
     "TrainContext.stop": "self reason",
     "TrainContext.checkpoint": "self metrics",
-    "DataConfig": "url *micro_batch_size epochs seed tail format columns transform collate_fn workers shuffle memory_bytes "
-    "on_bad_shard max_bad_fraction fill_nulls storage_options",
-    "MapStyleData": "dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint",
-    "ScalingConfig": "*min_workers max_workers virtual_workers standby resources_per_worker threads_per_worker "
-    "stabilization_s market min_on_demand zones label_selector balance",
-    "CheckpointConfig": "*every_steps every_s every num_to_keep keep_every checkpoint_score_attribute "
-    "checkpoint_score_order",
-    "FailureConfig": "*heartbeat_timeout_s lease_s forming_timeout_s hang_timeout_s release_timeout_s "
-    "compare_weights_every max_losses_without_progress max_losses_of_micro_batch max_out_of_memory max_user_errors "
-    "storage_timeout_s run_lease_s orphan_timeout_s",
+    "DataConfig": """
+        url *micro_batch_size epochs seed tail format columns transform collate_fn workers
+        shuffle memory_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
+    """,
+    "MapStyleData": """
+        dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint
+    """,
+    "ScalingConfig": """
+        *min_workers max_workers virtual_workers standby resources_per_worker threads_per_worker
+        stabilization_s market min_on_demand zones label_selector balance
+    """,
+    "CheckpointConfig": """
+        *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute
+        checkpoint_score_order
+    """,
+    "FailureConfig": """
+        *heartbeat_timeout_s lease_s forming_timeout_s hang_timeout_s release_timeout_s
+        compare_weights_every max_losses_without_progress max_losses_of_micro_batch
+        max_out_of_memory max_user_errors storage_timeout_s run_lease_s orphan_timeout_s
+    """,
 }
 MEMBERS = {
-    "TrainContext": "checkpoint config device evaluate generation is_source log rank seed steps steps_per_epoch stop "
+    "TrainContext": "checkpoint config device evaluate generation is_source log rank seed steps "
+    "steps_per_epoch stop "
     "total_steps world_size",
     "Run": "checkpoint drain events interrupted logs pids result scale status stop",
     "Step": "number epoch epoch_end loss weight metrics grad_norm lr",
@@ -299,7 +314,8 @@ MEMBERS = {
 
 def test_public_names_are_exactly_these():
     names = (
-        "CheckpointConfig DataConfig ElasticTrainer FailureConfig MapStyleData Result Run ScalingConfig Step TrainContext "
+        "CheckpointConfig DataConfig ElasticTrainer FailureConfig MapStyleData Result Run "
+        "ScalingConfig Step TrainContext "
         "attach load_state"
     )
     assert elastic_dp.__all__ == dir(elastic_dp) == names.split()

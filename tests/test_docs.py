@@ -1,4 +1,5 @@
-"""README.md and docs/: the commands, names, messages, links and numbers on them are those of the code and of the results."""
+"""README.md and docs/: the commands, names, messages, links and numbers on them are those of the
+code and of the results."""
 
 import ast
 import builtins
@@ -43,7 +44,8 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", title).lower()).strip().replace(" ", "-")
 
 
-# ------------------------------------------------------------------------------------------ the first page
+# ------------------------------------------------------------------------------------------ the
+# first page
 
 
 def test_readme_is_short_and_keeps_its_order():
@@ -107,7 +109,8 @@ def test_job_of_the_first_page_trains(page, tmp_path, monkeypatch, capsys):
     assert logged[-1]["loss"] < 0.01
 
 
-# ------------------------------------------------------------------------------------- names on all pages
+# ------------------------------------------------------------------------------------- names on all
+# pages
 
 
 @every_page
@@ -192,7 +195,8 @@ def test_names_of_the_architecture_are_in_the_source():
             assert name in words, f"{name} in {page}"
 
 
-# ----------------------------------------------------------------------------------------- troubleshooting
+# -----------------------------------------------------------------------------------------
+# troubleshooting
 
 
 def texts_of_the_source() -> list[str]:
@@ -221,7 +225,8 @@ def test_messages_of_the_page_of_troubleshooting_are_in_the_source():
         assert any(all(part in text for part in parts) for text in source), message
 
 
-# --------------------------------------------------------------------------------------------- the site
+# --------------------------------------------------------------------------------------------- the
+# site
 
 
 def test_api_pages_have_every_public_name():

@@ -1,4 +1,5 @@
-"""What the tests and the package import is named in pyproject.toml, so that `make install` brings it."""
+"""What the tests and the package import is named in pyproject.toml, so that `make install` brings
+it."""
 
 import ast
 import re

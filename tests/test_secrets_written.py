@@ -1,7 +1,9 @@
-"""A canary stands wherever a credential may; then data is converted, inspected and trained on, and every byte is searched.
+"""A canary stands wherever a credential may; then data is converted, inspected and trained on, and
+every byte is searched.
 
-What is written or said: shards, the index and the record beside a run, events, metrics, logs, warnings, standard
-output and error, and the message of every error with the traceback that a user sees.
+What is written or said: shards, the index and the record beside a run, events, metrics, logs,
+warnings, standard output and error, and the message of every error with the traceback that a user
+sees.
 """
 
 import contextlib
@@ -157,7 +159,8 @@ def rows(number: int) -> bytes:
 
 @contextlib.contextmanager
 def places(tmp_path: Path, moto: str):
-    """Data on S3 behind a proxy that fails, and by a signed URL; the first shard of the second cannot be decoded."""
+    """Data on S3 behind a proxy that fails, and by a signed URL; the first shard of the second
+    cannot be decoded."""
     (folder := tmp_path / "http").mkdir()
     bad = bytearray(rows(0))
     bad[200:260] = bytes(60)

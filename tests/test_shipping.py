@@ -51,7 +51,8 @@ sys.stdout.buffer.write(shipped(found))
 
 @pytest.fixture(autouse=True)
 def nothing_of_ours_stays():
-    """It comes before `monkeypatch`, which puts back what a test took away, and so ends after it."""
+    """It comes before `monkeypatch`, which puts back what a test took away, and so ends after
+    it."""
     yield
     for name in [name for name in sys.modules if name.startswith("ours_")]:
         del sys.modules[name]

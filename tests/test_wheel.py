@@ -33,7 +33,8 @@ def run(*words, cwd, **env):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The `bin` of a new environment, with the wheel and what the README says to install, and nothing else."""
+    """The `bin` of a new environment, with the wheel and what the README says to install, and
+    nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     listed = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
     for name in filter(None, listed):

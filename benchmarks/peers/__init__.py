@@ -1,7 +1,8 @@
 """The same kills beside other systems, each in processes of its own.
 
-Each is looked for in an interpreter of its own, else in this one: `TORCHFT_PYTHON` (`python -m venv DIR` and there
-`pip install torch==2.13.0 torchft==0.2.0`), `RAY_TRAIN_PYTHON` (`pip install torch==2.13.0 'ray[train]==2.60.0'`).
+Each is looked for in an interpreter of its own, else in this one: `TORCHFT_PYTHON` (`python -m venv
+DIR` and there `pip install torch==2.13.0 torchft==0.2.0`), `RAY_TRAIN_PYTHON` (`pip install
+torch==2.13.0 'ray[train]==2.60.0'`).
 """
 
 from __future__ import annotations

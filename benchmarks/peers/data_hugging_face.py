@@ -2,8 +2,8 @@
 
     python data_hugging_face.py RESULT.json FOLDER
 
-Rows per second of each epoch, as Arrow batches of 64 copied into a fixed buffer: in order, and through a shuffle
-buffer of 10,000 rows with the shards permuted.
+Rows per second of each epoch, as Arrow batches of 64 copied into a fixed buffer: in order, and
+through a shuffle buffer of 10,000 rows with the shards permuted.
 """
 
 from __future__ import annotations

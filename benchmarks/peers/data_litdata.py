@@ -2,7 +2,8 @@
 
     python data_litdata.py RESULT.json FOLDER
 
-Rows per second of each epoch, in order and shuffled; each batch of 64 rows is copied into a fixed buffer.
+Rows per second of each epoch, in order and shuffled; each batch of 64 rows is copied into a fixed
+buffer.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python data_mosaicml.py RESULT.json FOLDER
 
-Rows per second of each epoch, in order and shuffled (py1e); each batch of 64 rows is copied into a fixed buffer.
+Rows per second of each epoch, in order and shuffled (py1e); each batch of 64 rows is copied into a
+fixed buffer.
 
-Its package imports torchvision, for image data sets that are not used here. Empty modules stand in for that, since a
-torchvision that was built for another torch cannot be imported.
+Its package imports torchvision, for image data sets that are not used here. Empty modules stand in
+for that, since a torchvision that was built for another torch cannot be imported.
 """
 
 from __future__ import annotations

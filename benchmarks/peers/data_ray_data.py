@@ -2,8 +2,8 @@
 
     python data_ray_data.py RESULT.json FOLDER
 
-Rows per second of each epoch, as batches of 64 copied into a fixed buffer: in order, and with a local shuffle buffer
-of 10,000 rows.
+Rows per second of each epoch, as batches of 64 copied into a fixed buffer: in order, and with a
+local shuffle buffer of 10,000 rows.
 """
 
 from __future__ import annotations

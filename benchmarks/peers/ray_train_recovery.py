@@ -1,9 +1,10 @@
-"""A killed worker under Ray Train: three fixed workers, DDP, a checkpoint each 20 steps, the model of `recovery`.
+"""A killed worker under Ray Train: three fixed workers, DDP, a checkpoint each 20 steps, the model
+of `recovery`.
 
     python ray_train_recovery.py RESULT.json KILLS
 
-All workers start anew after a failure, so there are two pauses: to the first step of any number, and to the first
-one that was not done before.
+All workers start anew after a failure, so there are two pauses: to the first step of any number,
+and to the first one that was not done before.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
     python torchft_recovery.py RESULT.json tuned|default KILLS
 
-Gradients are reduced as one flat tensor after the backward pass: torchft 0.2's DistributedDataParallel fails with an
-AssertionError in the survivors when a peer dies within an all-reduce. "tuned": heartbeats each 50 ms, lost after 500 ms; "default": the lighthouse's own settings (5 s). Both join within
-100 ms. A pause lasts from the kill to the first step committed by the smaller quorum, less one median step.
+Gradients are reduced as one flat tensor after the backward pass: torchft 0.2's
+DistributedDataParallel fails with an AssertionError in the survivors when a peer dies within an
+all-reduce. "tuned": heartbeats each 50 ms, lost after 500 ms; "default": the lighthouse's own
+settings (5 s). Both join within 100 ms. A pause lasts from the kill to the first step committed by
+the smaller quorum, less one median step.
 """
 
 from __future__ import annotations

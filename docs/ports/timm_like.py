@@ -1,4 +1,5 @@
-"""An image classifier trained as timm does it: mixup, label smoothing, and an EMA of the weights."""
+"""An image classifier trained as timm does it: mixup, label smoothing, and an EMA of the
+weights."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,5 @@
-"""A tiny Llama from `transformers` on lines of Python: padded batches, the mean over valid tokens."""
+"""A tiny Llama from `transformers` on lines of Python: padded batches, the mean over valid
+tokens."""
 
 import sysconfig
 from pathlib import Path

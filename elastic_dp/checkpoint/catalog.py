@@ -1,16 +1,21 @@
-"""Which checkpoints a run has: its commit records by name, in the order of its history, and what may be deleted.
+"""Which checkpoints a run has: its commit records by name, in the order of its history, and what
+may be deleted.
 
-    <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 went on from step 900 of claim 3
+    <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 went on from
+                                                                            step 900 of claim 3
     <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the commit record
     <run>/checkpoints/step-000000001000/<digest>/part-00000.safetensors
 
-- Only what is committed is listed; one listing tells it all, and a commit record is read when it is asked for.
-- History is a chain of claims. A claim is created once, by who holds the run's lease (lease.py), before it trains; the
-  lease's number is its fence. What another claim committed beyond the step from which the next one went on is not part
-  of history: that is a controller which was frozen, and did not know yet.
-- Parts lie below the digest of the whole state, so parts of two states never meet, and the same state written twice,
-  by whomever, is the same objects with the same bytes.
-- Deleting begins with the commit record. So a crash between any two deletions leaves no checkpoint that is half there.
+- Only what is committed is listed; one listing tells it all, and a commit record is read when it is
+  asked for.
+- History is a chain of claims. A claim is created once, by who holds the run's lease (lease.py),
+  before it trains; the lease's number is its fence. What another claim committed beyond the step
+  from which the next one went on is not part of history: that is a controller which was frozen, and
+  did not know yet.
+- Parts lie below the digest of the whole state, so parts of two states never meet, and the same
+  state written twice, by whomever, is the same objects with the same bytes.
+- Deleting begins with the commit record. So a crash between any two deletions leaves no checkpoint
+  that is half there.
 """
 
 from __future__ import annotations
@@ -52,11 +57,11 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept: the newest `num_to_keep` (None: all), or the best ones where `score_attribute` names a metric;
-    the newest in any case; and, for ever, each whose step `keep_every` divides.
+    """What is kept: the newest `num_to_keep` (None: all), or the best ones where `score_attribute`
+    names a metric; the newest in any case; and, for ever, each whose step `keep_every` divides.
 
-    A checkpoint is ranked by the value that its own step logged. One without a value, or with NaN, is never the best; it
-    ranks behind all that have one.
+    A checkpoint is ranked by the value that its own step logged. One without a value, or with NaN,
+    is never the best; it ranks behind all that have one.
     """
 
     num_to_keep: int | None = 3
@@ -110,7 +115,8 @@ class Catalog:
     def find(
         self, step: int | Literal["latest", "best"] = "latest", keep: Keep | None = None
     ) -> CommitRecord:
-        """The commit record of that step, the newest, or the best by `keep`. Raises CheckpointError if there is none."""
+        """The commit record of that step, the newest, or the best by `keep`. Raises CheckpointError
+        if there is none."""
         if step == "best":
             return self.best(keep or Keep())
         names = self.names()
@@ -126,7 +132,8 @@ class Catalog:
         name = keep.score_attribute
         if name is None:
             raise CheckpointError(
-                'step="best" needs a metric: set CheckpointConfig.checkpoint_score_attribute, or name it here'
+                'step="best" needs a metric: set '
+                "CheckpointConfig.checkpoint_score_attribute, or name it here"
             )
         commits = list(self.commits())
         scored = [
@@ -135,12 +142,14 @@ class Catalog:
         if not scored:
             known = sorted({metric for commit in commits for metric in commit.metadata.metrics})
             raise CheckpointError(
-                f"no checkpoint of {self.store.url} has the metric {name!r}; they have: {', '.join(known) or 'none'}"
+                f"no checkpoint of {self.store.url} has the metric {name!r}; they have: "
+                f"{', '.join(known) or 'none'}"
             )
         return max(scored, key=lambda commit: _score(keep, commit.step, commit.metadata.metrics))
 
     def claim(self, fence: int, base: CommitName | None) -> Claim:
-        """Begin to write under `fence`, going on from `base` (None: from the start). Raises LeaseLost if others do."""
+        """Begin to write under `fence`, going on from `base` (None: from the start). Raises
+        LeaseLost if others do."""
         assert base is None or base.fence < fence, (base, fence)
         claim = Claim(fence, *((base.fence, base.step) if base else (0, 0)))
         with contextlib.suppress(FileExistsError):  # ours, from before: a fence is held by one
@@ -153,8 +162,9 @@ class Catalog:
         return claim
 
     def retain(self, keep: Keep, fence: int, *, writing: Iterable[int] = ()) -> list[int]:
-        """Delete what is not kept, and what was never committed, except of the steps in `writing`. Returns the steps
-        whose commit records went. Raises LeaseLost if `fence` is no longer the newest claim, and deletes nothing."""
+        """Delete what is not kept, and what was never committed, except of the steps in `writing`.
+        Returns the steps whose commit records went. Raises LeaseLost if `fence` is no longer the
+        newest claim, and deletes nothing."""
         metrics: dict[CommitName, Mapping[str, float]] = {}
         names, claims = self._listed()
         fences = [name.fence for name in names] + [claim.fence for claim in claims]
@@ -173,8 +183,8 @@ class Catalog:
         return [name.step for name in gone]
 
     def _sweep(self, kept: set[CommitName], busy: set[int]) -> None:
-        """Delete the parts that no kept commit record names, and what a killed writer left beside them; but nothing of later
-        steps than the newest commit's, which may be being written."""
+        """Delete the parts that no kept commit record names, and what a killed writer left beside
+        them; but nothing of later steps than the newest commit's, which may be being written."""
         newest = max((name.step for name in kept), default=0)
         folders = {name.step: self._digests(kept, name.step) for name in kept}
         for entry in self.store.find(f"{self.folder}/"):
@@ -192,7 +202,8 @@ class Catalog:
                 self.store.delete(entry.path)
 
     def _digests(self, kept: Iterable[CommitName], step: int) -> set[str] | None:
-        """The folders of a step that commits name. None if one cannot be read: then all may be needed."""
+        """The folders of a step that commits name. None if one cannot be read: then all may be
+        needed."""
         try:
             return {self.read(name).digest[:32] for name in kept if name.step == step}
         except (CheckpointDamaged, CheckpointError):
@@ -214,8 +225,8 @@ def part_path(folder: str, step: int, digest: str, number: int) -> str:
 
 
 def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[CommitName]:
-    """The commit records that count, oldest first: of the newest claim all, of the one it went on from those up to there, and
-    so on back to the start."""
+    """The commit records that count, oldest first: of the newest claim all, of the one it went on
+    from those up to there, and so on back to the start."""
     committed, by_fence = set(names), {claim.fence: claim for claim in claims}
     fence = max([*by_fence, *(name.fence for name in committed)], default=0)
     found: list[CommitName] = []

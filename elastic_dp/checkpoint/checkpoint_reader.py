@@ -1,7 +1,9 @@
-"""Bytes of a committed checkpoint: each block read once by the group, and not a byte used that its digest does not cover.
+"""Bytes of a committed checkpoint: each block read once by the group, and not a byte used that its
+digest does not cover.
 
-A group restores so: every member reads the same commit record and makes room for the line (`Layout.total` bytes), reads its
-share into it with `read_share`, gives it to the others, and has the tree by `whole_tree`. One alone calls `load`.
+A group restores so: every member reads the same commit record and makes room for the line
+(`Layout.total` bytes), reads its share into it with `read_share`, gives it to the others, and has
+the tree by `whole_tree`. One alone calls `load`.
 
 - Requests are whole blocks, many at once, so that latency does not count.
 - What is missing, cut off, swapped or changed raises CheckpointDamaged, which names the object.
@@ -35,7 +37,8 @@ def read_share(
     line: torch.Tensor,
     executor: Executor | None = None,
 ) -> tuple[int, int]:
-    """Read one of `world_size` shares into its place in `line`, bytes on the host. Returns the place, (start, end)."""
+    """Read one of `world_size` shares into its place in `line`, bytes on the host. Returns the
+    place, (start, end)."""
     layout = commit.manifest.layout
     assert line.numel() == layout.total and line.element_size() == 1, (line.shape, line.dtype)
     parts = layout.share(rank, world_size)
@@ -51,7 +54,8 @@ def whole_tree(
     types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
-    """The state, its tensors on the memory of `line`; those that were on a device on this `device`, if there is one."""
+    """The state, its tensors on the memory of `line`; those that were on a device on this `device`,
+    if there is one."""
     from elastic_dp.checkpoint.decoding import decode
 
     layout = commit.manifest.layout
@@ -63,7 +67,8 @@ def whole_tree(
 
 
 def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:
-    """The whole state, read by this process alone, each tensor in memory of its own. `how`: see `whole_tree`."""
+    """The whole state, read by this process alone, each tensor in memory of its own. `how`: see
+    `whole_tree`."""
     import torch
 
     from elastic_dp.checkpoint.decoding import decode
@@ -82,7 +87,8 @@ def load_newest(
     on_damage: Callable[[CheckpointDamaged], None],
     **how: Any,
 ) -> tuple[CommitRecord, Any]:
-    """The newest checkpoint that is whole; each that is not is told. With a step, or "best", that one or none."""
+    """The newest checkpoint that is whole; each that is not is told. With a step, or "best", that
+    one or none."""
     if step != "latest":
         commit = catalog.find(step, keep)
         return commit, load(catalog, commit, **how)
@@ -97,7 +103,8 @@ def load_newest(
 def newest_first(
     catalog: Catalog, on_damage: Callable[[CheckpointDamaged], None]
 ) -> Iterator[CommitRecord]:
-    """Those whose commit records can be read; the others are told. Raises CheckpointError where no more are to be had."""
+    """Those whose commit records can be read; the others are told. Raises CheckpointError where no
+    more are to be had."""
     names = catalog.names()
     for name in reversed(names):
         try:
@@ -110,7 +117,8 @@ def newest_first(
 
 
 def missing_parts(catalog: Catalog, commit: CommitRecord) -> list[str]:
-    """What is wrong with the parts as far as a listing tells: names and sizes. Cheap, to choose a checkpoint by."""
+    """What is wrong with the parts as far as a listing tells: names and sizes. Cheap, to choose a
+    checkpoint by."""
     folder = part_path(catalog.folder, commit.step, commit.digest, 0).rpartition("/")[0]
     sizes = {
         entry.path.rpartition("/")[2]: entry.size for entry in catalog.store.find(f"{folder}/")
@@ -203,8 +211,8 @@ def _read_block(catalog: Catalog, commit: CommitRecord, block: int, target: memo
 
 
 def _read_file(path: str, at: int, target: memoryview) -> str:
-    """Straight into its place, and its digest, taken while it is in the cache. "" if it could not be read like that:
-    then the store is asked, which tries again and says what is wrong."""
+    """Straight into its place, and its digest, taken while it is in the cache. "" if it could not
+    be read like that: then the store is asked, which tries again and says what is wrong."""
     digest = block_digester()
     try:
         with open(path, "rb", buffering=0, opener=_without_waiting) as file:

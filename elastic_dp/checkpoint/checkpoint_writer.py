@@ -1,8 +1,10 @@
-"""Parts aside, then the commit record: one small conditional write makes a checkpoint of what lies there.
+"""Parts aside, then the commit record: one small conditional write makes a checkpoint of what lies
+there.
 
-- Every member writes its share of the parts; who wrote what does not show in them. A member that is lost leaves its
-  parts to others: each has the whole state.
-- A commit record is written only when every part was, and only when all members hold the same state, by its digest.
+- Every member writes its share of the parts; who wrote what does not show in them. A member that is
+  lost leaves its parts to others: each has the whole state.
+- A commit record is written only when every part was, and only when all members hold the same
+  state, by its digest.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from elastic_dp.errors import LeaseLost, StateError
 
 @dataclass(frozen=True)
 class Share:
-    """What one member tells the committer: the state that it holds, and the numbers of the parts that it has written."""
+    """What one member tells the committer: the state that it holds, and the numbers of the parts
+    that it has written."""
 
     writer: str
     step: int
@@ -74,7 +77,8 @@ def write_commit(
     fence: int,
     metadata: CommitMetadata,
 ) -> CommitRecord:
-    """Make it a checkpoint. Raises StateError if the members' states differ, LeaseLost if the run is another's.
+    """Make it a checkpoint. Raises StateError if the members' states differ, LeaseLost if the run
+    is another's.
 
     The same state committed twice under one claim is one checkpoint; another state is refused.
     """
@@ -82,8 +86,10 @@ def write_commit(
     if odd:
         raise StateError(
             "the state",
-            f"not the same on all members at step {manifest.step}: {', '.join(s.writer for s in odd)} hold another "
-            "one. What state= gives must follow from the steps alone (no clocks, no own random numbers)",
+            f"not the same on all members at step {manifest.step}: "
+            f"{', '.join(s.writer for s in odd)} hold another "
+            "one. What state= gives must follow from the steps alone (no clocks, no own "
+            "random numbers)",
         )
     assert all(share.step == manifest.step for share in shares), shares
     assert not missing(manifest, shares), missing(manifest, shares)
@@ -94,14 +100,16 @@ def write_commit(
     except FileExistsError:
         if catalog.read(name).digest != made.digest:
             raise LeaseLost(
-                f"step {manifest.step} of claim {fence} is committed already, with another state: two controllers "
+                f"step {manifest.step} of claim {fence} is committed already, with another "
+                "state: two controllers "
                 "write under one claim"
             ) from None
     return made
 
 
 def differences(one: Manifest, other: Manifest) -> list[str]:
-    """In what two members' states may differ: the names of the tensors with bytes in a block that does."""
+    """In what two members' states may differ: the names of the tensors with bytes in a block that
+    does."""
     if one.layout != other.layout:
         return ["the tensors' names, types or shapes"]
     layout = one.layout

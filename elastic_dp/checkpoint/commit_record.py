@@ -1,9 +1,12 @@
-"""The small JSON that makes parts a checkpoint: what the state is, where its bytes are, their digests, and whose it is.
+"""The small JSON that makes parts a checkpoint: what the state is, where its bytes are, their
+digests, and whose it is.
 
-- `Manifest` is what every member of the group computes alike from its own copy of the state. Its digest covers every
-  byte of the state, so two members with the same digest hold the same state.
-- `CommitRecord` is one manifest with what only the committer knows. It is written last, once, and never changed.
-- A file of an earlier format is brought up to this one when it is read; one of a later format is refused by its number.
+- `Manifest` is what every member of the group computes alike from its own copy of the state. Its
+  digest covers every byte of the state, so two members with the same digest hold the same state.
+- `CommitRecord` is one manifest with what only the committer knows. It is written last, once, and
+  never changed.
+- A file of an earlier format is brought up to this one when it is read; one of a later format is
+  refused by its number.
 - Reading one imports no torch, see layout.py.
 """
 
@@ -64,9 +67,9 @@ class Manifest:
 class CommitMetadata:
     """What the committer adds.
 
-    `job`, `data`: fingerprints. `versions`: of Python, torch and so on, by name. `metrics`: to choose the best by.
-    `saved_at`: seconds of the wall clock. `naming`: see `naming.py`. `losses`, `observed_s`: how often everyone was
-    lost, and in how much time, for the choice of the interval.
+    `job`, `data`: fingerprints. `versions`: of Python, torch and so on, by name. `metrics`: to
+    choose the best by. `saved_at`: seconds of the wall clock. `naming`: see `naming.py`. `losses`,
+    `observed_s`: how often everyone was lost, and in how much time, for the choice of the interval.
     """
 
     job: str = ""
@@ -113,7 +116,8 @@ class CommitRecord:
 
     @classmethod
     def from_bytes(cls, content: bytes, step: int) -> CommitRecord:
-        """`step`: the one that its name says. Raises CheckpointDamaged; CheckpointError if it is of a later format."""
+        """`step`: the one that its name says. Raises CheckpointDamaged; CheckpointError if it is of
+        a later format."""
         body = _upgraded(_checked(content, step), step)
         try:
             told = {**body["about"], "metrics": _decoded(body["about"]["metrics"])}
@@ -161,7 +165,8 @@ def _whole(number: Any) -> int:
 
 
 def block_digest(content: Any) -> str:
-    """XXH3, 128 bits: it runs at the speed of memory, and is no defence against who means to deceive."""
+    """XXH3, 128 bits: it runs at the speed of memory, and is no defence against who means to
+    deceive."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -186,7 +191,8 @@ def _checked(content: bytes, step: int) -> dict[str, Any]:
 
 
 def _decoded(metrics: Any) -> Any:
-    """Numbers stand for themselves; the decoder imports torch, so only what JSON has no word for is left to it."""
+    """Numbers stand for themselves; the decoder imports torch, so only what JSON has no word for is
+    left to it."""
     if all(isinstance(value, int | float) for value in metrics.values()):
         return metrics
     from elastic_dp.checkpoint.decoding import decode
@@ -199,8 +205,10 @@ def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
     number, body = stored["elastic_dp_checkpoint"], stored["body"]
     if number > FORMAT:
         raise CheckpointError(
-            f"the checkpoint of step {step} is of format {number}: it was written by a newer version of elastic_dp, and "
-            f"this one reads up to format {FORMAT}. Upgrade elastic_dp: install the version that wrote it, or a later one"
+            f"the checkpoint of step {step} is of format {number}: it was written by a newer "
+            "version of elastic_dp, and "
+            f"this one reads up to format {FORMAT}. Upgrade elastic_dp: install the version "
+            "that wrote it, or a later one"
         )
     if number != FORMAT and number not in _UPGRADES:
         raise CheckpointDamaged(step, f"its commit record names a format {number} that never was")
@@ -222,7 +230,8 @@ def _from_1(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_2(body: dict[str, Any]) -> dict[str, Any]:
-    """The same; what format 3 has more of an optimizer and of modules is absent in its tree (`TrainState.adopt`)."""
+    """The same; what format 3 has more of an optimizer and of modules is absent in its tree
+    (`TrainState.adopt`)."""
     return body
 
 

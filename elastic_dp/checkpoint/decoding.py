@@ -1,7 +1,7 @@
 """The tree of state again from JSON and tensors, as `encoding.py` wrote them.
 
-Reading runs no code that a file names: a dataclass, an enum or a named tuple is looked up among the given types and
-the modules already imported, and filled in without its constructor.
+Reading runs no code that a file names: a dataclass, an enum or a named tuple is looked up among the
+given types and the modules already imported, and filled in without its constructor.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def decode(
     types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
-    """The tree again. `types`: dataclasses, enums and named tuples by `type_name`, before those that are imported.
+    """The tree again. `types`: dataclasses, enums and named tuples by `type_name`, before those
+    that are imported.
 
-    `plain`: in Python's and torch's own types only, so that it can be used where the user's code is not: dataclasses
-    as dicts, enums as their values, NumPy's values as tensors and numbers. Raises CheckpointError.
+    `plain`: in Python's and torch's own types only, so that it can be used where the user's code is
+    not: dataclasses as dicts, enums as their values, NumPy's values as tensors and numbers. Raises
+    CheckpointError.
     """
     return _Decoder(tensors, types or {}, plain).value(encoded)
 
@@ -141,7 +143,8 @@ class _Decoder:
         if isinstance(found, type) and fits(found):
             return found
         raise CheckpointError(
-            f"the checkpoint holds a {qualified} of {module}, which is not defined here; import it before, "
+            f"the checkpoint holds a {qualified} of {module}, which is not defined here; "
+            "import it before, "
             "or export the checkpoint, which keeps plain values only"
         )
 

@@ -1,13 +1,16 @@
-"""A tree of state as JSON and tensors, without loss: what state_dicts really hold, and nothing else.
+"""A tree of state as JSON and tensors, without loss: what state_dicts really hold, and nothing
+else.
 
-JSON's own values stand for themselves; every other one is an object {"$": kind, …}, and a tensor is the number of its
-slot. No value is pickled. `decoding.py` is the way back.
+JSON's own values stand for themselves; every other one is an object {"$": kind, …}, and a tensor is
+the number of its slot. No value is pickled. `decoding.py` is the way back.
 
-    kept as they are    None, bool, int, float (NaN's bits too), complex, str, bytes, list, tuple, set, dict with any
-                        of these as keys and in its order, OrderedDict, defaultdict, Counter, deque, range; tensors
-                        (dense, any dtype); NumPy arrays and scalars of any dtype without objects; torch's dtypes,
-                        devices and sizes; dataclasses, enums, named tuples
-    refused             everything else, by its path: functions, open files, sparse, quantised and meta tensors
+    kept as they are    None, bool, int, float (NaN's bits too), complex, str, bytes, list, tuple,
+                        set, dict with any of these as keys and in its order, OrderedDict,
+                        defaultdict, Counter, deque, range; tensors (dense, any dtype); NumPy arrays
+                        and scalars of any dtype without objects; torch's dtypes, devices and sizes;
+                        dataclasses, enums, named tuples
+    refused             everything else, by its path: functions, open files, sparse, quantised and
+                        meta tensors
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class _Path(NamedTuple):
 
 
 def encode(tree: Any) -> tuple[Any, list[NamedTensor]]:
-    """JSON for the tree, and its tensors by slot number, detached but not copied. Raises StateError.
+    """JSON for the tree, and its tensors by slot number, detached but not copied. Raises
+    StateError.
 
     Two equal trees give the same JSON, in whatever order their sets are.
     """
@@ -67,7 +71,8 @@ def type_name(cls: type) -> str:
 
 
 def types_in(tree: Any) -> dict[str, type]:
-    """The types that `decode` needs for a tree like this one: those of a script cannot be found by their names."""
+    """The types that `decode` needs for a tree like this one: those of a script cannot be found by
+    their names."""
     found: dict[str, type] = {}
 
     def look(value: Any) -> None:

@@ -1,11 +1,13 @@
-"""Checkpoints for others: files that open without this package, torch's own distributed checkpoints, warm starts.
+"""Checkpoints for others: files that open without this package, torch's own distributed
+checkpoints, warm starts.
 
     .safetensors   the model's state_dict
-    .pt            {"model", "optimizer", "scheduler", "user", "step", "metrics"} by torch.save; opens with weights_only
+    .pt            {"model", "optimizer", "scheduler", "user", "step", "metrics"} by torch.save;
+                   opens with weights_only
     a folder       the same as a torch.distributed.checkpoint
 
-Values that only the user's code knows become plain ones. Importing a distributed checkpoint unpickles its metadata, as
-torch does: only of a source that is trusted.
+Values that only the user's code knows become plain ones. Importing a distributed checkpoint
+unpickles its metadata, as torch does: only of a source that is trusted.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from elastic_dp.storage import Store
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a checkpoint holds. `model`, `optimizer`, `scheduler`: for their `load_state_dict`; `user`: the state_dict of
-    each object that was given as `state=`. `damaged`: newer checkpoints that were skipped, and why."""
+    """What a checkpoint holds. `model`, `optimizer`, `scheduler`: for their `load_state_dict`;
+    `user`: the state_dict of each object that was given as `state=`. `damaged`: newer checkpoints
+    that were skipped, and why."""
 
     step: int
     model: dict[str, Any]
@@ -48,10 +51,11 @@ def load_state(
     order: Literal["max", "min"] = "max",
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
-    """The state of a run at its folder (`storage_path/name`), to start another one from; tensors on the host.
+    """The state of a run at its folder (`storage_path/name`), to start another one from; tensors on
+    the host.
 
-    `step="best"`: by `metric`, "max" or "min". A damaged checkpoint is skipped for the one before it, unless a step was
-    named. Raises CheckpointError, CheckpointDamaged, StorageError.
+    `step="best"`: by `metric`, "max" or "min". A damaged checkpoint is skipped for the one before
+    it, unless a step was named. Raises CheckpointError, CheckpointDamaged, StorageError.
     """
     catalog = Catalog(Store(url, storage_options))
     damaged: list[CheckpointDamaged] = []
@@ -61,7 +65,8 @@ def load_state(
 
 
 def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
-    """Write a file, or a folder where the name has no ending. Raises CheckpointError if the ending is another."""
+    """Write a file, or a folder where the name has no ending. Raises CheckpointError if the ending
+    is another."""
     state = _loaded(commit, load(catalog, commit, plain=True), plain=True)
     if destination.endswith(".safetensors"):
         _write(destination, safetensors(state.model))
@@ -76,13 +81,14 @@ def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
 
 
 def safetensors(tensors: Mapping[str, Any]) -> bytes:
-    """One file. Tied weights are written once for each of their names. Raises CheckpointError for a dtype it has not, and
-    for what is no tensor."""
+    """One file. Tied weights are written once for each of their names. Raises CheckpointError for a
+    dtype it has not, and for what is no tensor."""
     table: dict[str, Any] = {"__metadata__": METADATA}
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"safetensors holds tensors only, and {name} is a {type(value).__name__}; export to a .pt file"
+                f"safetensors holds tensors only, and {name} is a {type(value).__name__}; "
+                "export to a .pt file"
             )
     contents, at = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -103,8 +109,8 @@ def safetensors(tensors: Mapping[str, Any]) -> bytes:
 
 
 def import_distributed(folder: str) -> LoadedState:
-    """What a `torch.distributed.checkpoint` of any world size holds, ours or another's: of one without a "model" all is
-    the model's. Unpickles its metadata."""
+    """What a `torch.distributed.checkpoint` of any world size holds, ours or another's: of one
+    without a "model" all is the model's. Unpickles its metadata."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

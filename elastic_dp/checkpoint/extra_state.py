@@ -1,7 +1,8 @@
-"""What a module keeps beside its tensors: `get_extra_state` and `set_extra_state` of `torch.nn.Module`, as bytes.
+"""What a module keeps beside its tensors: `get_extra_state` and `set_extra_state` of
+`torch.nn.Module`, as bytes.
 
-Bytes compare, travel and are stored without knowing what the module put in; values are those of `encoding.py`, and
-`io.BytesIO`. Nothing is pickled.
+Bytes compare, travel and are stored without knowing what the module put in; values are those of
+`encoding.py`, and `io.BytesIO`. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ExtraState:
         except StateError as error:
             at = "" if error.path == "value" else f" at {error.path.removeprefix('value.')}"
             raise ModelError(
-                f"get_extra_state of model.{self.name.removesuffix(_KEY).rstrip('.')} returns{at} {error.reason}, which a "
+                f"get_extra_state of model.{self.name.removesuffix(_KEY).rstrip('.')} "
+                f"returns{at} {error.reason}, which a "
                 "worker that joins cannot be given. Return tensors, numbers and containers of them"
             ) from None
 

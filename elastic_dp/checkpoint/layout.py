@@ -1,14 +1,20 @@
-"""Where the bytes of a state's tensors lie: one line of bytes, cut into parts, each part a safetensors file.
+"""Where the bytes of a state's tensors lie: one line of bytes, cut into parts, each part a
+safetensors file.
 
-    line   the tensors end to end, those of large elements first, so that each is aligned without a gap
+    line   the tensors end to end, those of large elements first, so that each is aligned without a
+           gap
     part   an equal piece of the line and one object in the store: 1 to 64 MiB, about 32 of them
     block  an equal piece of a part, at most 8 MiB: what one digest covers and one request reads
 
-- All of it follows from the tensors' names, types and shapes: it does not depend on how many workers write or read.
-- A worker's share is some whole parts. Cuts fall between elements, so every part opens with any safetensors reader.
-- In host memory the parts lie as they will in the store, headers included: nothing is assembled to be written.
+- All of it follows from the tensors' names, types and shapes: it does not depend on how many
+  workers write or read.
+- A worker's share is some whole parts. Cuts fall between elements, so every part opens with any
+  safetensors reader.
+- In host memory the parts lie as they will in the store, headers included: nothing is assembled to
+  be written.
 
-A layout is read without torch, which takes seconds to import, since the command line lists and verifies checkpoints.
+A layout is read without torch, which takes seconds to import, since the command line lists and
+verifies checkpoints.
 """
 
 from __future__ import annotations
@@ -29,19 +35,32 @@ _ALIGNED_TO = 64  # bytes, of every part's data in its file
 ROOM_ALIGNED_TO = 4096  # bytes, of every part in host memory: a disk takes pages without a copy
 
 METADATA = {"format": "pt"}  # as safetensors.torch writes it
-# What safetensors calls a dtype of torch, and the bytes of an element. It has no complex numbers of 16 bytes and some
-# others: those are told as bytes.
+# What safetensors calls a dtype of torch, and the bytes of an element. It has no complex numbers of
+# 16 bytes and some others: those are told as bytes.
 WORDS = {
-    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "uint16": ("U16", 2),
-    "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int32": ("I32", 4), "uint32": ("U32", 4),
-    "float32": ("F32", 4), "float64": ("F64", 8), "int64": ("I64", 8), "uint64": ("U64", 8),
-    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "complex64": ("C64", 8),
-}  # fmt: skip
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "complex64": ("C64", 8),
+}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """`stride`: only of a dense tensor that is not contiguous (channels_last). `device`: its type, "cpu", "cuda"."""
+    """`stride`: only of a dense tensor that is not contiguous (channels_last). `device`: its type,
+    "cpu", "cuda"."""
 
     name: str
     dtype: str
@@ -93,7 +112,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes `start` ≤ i < `end` of the line. `at`: of its header, in host memory; the data follows."""
+    """The bytes `start` ≤ i < `end` of the line. `at`: of its header, in host memory; the data
+    follows."""
 
     number: int
     start: int
@@ -220,7 +240,8 @@ class Layout:
         return header(table)
 
     def _described(self, piece: Piece) -> tuple[str, str, list[int]]:
-        """A whole tensor as it is, a piece of one as `name[first:last]` of its elements in memory."""
+        """A whole tensor as it is, a piece of one as `name[first:last]` of its elements in
+        memory."""
         spec = self.specs[piece.slot]
         word, size = WORDS.get(spec.dtype, ("", 1))
         first, last = piece.start // size, piece.end // size

@@ -1,19 +1,25 @@
-"""The lock on a run: a lease in its folder, made of numbered objects that are only ever created, never changed.
+"""The lock on a run: a lease in its folder, made of numbered objects that are only ever created,
+never changed.
 
     <run>/lease/0000000042.json   {"holder": …, "token": …, "state": "held", "at": …}
 
-The newest object is the lease; to take it, to renew it and to give it up is to create the next number. Every store
-that can refuse a second create can do that, and two who try get one winner. The number of a lease is a fence: it only
-grows, and what is written under an old one can be told (catalog.py).
+The newest object is the lease; to take it, to renew it and to give it up is to create the next
+number. Every store that can refuse a second create can do that, and two who try get one winner. The
+number of a lease is a fence: it only grows, and what is written under an old one can be told
+(catalog.py).
 
-- Held means: its object was created less than `lease_s` ago. A waiting claimant measures that on its own clock from
-  when it first saw the object, so clocks need not agree; only what is `_LONG_AGO` times as old by the wall clock is
-  taken at once. A clock that jumps costs the holder its lease, never the run its safety: its next renewal is refused.
-- An object that cannot be read (a write that was cut off, damage) counts as held by somebody unknown from when it was first
-  seen, by the claimant's own clock alone. Its number stays taken, so its writer, if there is one, loses nothing and gains
-  nothing: the holder's next renewal makes a readable object, and a claimant that has seen none for `lease_s` may follow.
-- Whoever creates a number looks again whether it is the newest: an old number may be free because it was deleted.
-- Here is no clock and no store: `Lease` is told what is there and says what to do. `Holder` does it.
+- Held means: its object was created less than `lease_s` ago. A waiting claimant measures that on
+  its own clock from when it first saw the object, so clocks need not agree; only what is
+  `_LONG_AGO` times as old by the wall clock is taken at once. A clock that jumps costs the holder
+  its lease, never the run its safety: its next renewal is refused.
+- An object that cannot be read (a write that was cut off, damage) counts as held by somebody
+  unknown from when it was first seen, by the claimant's own clock alone. Its number stays taken, so
+  its writer, if there is one, loses nothing and gains nothing: the holder's next renewal makes a
+  readable object, and a claimant that has seen none for `lease_s` may follow.
+- Whoever creates a number looks again whether it is the newest: an old number may be free because
+  it was deleted.
+- Here is no clock and no store: `Lease` is told what is there and says what to do. `Holder` does
+  it.
 """
 
 from __future__ import annotations
@@ -36,7 +42,8 @@ _KEPT = 8  # old objects, so that a number that someone is about to create is se
 
 @dataclass(frozen=True)
 class Record:
-    """`holder`: for people. `token`: of one claimant, never used again. `at`: the holder's wall clock."""
+    """`holder`: for people. `token`: of one claimant, never used again. `at`: the holder's wall
+    clock."""
 
     number: int
     holder: str
@@ -75,9 +82,11 @@ Steps = Generator[ReadNewest | Create, Any, T]
 
 
 class Lease:
-    """One claimant's part. Its methods yield `ReadNewest` and `Create`, are sent the answers, and return the outcome.
+    """One claimant's part. Its methods yield `ReadNewest` and `Create`, are sent the answers, and
+    return the outcome.
 
-    `now_s`: a clock of this machine that is never set; `wall_s`: the wall clock; both from before the first request.
+    `now_s`: a clock of this machine that is never set; `wall_s`: the wall clock; both from before
+    the first request.
     """
 
     def __init__(
@@ -175,7 +184,8 @@ class Holder:
         wall: Callable[[], float],
         used: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`used`: the greatest number that something was written under, where no lease is left to tell."""
+        """`used`: the greatest number that something was written under, where no lease is left to
+        tell."""
         self.lease, self._used = lease, used
         self._store, self._clock, self._wall = store, clock, wall
         self._folder = f"{store.path.rstrip('/')}/lease" if store.path else "lease"
@@ -209,7 +219,8 @@ class Holder:
             stored = parse_json(content, path, "")
             if stored.pop("format", 1) != 1:
                 raise RunMismatch(
-                    f"{path} was written by a newer version of elastic_dp; upgrade elastic_dp, or use a new name= for "
+                    f"{path} was written by a newer version of elastic_dp; upgrade "
+                    "elastic_dp, or use a new name= for "
                     "a new run"
                 )
             return make(Record, {**stored, "number": number}, path, "")

@@ -1,7 +1,8 @@
 """Tensors of a tree that share memory: the memory once, and each of them as a view of it.
 
-An optimizer may keep its state in views of one vector, or one table in the state of every parameter. Sent one by one
-they would come apart. What lies in memory that the receiver has anyway (a parameter's) is a view of that.
+An optimizer may keep its state in views of one vector, or one table in the state of every
+parameter. Sent one by one they would come apart. What lies in memory that the receiver has anyway
+(a parameter's) is a view of that.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _ALIGNED_TO = 64  # kernels may choose their way by the address
 
 
 def split(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """The tree with marks for tensors that lie in the memory of `owners`, or of another one in the tree; and the memory
-    of the latter, as bytes. The tensors that are alone stay."""
+    """The tree with marks for tensors that lie in the memory of `owners`, or of another one in the
+    tree; and the memory of the latter, as bytes. The tensors that are alone stay."""
     owned = {_storage(tensor): name for name, tensor in owners.items()}
     found: dict[int, list[torch.Tensor]] = {}
     _add_tensors(tree, found)
@@ -56,7 +57,8 @@ def split(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torc
 def join(
     tree: Any, shared: list[torch.Tensor], owners: Mapping[str, torch.Tensor]
 ) -> tuple[Any, set[int]]:
-    """The inverse of `split`, and the identities of the tensors that are views. Raises ModelError."""
+    """The inverse of `split`, and the identities of the tensors that are views. Raises
+    ModelError."""
     made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def view(mark: dict[str, Any]) -> torch.Tensor:

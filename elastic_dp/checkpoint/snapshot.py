@@ -1,10 +1,13 @@
-"""A copy of the state in host memory that is used again and again: what a checkpoint costs the training loop.
+"""A copy of the state in host memory that is used again and again: what a checkpoint costs the
+training loop.
 
-- A snapshot is the whole state, on every member. So any survivor can finish a checkpoint, and each computes the digest
-  of all of it; the price is host memory for one more state per worker.
-- The memory is laid out as the parts will be in the store (layout.py), so nothing is copied again to be written.
-- `take` copies; `manifest` hashes, and belongs into the background. Between two snapshots of the same tensors nothing
-  is allocated. On CUDA the memory is pinned and the copies are waited for before `take` returns.
+- A snapshot is the whole state, on every member. So any survivor can finish a checkpoint, and each
+  computes the digest of all of it; the price is host memory for one more state per worker.
+- The memory is laid out as the parts will be in the store (layout.py), so nothing is copied again
+  to be written.
+- `take` copies; `manifest` hashes, and belongs into the background. Between two snapshots of the
+  same tensors nothing is allocated. On CUDA the memory is pinned and the copies are waited for
+  before `take` returns.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Snapshot:
         self._layout = Layout.of([])
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._kinds: list[tuple[Any, ...]] = []
-        # For each piece of a tensor, a view of the memory, and what goes there (end = -1: the tensor as it is).
+        # For each piece of a tensor, a view of the memory, and what goes there (end = -1: the
+        # tensor as it is).
         self._targets: list[torch.Tensor] = []
         self._sources: list[Piece] = []
         self._tree: Any = None
@@ -45,7 +49,8 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, tree: Any) -> None:
-        """Copy the tree. It may change again when this returns. Raises StateError, and then holds what it held."""
+        """Copy the tree. It may change again when this returns. Raises StateError, and then holds
+        what it held."""
         encoded, tensors = encode(tree)
         self._manifest = None
         kinds = [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
@@ -56,7 +61,8 @@ class Snapshot:
         self._copy([tensor for _, tensor in tensors])
 
     def manifest(self, executor: Executor | None = None) -> Manifest:
-        """What was taken, with the digests of its blocks; computed once, over several threads if there are any."""
+        """What was taken, with the digests of its blocks; computed once, over several threads if
+        there are any."""
         with self._hashing:
             if self._manifest is None:
                 blocks = range(self._layout.blocks)

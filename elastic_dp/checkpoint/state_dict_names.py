@@ -1,7 +1,8 @@
 """What the tensors of a checkpoint are called in `model.state_dict()` and in the optimizer's.
 
-The state holds each parameter and each buffer once, by its first name, buffers outside of the state_dict included.
-A state_dict holds tied weights under each of their names. So a checkpoint carries the names of both.
+The state holds each parameter and each buffer once, by its first name, buffers outside of the
+state_dict included. A state_dict holds tied weights under each of their names. So a checkpoint
+carries the names of both.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from elastic_dp.checkpoint.shared_memory import join
 
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`parameters`: their names in the model's order. `model`: for each tensor of the state_dict, its name in the
-    state. `groups`: the parameters of each group of the optimizer."""
+    """`parameters`: their names in the model's order. `model`: for each tensor of the state_dict,
+    its name in the state. `groups`: the parameters of each group of the optimizer."""
     known = {id(tensor): name for name, tensor in model.named_buffers()}
     known |= {id(tensor): name for name, tensor in model.named_parameters()}
     stored = model.state_dict(keep_vars=True)
@@ -32,8 +33,8 @@ def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 def model_state(
     tree: Mapping[str, Any], naming: Mapping[str, Any], *, plain: bool = False
 ) -> dict[str, Any]:
-    """What `model.load_state_dict` takes: tensors, and the extra state of modules, `plain` as in `decode`. The parameters
-    of the state may be named or in the model's order."""
+    """What `model.load_state_dict` takes: tensors, and the extra state of modules, `plain` as in
+    `decode`. The parameters of the state may be named or in the model's order."""
     step = tree["step"]
     tensors = {**step["buffers"], **_named(step["parameters"], naming)}
     keys = naming.get("model") or {name: name for name in tensors}

@@ -1,7 +1,9 @@
-"""A store is tried before anything is trained: a checkpoint rests on its refusing to create an object twice.
+"""A store is tried before anything is trained: a checkpoint rests on its refusing to create an
+object twice.
 
-Stores and adapters exist that ignore the condition and overwrite in silence (obstore's fsspec adapter does). So the
-second create has another content, and what is there afterwards must be the first.
+Stores and adapters exist that ignore the condition and overwrite in silence (obstore's fsspec
+adapter does). So the second create has another content, and what is there afterwards must be the
+first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Uploads in the background: training goes on when the copy is made.
 
-- One upload at a time, since there is one snapshot's memory. `take` waits for the one before: who asks for the next
-  one when the last is committed (train/checkpointing/checkpoint_schedule.py) never waits; one of a fixed step, or that is asked for (a drain,
-  `ctx.checkpoint`) does.
-- The store may be away for minutes: who must go on asks `ready` first, which has `PATIENCE_S` in all for one upload.
+- One upload at a time, since there is one snapshot's memory. `take` waits for the one before: who
+  asks for the next one when the last is committed (train/checkpointing/checkpoint_schedule.py)
+  never waits; one of a fixed step, or that is asked for (a drain, `ctx.checkpoint`) does.
+- The store may be away for minutes: who must go on asks `ready` first, which has `PATIENCE_S` in
+  all for one upload.
 - What goes wrong in the background is raised by the next `take` or by `wait`, never lost.
 """
 
@@ -28,8 +29,8 @@ PATIENCE_S = 5.0  # that training stands for one upload: longer than one needs t
 
 @dataclass(frozen=True)
 class Upload:
-    """One checkpoint's share of this member. `stall_s`: how long `take` kept the training waiting; `waited_s`: of
-    that, for the upload before."""
+    """One checkpoint's share of this member. `stall_s`: how long `take` kept the training waiting;
+    `waited_s`: of that, for the upload before."""
 
     step: int
     stall_s: float
@@ -38,9 +39,11 @@ class Upload:
 
 
 class Uploader:
-    """Of one member. `take` from the training thread; everything else happens on threads of its own.
+    """Of one member. `take` from the training thread; everything else happens on threads of its
+    own.
 
-    `on_written(share, manifest)`: called on such a thread with what the committer needs; the manifest is all members' own.
+    `on_written(share, manifest)`: called on such a thread with what the committer needs; the
+    manifest is all members' own.
     """
 
     def __init__(self, catalog: Catalog, on_written: Callable[[Share, Manifest], None]) -> None:
@@ -64,7 +67,8 @@ class Uploader:
         return self._patience_s <= 0.0 and not self._is_over()
 
     def ready(self) -> bool:
-        """Whether the next one can be taken at once. Waits for the one before, while there is patience."""
+        """Whether the next one can be taken at once. Waits for the one before, while there is
+        patience."""
         if self._last is not None and self._patience_s > 0.0:
             begun_at = time.perf_counter()
             wait_for([self._last], self._patience_s)
@@ -72,7 +76,8 @@ class Uploader:
         return self._is_over()
 
     def take(self, step: int, tree: Any, rank: int, world_size: int, *, writer: str = "") -> Upload:
-        """Copy the state and begin to write a share of it. Raises StateError, or what ended the last upload."""
+        """Copy the state and begin to write a share of it. Raises StateError, or what ended the
+        last upload."""
         begun_at = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter() - begun_at
@@ -83,11 +88,13 @@ class Uploader:
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
 
     def write(self, step: int, numbers: Sequence[int], *, writer: str = "") -> None:
-        """Write these parts as well, if the snapshot is still that of the step. Any thread may call it."""
+        """Write these parts as well, if the snapshot is still that of the step. Any thread may call
+        it."""
         self._last = self._one.submit(self._write_more, step, numbers, writer)
 
     def wait(self) -> Share | None:
-        """For the upload under way; what it told, None if there was none. Raises what ended it, once."""
+        """For the upload under way; what it told, None if there was none. Raises what ended it,
+        once."""
         running, self._running = self._running, None
         return None if running is None else running.result()
 

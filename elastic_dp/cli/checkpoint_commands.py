@@ -31,7 +31,8 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing els
 
 @checkpoints.command("list")
 def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = False) -> None:
-    """Print the committed checkpoints, oldest first; a damaged one says so as far as names and sizes tell."""
+    """Print the committed checkpoints, oldest first; a damaged one says so as far as names and
+    sizes tell."""
     catalog = _catalog(url, storage_option)
     rows = [_row(catalog, name) for name in catalog.names()]
     if as_json:
@@ -39,7 +40,8 @@ def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = Fals
         return
     if not rows:
         _out().print(
-            f"no committed checkpoints at {redact_url(url)}; a run's folder is its storage_path/name"
+            f"no committed checkpoints at {redact_url(url)}; a run's folder is its "
+            "storage_path/name"
         )
         return
     table = Table("step", "claim", "saved", "MB", "metrics", box=None)
@@ -61,7 +63,8 @@ def verify(
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
-    """Read every byte of every checkpoint (or of one step's) and compare it with what was committed."""
+    """Read every byte of every checkpoint (or of one step's) and compare it with what was
+    committed."""
     from elastic_dp.checkpoint.checkpoint_reader import verify as verify_checkpoint
 
     catalog = _catalog(url, storage_option)
@@ -89,7 +92,8 @@ def export(
         str,
         typer.Argument(
             metavar="DST",
-            help="FILE.safetensors: the model. FILE.pt: model, optimizer, scheduler and user state, by torch.save. "
+            help="FILE.safetensors: the model. FILE.pt: model, optimizer, scheduler and user "
+            "state, by torch.save. "
             "A name without an ending: the same as a torch.distributed.checkpoint.",
         ),
     ],

@@ -55,7 +55,8 @@ def convert(
         str,
         typer.Argument(
             metavar="SRC",
-            help="Parquet, Arrow, JSON Lines, CSV or .txt files (a folder with all below it, a file, a glob), a folder by "
+            help="Parquet, Arrow, JSON Lines, CSV or .txt files (a folder with all below it, a "
+            "file, a glob), a folder by "
             "datasets.save_to_disk, or images in a folder per class; a path or any fsspec URL.",
         ),
     ],
@@ -94,7 +95,8 @@ def convert(
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="With --pack: read the files of these names as text, and no others, e.g. '*.py'. May be repeated.",
+            help="With --pack: read the files of these names as text, and no others, e.g. '*.py'. "
+            "May be repeated.",
         ),
     ] = None,
     fill_null: Annotated[
@@ -133,7 +135,8 @@ def convert(
         print(json.dumps(asdict(converted)))
         return
     _out().print(
-        f"{_said(converted)}, {converted.rows_per_group} rows in a row group → {redact_url(destination)}"
+        f"{_said(converted)}, {converted.rows_per_group} rows in a row group → "
+        f"{redact_url(destination)}"
     )
     if converted.dropped_tokens:
         _out().print(f"{converted.dropped_tokens} last tokens were too few for a row")
@@ -199,8 +202,10 @@ def _print_inspection(found: Inspection) -> None:
         out.print(table)
     if plan := found.plan:
         out.print(
-            f"{plan.steps_per_epoch:,} steps per epoch of {plan.global_batch:,} rows, {plan.dropped_rows:,} rows "
-            f"left over; {plan.streams} streams, whose open row groups take {size(plan.virtual_worker_bytes)} for each virtual worker, "
+            f"{plan.steps_per_epoch:,} steps per epoch of {plan.global_batch:,} rows, "
+            f"{plan.dropped_rows:,} rows "
+            f"left over; {plan.streams} streams, whose open row groups take "
+            f"{size(plan.virtual_worker_bytes)} for each virtual worker, "
             f"{size(plan.all_bytes)} if one worker runs all"
         )
     _print_skipped(found.skipped)
@@ -240,7 +245,10 @@ def _names(columns: str | None) -> list[str] | None:
 def _said(now: Converted) -> str:
     from elastic_dp.dataprep.inspection.findings import size
 
-    return f"{now.rows:,} rows, {now.row_groups:,} row groups, {now.shards:,} shards, {size(now.nbytes)}"
+    return (
+        f"{now.rows:,} rows, {now.row_groups:,} row groups, {now.shards:,} shards, "
+        f"{size(now.nbytes)}"
+    )
 
 
 def _range(spread: Spread, say: Any) -> str:

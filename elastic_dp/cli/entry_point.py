@@ -1,7 +1,8 @@
 """The command line, `elastic-dp`. A verb calls one public function and prints what it returns.
 
-With --json, standard output is JSON and nothing else. An error is one line on standard error and exit code 2; with --json
-it is {"exit_code": 2, "error": "KIND: what happened"} on standard output, and so is a command line that is wrong.
+With --json, standard output is JSON and nothing else. An error is one line on standard error and
+exit code 2; with --json it is {"exit_code": 2, "error": "KIND: what happened"} on standard output,
+and so is a command line that is wrong.
 
 What takes long to import (ray, torch, pyarrow) is imported by the verb that needs it.
 """

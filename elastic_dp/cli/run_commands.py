@@ -1,9 +1,9 @@
 """`elastic-dp run`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
 
-What needs ray or torch is imported where it is used, since `elastic-dp` starts without them, and a run that has ended is
-read without them. With --json, standard
-output is JSON and nothing else; what the script of `run` prints goes to standard error then. `run` ends with the
-exit code of its script: 0 where it returned, 1 where it or the run failed, 2 where the job cannot be as it was asked.
+What needs ray or torch is imported where it is used, since `elastic-dp` starts without them, and a
+run that has ended is read without them. With --json, standard output is JSON and nothing else; what
+the script of `run` prints goes to standard error then. `run` ends with the exit code of its script:
+0 where it returned, 1 where it or the run failed, 2 where the job cannot be as it was asked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _Address = Annotated[
     str | None,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="Of the Ray cluster, HOST:6379. Default: the one on this machine, of several the newest.",
+        help="Of the Ray cluster, HOST:6379. Default: the one on this machine, of several the "
+        "newest.",
     ),
 ]
 _RunAddress = Annotated[
@@ -78,8 +79,8 @@ def run(
     address: _RunAddress = None,
     as_json: _Json = False,
 ) -> None:
-    """Run a job's script, with fields of the job set from here. Running it again attaches to the live run, goes on
-    from its newest checkpoint, or returns the result of one that is finished."""
+    """Run a job's script, with fields of the job set from here. Running it again attaches to the
+    live run, goes on from its newest checkpoint, or returns the result of one that is finished."""
     raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
 
 
@@ -126,7 +127,8 @@ def status(
     out = _out()
     out.print(f"{name}: {said['phase']}: {said['reason']}")
     out.print(
-        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of {counted(said['size'], 'worker')}"
+        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of "
+        f"{counted(said['size'], 'worker')}"
     )
     for because in said["inexact_because"]:
         out.print(f"not exact: {because}")
@@ -159,8 +161,9 @@ def logs(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """What workers printed: of a live run those that are up, of one that has ended all of them. The run's folder keeps
-    it for both, also of workers that died: logs/WORKER.log and, with the last words, logs/WORKER.last.log."""
+    """What workers printed: of a live run those that are up, of one that has ended all of them. The
+    run's folder keeps it for both, also of workers that died: logs/WORKER.log and, with the last
+    words, logs/WORKER.last.log."""
     for each, line in _find(name, address, storage_path).logs(worker, tail=tail, follow=follow):
         words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
         print(words, flush=True)
@@ -213,7 +216,8 @@ def stop(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """End a run after one of its next steps, with a checkpoint; running it again goes on from there."""
+    """End a run after one of its next steps, with a checkpoint; running it again goes on from
+    there."""
     found = _attach(name, address)
     found.stop(reason)
     if not wait:
@@ -237,8 +241,8 @@ def restart(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """Checkpoint and stop a run, and go on with it by a script that is here: new code, or another image. It keeps its name
-    and its storage path; what else --set gave it is to be given again."""
+    """Checkpoint and stop a run, and go on with it by a script that is here: new code, or another
+    image. It keeps its name and its storage path; what else --set gave it is to be given again."""
     from elastic_dp.cluster.overrides import Overrides
 
     Overrides(set_ or [])  # told before anything is stopped
@@ -249,7 +253,10 @@ def restart(
     print(f"{name} is stopped after step {ended.step}, and goes on from there", file=sys.stderr)
     if has_owner:
         print(
-            "the Ray that it ran on ends with the process that started it; it goes on with a Ray of this process",
+            (
+                "the Ray that it ran on ends with the process that started it; it goes on with a "
+                "Ray of this process"
+            ),
             file=sys.stderr,
         )
         _leave_ray()
@@ -294,8 +301,8 @@ def _run(
 
 
 def _execute(job: Path) -> tuple[int, str]:
-    """(exit code, error) as Python itself would, but for our own errors: those say what happened without a traceback
-    of this process."""
+    """(exit code, error) as Python itself would, but for our own errors: those say what happened
+    without a traceback of this process."""
     try:
         runpy.run_path(str(job), run_name="__main__")
     except SystemExit as end:

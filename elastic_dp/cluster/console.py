@@ -1,5 +1,5 @@
-"""What `fit()` says at the terminal beside the run's own journal: where it is at the start, where its weights are at the
-end, and what a Ctrl-C or SIGTERM in between has come to."""
+"""What `fit()` says at the terminal beside the run's own journal: where it is at the start, where
+its weights are at the end, and what a Ctrl-C or SIGTERM in between has come to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def start_on_ray(name: str, url: str, is_new: bool) -> str:
     dashboard = ray._private.worker.get_dashboard_url()
     board = f", dashboard http://{dashboard}" if dashboard else ""
     token = "RAY_AUTH_MODE=token " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
-    said = f"run {name}{'' if is_new else ', which is live already'}; folder: {redact_url(url)}; Ray: {address}{board}"
+    said = (
+        f"run {name}{'' if is_new else ', which is live already'}; folder: {redact_url(url)}; "
+        f"Ray: {address}{board}"
+    )
     return (
         f"{said}; look at it with: {token}elastic-dp status {shlex.quote(name)} --address {address}"
     )
@@ -39,8 +42,10 @@ def start_on_ray(name: str, url: str, is_new: bool) -> str:
 
 def stored(result: Result) -> str:
     return (
-        f"run {result.name} has ended before, after step {result.step} ({result.reason}): this is its stored result. To "
-        f"go on, raise max_steps, epochs or max_time_s; for a new run, use another name. {where_weights_are(result)}"
+        f"run {result.name} has ended before, after step {result.step} ({result.reason}): "
+        "this is its stored result. To "
+        "go on, raise max_steps, epochs or max_time_s; for a new run, use another name. "
+        f"{where_weights_are(result)}"
     )
 
 
@@ -51,7 +56,8 @@ def where_weights_are(result: Result) -> str:
     if newest_step(result.path) != result.step:
         return f"the final weights are not in {folder}: it has no checkpoint of step {result.step}"
     return (
-        f"final weights: the checkpoint of step {result.step} in {folder}; to make one file of them: "
+        f"final weights: the checkpoint of step {result.step} in {folder}; to make one file "
+        "of them: "
         f"elastic-dp checkpoints export {shlex.quote(folder)} weights.safetensors, or Result.export"
     )
 
@@ -76,7 +82,8 @@ def newest_step(url: str) -> int | None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, in the main thread; elsewhere, and where the script handles it, it is what it was."""
+    """SIGTERM does what Ctrl-C does, in the main thread; elsewhere, and where the script handles
+    it, it is what it was."""
     from elastic_dp.train.interruption import is_ours_to_handle
 
     if not is_ours_to_handle(signal.SIGTERM):

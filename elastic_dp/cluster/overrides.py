@@ -1,12 +1,15 @@
-"""What `elastic-dp run JOB.py --set scaling.max_workers=8` changes of a job, by the name and type of its fields.
+"""What `elastic-dp run JOB.py --set scaling.max_workers=8` changes of a job, by the name and type
+of its fields.
 
-The script is not changed: the overrides are in force while it runs, and each `ElasticTrainer` that it makes takes
-them before the job is checked, all of a config at once, so that two fields that bound each other may change together.
-A name that a job does not have is an error that says which there are; a field of `config` must be one that the
-script gives, since a misspelt one would be read by nobody.
+The script is not changed: the overrides are in force while it runs, and each `ElasticTrainer` that
+it makes takes them before the job is checked, all of a config at once, so that two fields that
+bound each other may change together. A name that a job does not have is an error that says which
+there are; a field of `config` must be one that the script gives, since a misspelt one would be read
+by nobody.
 
-By hand, and not by a library of typed configuration: values are read by the annotations of our own frozen dataclasses, whose
-checks name the field and the way out. Such a library would be one more dependency for these 100 lines.
+By hand, and not by a library of typed configuration: values are read by the annotations of our own
+frozen dataclasses, whose checks name the field and the way out. Such a library would be one more
+dependency for these 100 lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A run on Ray as its driver sees it: its status, its control, its events and its result.
 
-The run goes on without the driver, and its controller writes the result. A controller that restarts is waited for. After the
-end the driver takes the last status and the error from the controller once, and keeps them here.
+The run goes on without the driver, and its controller writes the result. A controller that restarts
+is waited for. After the end the driver takes the last status and the error from the controller
+once, and keeps them here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Run:
         ended: bool = False,
         is_new: bool = False,
     ) -> None:
-        """`ended`: the controller is still there, and the folder's result may be its own. `is_new`: we started it."""
+        """`ended`: the controller is still there, and the folder's result may be its own. `is_new`:
+        we started it."""
         assert (controller is None) == (stored is not None)
         self.controller = controller
         self._spec, self._url, self._loggers = spec, url, loggers
@@ -51,8 +53,8 @@ class Run:
         self.is_new = is_new
 
     def status(self) -> dict[str, Any]:
-        """Phase and why, generation, world size, step, whether its weights are exact and why not, workers by stage and
-        what they wait for, newest metrics, nodes that are avoided, labels."""
+        """Phase and why, generation, world size, step, whether its weights are exact and why not,
+        workers by stage and what they wait for, newest metrics, nodes that are avoided, labels."""
         if self._end is None:
             try:
                 return self._ask("status")
@@ -62,8 +64,9 @@ class Run:
         return dict(self._last)
 
     def scale(self, size: int | None = None, *, min_workers: int | None = None) -> None:
-        """Have at most `size` workers from now on, within min_workers..virtual_workers, and train with at least
-        `min_workers`; None: as it is. Fewer than there are is a scale-down: the others leave at a step's end."""
+        """Have at most `size` workers from now on, within min_workers..virtual_workers, and train
+        with at least `min_workers`; None: as it is. Fewer than there are is a scale-down: the
+        others leave at a step's end."""
         self._must_be_live("scale")
         present, most = self._ask("status"), self._spec.scaling.num_virtual_workers
         least = present["min_workers"] if min_workers is None else min_workers
@@ -73,18 +76,20 @@ class Run:
         self._ask("scale", size, min_workers)
 
     def stop(self, reason: str = "asked by an operator") -> None:
-        """End the run after one of the next steps, with a checkpoint of its end; `result()` returns it. Run again, it
-        goes on from there."""
+        """End the run after one of the next steps, with a checkpoint of its end; `result()` returns
+        it. Run again, it goes on from there."""
         self._ask("stop", reason)
 
     def interrupted(self, progress: ProgressPrinter) -> None:
-        """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint; else it goes on."""
+        """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint;
+        else it goes on."""
         if self._end is not None:
             return
         name = self._spec.name
         if not ray_ends_with_us():
             progress.say(
-                f"the run {name} goes on without this process; {console.AGAIN} following it, elastic-dp stop {name} "
+                f"the run {name} goes on without this process; {console.AGAIN} following it, "
+                f"elastic-dp stop {name} "
                 "ends it"
             )
             return
@@ -113,7 +118,8 @@ class Run:
         workers = self._ask("drain", worker, within_s)
         if worker not in workers:
             raise SpecError(
-                f"worker is {worker!r}, must be one of {', '.join(workers) or 'those that are up: none is'}"
+                f"worker is {worker!r}, must be one of "
+                f"{', '.join(workers) or 'those that are up: none is'}"
             )
 
     def pids(self) -> dict[str, int]:
@@ -121,8 +127,8 @@ class Run:
         return self._ask("pids")
 
     def events(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """Every event, decision and metric as it comes, to the end of the run; or, not `follow`, what there is: of a
-        run that is over, what its folder holds."""
+        """Every event, decision and metric as it comes, to the end of the run; or, not `follow`,
+        what there is: of a run that is over, what its folder holds."""
         if not follow and self._end is not None:
             yield from read_events(self._url)
             return
@@ -145,8 +151,9 @@ class Run:
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """(worker, line) of what the workers that are up, or one of them, printed: the last `tail` lines of each
-        stream; with `follow` also what comes, until the run ends. Of a run that is over, what its folder holds of all."""
+        """(worker, line) of what the workers that are up, or one of them, printed: the last `tail`
+        lines of each stream; with `follow` also what comes, until the run ends. Of a run that is
+        over, what its folder holds of all."""
         if self._end is not None:
             yield from read_logs(Store(self._url), worker, tail)
             return
@@ -155,7 +162,8 @@ class Run:
             printed = self._printed(after)
             if worker is not None and worker not in printed and not after:
                 raise SpecError(
-                    f"worker is {worker!r}, must be one that is up: {', '.join(printed) or 'none'}; what "
+                    f"worker is {worker!r}, must be one that is up: "
+                    f"{', '.join(printed) or 'none'}; what "
                     f"others printed is in {redact_url(self._url)}/logs"
                 )
             for each, streams in printed.items():
@@ -170,7 +178,8 @@ class Run:
                 return
 
     def result(self, *, progress: ProgressPrinter | None = None) -> Result:
-        """Wait for the end. Raises UserCodeError, another TrainError, or ClusterError where it failed."""
+        """Wait for the end. Raises UserCodeError, another TrainError, or ClusterError where it
+        failed."""
         with self._ending:
             if self._end is None:
                 self._end = self._wait(progress)
@@ -235,7 +244,8 @@ class Run:
             return ask(self.controller, method, *args, patience_s=patience_s)
         except ray.exceptions.RayActorError as error:
             raise ClusterError(
-                f"the controller of the run {self._spec.name!r} is gone; {self._url}/events.jsonl says what "
+                f"the controller of the run {self._spec.name!r} is gone; "
+                f"{self._url}/events.jsonl says what "
                 f"happened up to then ({str(error).splitlines()[0]})"
             ) from error
 
@@ -253,7 +263,8 @@ def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -
 
 
 def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
-    """The controller's answer. A controller that restarts is asked again, which is safe: requests are idempotent.
+    """The controller's answer. A controller that restarts is asked again, which is safe: requests
+    are idempotent.
 
     Raises RayActorError where it is gone for good, or has been away for `patience_s`.
     """
@@ -270,7 +281,8 @@ def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
 
 
 def ray_ends_with_us() -> bool:
-    """Whether this process started the Ray cluster that it is connected to, so that both end together."""
+    """Whether this process started the Ray cluster that it is connected to, so that both end
+    together."""
     import ray
 
     node = ray._private.worker._global_node
@@ -298,7 +310,8 @@ def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def error_of(outcome: RunOutcome) -> Exception:
-    """The exception a failed run raises in the driver: ours as it was, UserCodeError for any other of a worker's."""
+    """The exception a failed run raises in the driver: ours as it was, UserCodeError for any other
+    of a worker's."""
     text = outcome.error or ""
     kind, _, message = text.partition(": ")
     if outcome.error_facts is not None:

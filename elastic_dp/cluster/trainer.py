@@ -56,12 +56,14 @@ from elastic_dp.train.worker_run import TrainFunction
 class ElasticTrainer:
     """A job: a train function, its data, and how it may scale.
 
-    `train(ctx)` runs in every worker. A run is (`storage_path`, `name`): running a finished one again returns
-    its stored result, unless a limit was raised since; one that an operator stopped goes on. `config` is handed to the train function as `ctx.config`. With `exact=True` the result
-    is the same to the last bit on any fleet of one kind of machine. The run ends after `max_steps`, the data's
-    `epochs`, `max_time_s`, or `ctx.stop`, whichever comes first. `runtime_env` is Ray's, for workers and controller.
-    `loggers` are called with each record, in the process that waits for the run; what they raise is said, and the run
-    goes on. `labels`: texts of yours that the run's status carries.
+    `train(ctx)` runs in every worker. A run is (`storage_path`, `name`): running a finished one
+    again returns its stored result, unless a limit was raised since; one that an operator stopped
+    goes on. `config` is handed to the train function as `ctx.config`. With `exact=True` the result
+    is the same to the last bit on any fleet of one kind of machine. The run ends after `max_steps`,
+    the data's `epochs`, `max_time_s`, or `ctx.stop`, whichever comes first. `runtime_env` is Ray's,
+    for workers and controller. `loggers` are called with each record, in the process that waits for
+    the run; what they raise is said, and the run goes on. `labels`: texts of yours that the run's
+    status carries.
     """
 
     def __init__(
@@ -125,9 +127,10 @@ class ElasticTrainer:
     def fit(self, local: bool = False) -> Result:
         """Train to the end. `local`: in this process, without Ray; the same bits.
 
-        Ctrl-C or SIGTERM: a run that would end with this process (`local`, or on a Ray that this process started) makes
-        a checkpoint first, and goes on from there when it is run again; a second one ends it at once. On a cluster the
-        run goes on. `fit` then raises Interrupted, a KeyboardInterrupt that prints no traceback.
+        Ctrl-C or SIGTERM: a run that would end with this process (`local`, or on a Ray that this
+        process started) makes a checkpoint first, and goes on from there when it is run again; a
+        second one ends it at once. On a cluster the run goes on. `fit` then raises Interrupted, a
+        KeyboardInterrupt that prints no traceback.
         """
         progress = ProgressPrinter(total=self.spec.max_steps)
         try:
@@ -137,7 +140,8 @@ class ElasticTrainer:
             raise Interrupted(code) from None
 
     def start(self, *, faults: Sequence[WorkerFault] = ()) -> Run:
-        """Start the run on Ray (a local one, if none is connected) and return at once; a live one is attached to.
+        """Start the run on Ray (a local one, if none is connected) and return at once; a live one
+        is attached to.
 
         `faults` are for tests: where workers die or freeze, by point, step and rank.
         """
@@ -185,8 +189,10 @@ class ElasticTrainer:
             return
         if fixed < scaling.max_workers:
             raise RunMismatch(
-                f"max_workers is {scaling.max_workers}, but the run at {redact_url(self.url)} was started with "
-                f"virtual_workers={fixed}, which are fixed from then on: lower max_workers to at most {fixed}, "
+                f"max_workers is {scaling.max_workers}, but the run at "
+                f"{redact_url(self.url)} was started with "
+                f"virtual_workers={fixed}, which are fixed from then on: lower max_workers "
+                f"to at most {fixed}, "
                 "or use a new name= for a new run"
             )
         scaling = dataclasses.replace(scaling, virtual_workers=fixed)
@@ -269,13 +275,14 @@ class ElasticTrainer:
             return shipped((self.spec, self.train))
         except Exception as error:  # pickling runs the user's own code
             raise SpecError(
-                f"train, config or data cannot be sent to workers: {type(error).__name__}: {error}. Open files, "
+                f"train, config or data cannot be sent to workers: {type(error).__name__}: "
+                f"{error}. Open files, "
                 "locks and connections inside the train function, not outside of it"
             ) from error
 
     def _check_and_record(self, data: Dataset) -> Result | None:
-        """The stored result of a finished run; raises RunMismatch for another job's run, StorageError where the run's
-        folder cannot hold it."""
+        """The stored result of a finished run; raises RunMismatch for another job's run,
+        StorageError where the run's folder cannot hold it."""
         prove(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
@@ -289,7 +296,8 @@ class ElasticTrainer:
         return RunRecord(data=data.fingerprint, **job_identity(self.spec))
 
     def _record_start(self) -> list[str]:
-        """This one goes on. Returns what has changed since the last, for the journal; what may not be meant is warned of."""
+        """This one goes on. Returns what has changed since the last, for the journal; what may not
+        be meant is warned of."""
         store = Store(self.url)
         start, before = StartRecord.of(self.spec, self.train), last_start(store)
         start.write(store)

@@ -1,4 +1,5 @@
-"""One worker process, whatever started it: a control side that takes commands, a training side that runs the job."""
+"""One worker process, whatever started it: a control side that takes commands, a training side that
+runs the job."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from elastic_dp.train.worker_run import fail_worker, run_worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What a worker is given to run: the spec and the train function, pickled once by the driver."""
+    """What a worker is given to run: the spec and the train function, pickled once by the
+    driver."""
 
     pickled: bytes  # cloudpickle of (JobSpec, train function)
     index: Index | None
@@ -59,7 +61,8 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class WriteParts:
-    """Write these parts of the checkpoint after `step`, too: the worker that should have is lost."""
+    """Write these parts of the checkpoint after `step`, too: the worker that should have is
+    lost."""
 
     worker: WorkerId
     step: int
@@ -70,7 +73,8 @@ Request = Command | WriteParts
 
 
 class Worker:
-    """`deliver` may be called from any thread; `run` is the training thread until the worker is released."""
+    """`deliver` may be called from any thread; `run` is the training thread until the worker is
+    released."""
 
     def __init__(
         self, identity: WorkerId, job: WorkerJob, link: ControllerLink, address: str | None = None
@@ -197,34 +201,39 @@ class Worker:
 
 
 def pick_device(resources: Mapping[str, float]) -> torch.device:
-    """The GPU, where the worker was given one. Raises ClusterError if torch does not see it: training on the CPU
-    instead would be a hundred times slower, under a backend that moves CUDA tensors only."""
+    """The GPU, where the worker was given one. Raises ClusterError if torch does not see it:
+    training on the CPU instead would be a hundred times slower, under a backend that moves CUDA
+    tensors only."""
     gpus = resources.get("GPU", 0)
     if gpus <= 0:
         return torch.device("cpu")
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     why = (
-        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}; see that the driver is new enough for it "
-        "and that the container sees its libraries (on GKE LD_LIBRARY_PATH must hold /usr/local/nvidia/lib64)"
+        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}; see that the "
+        "driver is new enough for it "
+        "and that the container sees its libraries (on GKE LD_LIBRARY_PATH must hold "
+        "/usr/local/nvidia/lib64)"
         if torch.version.cuda
         else f"torch {torch.__version__} was built without CUDA; install a build with it"
     )
     raise ClusterError(
         f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "
-        f"{socket.gethostname()}: {why}. To train on the CPU, set scaling.resources_per_worker.GPU=0"
+        f"{socket.gethostname()}: {why}. To train on the CPU, set "
+        "scaling.resources_per_worker.GPU=0"
     )
 
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
-    """Variables that must be set before torch starts its threads or CUDA, or takes its first memory."""
+    """Variables that must be set before torch starts its threads or CUDA, or takes its first
+    memory."""
     from elastic_dp.train.exactness.machine_kind import EXACT_ENVIRONMENT
 
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.
     environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # NCCL's own watch over hangs asks the store each second, from a thread that must not wait for Python; hangs are found by
-    # heartbeats, and it may end the survivors.
+    # NCCL's own watch over hangs asks the store each second, from a thread that must not wait for
+    # Python; hangs are found by heartbeats, and it may end the survivors.
     environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     for key, value in EXACT_ENVIRONMENT.items():

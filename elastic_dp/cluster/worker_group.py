@@ -1,7 +1,7 @@
 """The port between the controller and the processes it directs.
 
-A controller starts a worker, sends it commands and kills it. No method waits or raises for a worker that is gone: what
-happens to workers comes back as events.
+A controller starts a worker, sends it commands and kills it. No method waits or raises for a worker
+that is gone: what happens to workers comes back as events.
 """
 
 from typing import Protocol

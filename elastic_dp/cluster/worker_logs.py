@@ -1,18 +1,23 @@
-"""What workers print, copied to the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log` of workers that died.
+"""What workers print, copied to the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log`
+of workers that died.
 
-- A worker's output is a file on its node (Ray makes it one; `elastic_dp.testing` does, too). A thread looks at it and
-  writes a copy, at most every `EVERY_S`, so what was printed can be read some seconds later, also when the node is gone.
-- A copy is one object that is written anew: stores cannot append, and numbered pieces would have to be cleared away. It
-  is bounded: of a long output the first `HEAD_BYTES`, which say what the worker was, and the last `TAIL_BYTES`.
-- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its own thread. Its sidecar
-  outlives it, and sends the last few kilobytes to the controller, which writes them.
+- A worker's output is a file on its node (Ray makes it one; `elastic_dp.testing` does, too). A
+  thread looks at it and writes a copy, at most every `EVERY_S`, so what was printed can be read
+  some seconds later, also when the node is gone.
+- A copy is one object that is written anew: stores cannot append, and numbered pieces would have to
+  be cleared away. It is bounded: of a long output the first `HEAD_BYTES`, which say what the worker
+  was, and the last `TAIL_BYTES`.
+- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its
+  own thread. Its sidecar outlives it, and sends the last few kilobytes to the controller, which
+  writes them.
 
-Ray's own log files go with the node, and `ray logs` needs its dashboard: neither has the output of a worker that is lost.
+Ray's own log files go with the node, and `ray logs` needs its dashboard: neither has the output of
+a worker that is lost.
 
 A node's disk that is full loses what is printed meanwhile, and nothing else.
 
-Not through a pipe: whoever reads it would need the interpreter, and a library that prints while it holds the interpreter
-would wait for that reader for ever.
+Not through a pipe: whoever reads it would need the interpreter, and a library that prints while it
+holds the interpreter would wait for that reader for ever.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ _FILE = re.compile(r"(.+?)(\.last)?\.log")
 def read_logs(
     store: Store, worker: str | None = None, tail: int = 100
 ) -> Iterator[tuple[str, str]]:
-    """(worker, line) from a run's folder: the last `tail` lines of each file, those of `w2.last.log` as `w2.last`.
+    """(worker, line) from a run's folder: the last `tail` lines of each file, those of
+    `w2.last.log` as `w2.last`.
 
     Raises SpecError for a worker that has no file.
     """
@@ -54,7 +60,8 @@ def read_logs(
     workers = list(dict.fromkeys(match[1] for match in files))
     if worker is not None and worker not in workers:
         raise SpecError(
-            f"worker is {worker!r}, must be one of those in {store.url}/logs: {', '.join(workers) or 'none'}"
+            f"worker is {worker!r}, must be one of those in {store.url}/logs: "
+            f"{', '.join(workers) or 'none'}"
         )
     for match in files:
         if worker in (None, match[1]):
@@ -65,7 +72,8 @@ def read_logs(
 
 
 class WorkerLogUploader:
-    """Of one worker; `fds`: what it prints to. While the store is away copies are skipped; training goes on."""
+    """Of one worker; `fds`: what it prints to. While the store is away copies are skipped; training
+    goes on."""
 
     def __init__(self, store: Store, worker: str, fds: Sequence[int] = (1, 2)) -> None:
         self._store, self._path = store, _path(store, f"{worker}.log")
@@ -97,7 +105,8 @@ class WorkerLogUploader:
 
 
 class LastWordsWriter:
-    """Writes the last output of workers that died, as their sidecars send it. While the store is away it is lost."""
+    """Writes the last output of workers that died, as their sidecars send it. While the store is
+    away it is lost."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -120,7 +129,8 @@ class LastWordsWriter:
 
 
 def print_whatever_fits() -> None:
-    """From now on this process prints line by line, and output for which its disk has no room is dropped."""
+    """From now on this process prints line by line, and output for which its disk has no room is
+    dropped."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 
@@ -148,14 +158,16 @@ def _lossy(stream: TextIO) -> TextIO:
 
 
 def print_to_file() -> None:
-    """From now on this process, and all that it starts, print to a file without a name, which goes with them."""
+    """From now on this process, and all that it starts, print to a file without a name, which goes
+    with them."""
     with tempfile.TemporaryFile() as file:
         for fd in (1, 2):
             os.dup2(file.fileno(), fd)
 
 
 def _files_behind(fds: Sequence[int]) -> list[str]:
-    """Where they can be read, each once; without those that are a terminal or a pipe. Linux only."""
+    """Where they can be read, each once; without those that are a terminal or a pipe. Linux
+    only."""
     found: dict[tuple[int, int], str] = {}
     for fd in fds:
         with contextlib.suppress(OSError):
@@ -182,7 +194,8 @@ def _by_number(name: str) -> list[str]:
 
 
 def _path(store: Store, name: str) -> str:
-    """Raises StorageError for a name that leads out of the folder: it may have come over the network."""
+    """Raises StorageError for a name that leads out of the folder: it may have come over the
+    network."""
     if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
         raise StorageError(f"{name!r} cannot be the name of a log")
     return path_in(store, f"logs/{name}")

@@ -1,8 +1,8 @@
 """The configuration of a job: frozen values, checked once, before anything starts.
 
-Every check is here and names the field and the way out; nothing below reads the environment or corrects a
-value in silence. `ScalingConfig.virtual_workers` and `DataConfig` decide the result of a run; everything else
-decides only where and how fast it runs.
+Every check is here and names the field and the way out; nothing below reads the environment or
+corrects a value in silence. `ScalingConfig.virtual_workers` and `DataConfig` decide the result of a
+run; everything else decides only where and how fast it runs.
 """
 
 from elastic_dp.config.checkpoint_config import CheckpointConfig

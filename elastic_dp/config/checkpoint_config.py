@@ -12,15 +12,17 @@ from elastic_dp.config.field_checks import at_least, one_of, whole_number
 class CheckpointConfig:
     """When to checkpoint and what to keep.
 
-    The last step of a run that ends or is stopped is always kept. Where none of the first three is given, that is the
-    only one, but for those that a run makes when it would otherwise lose steps: when a notice takes away so many workers
-    that it cannot go on, on Ctrl-C, and when its workers are left without a controller.
-    `every_steps`: after each step that it divides. `every_s`: so many seconds after the last one. `every="auto"`: as
-    often as pays, by what a checkpoint costs and how often everyone was lost. Whichever comes first; None: not by
-    that. `num_to_keep`: the newest, or the best where `checkpoint_score_attribute` names a logged metric
-    (`checkpoint_score_order` "max" or "min"); None: all. A checkpoint is ranked by the value that the body of its own step
-    logged; one without a value is never the best. The best and the newest are both kept, whatever `num_to_keep` is.
-    `keep_every`: each step that it divides is kept for ever.
+    The last step of a run that ends or is stopped is always kept. Where none of the first three is
+    given, that is the only one, but for those that a run makes when it would otherwise lose steps:
+    when a notice takes away so many workers that it cannot go on, on Ctrl-C, and when its workers
+    are left without a controller. `every_steps`: after each step that it divides. `every_s`: so
+    many seconds after the last one. `every="auto"`: as often as pays, by what a checkpoint costs
+    and how often everyone was lost. Whichever comes first; None: not by that. `num_to_keep`: the
+    newest, or the best where `checkpoint_score_attribute` names a logged metric
+    (`checkpoint_score_order` "max" or "min"); None: all. A checkpoint is ranked by the value that
+    the body of its own step logged; one without a value is never the best. The best and the newest
+    are both kept, whatever `num_to_keep` is. `keep_every`: each step that it divides is kept for
+    ever.
     """
 
     every_steps: int | None = None

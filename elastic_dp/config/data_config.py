@@ -43,20 +43,22 @@ class _Order:
 class DataConfig(_Order):
     """Shards of rows at a URL.
 
-    `url`: a folder, a file or a glob, by any fsspec URL; a list of them is one data set; a dict of them gives
-    each source its weight in every global batch. `format`: of the shards; None: by their names' endings.
-    `micro_batch_size`: rows of one virtual worker in one step. `columns`: read only these.
-    `transform(batch)`: on each micro-batch, a dict of arrays, before it becomes tensors, with Python's, NumPy's
-    and torch's global generators set for (seed, step, virtual worker); `transform(batch, rng)` is given a
-    `numpy.random.Generator` instead, and runs ahead of the step in a thread. `collate_fn(batch)`: makes the
-    micro-batch itself from a dict of arrays. `workers`: processes that run both ahead of the step; 0: none.
-    `fill_nulls`: what stands for a column's nulls, {"x": 0.0}; those of other columns are refused, but of text are None.
-    `epochs`: passes over the data, None for no limit. `shuffle`: "none"; "rows": rows within blocks of row
-    groups, the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what becomes
-    of the rows that do not fill the last global batch of an epoch: "drop" them, or a "short" batch with the
-    right weights. `memory_bytes`: of row groups that one worker holds or has on the way. `on_bad_shard`: a row
-    group that cannot be decoded fails the run, or "skip": its rows are left out, and said, up to `max_bad_fraction` of
-    all rows (with weights: of each source's); more fail the run.
+    `url`: a folder, a file or a glob, by any fsspec URL; a list of them is one data set; a dict of
+    them gives each source its weight in every global batch. `format`: of the shards; None: by their
+    names' endings. `micro_batch_size`: rows of one virtual worker in one step. `columns`: read only
+    these. `transform(batch)`: on each micro-batch, a dict of arrays, before it becomes tensors,
+    with Python's, NumPy's and torch's global generators set for (seed, step, virtual worker);
+    `transform(batch, rng)` is given a `numpy.random.Generator` instead, and runs ahead of the step
+    in a thread. `collate_fn(batch)`: makes the micro-batch itself from a dict of arrays. `workers`:
+    processes that run both ahead of the step; 0: none. `fill_nulls`: what stands for a column's
+    nulls, {"x": 0.0}; those of other columns are refused, but of text are None. `epochs`: passes
+    over the data, None for no limit. `shuffle`: "none"; "rows": rows within blocks of row groups,
+    the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what
+    becomes of the rows that do not fill the last global batch of an epoch: "drop" them, or a
+    "short" batch with the right weights. `memory_bytes`: of row groups that one worker holds or has
+    on the way. `on_bad_shard`: a row group that cannot be decoded fails the run, or "skip": its
+    rows are left out, and said, up to `max_bad_fraction` of all rows (with weights: of each
+    source's); more fail the run.
     """
 
     url: str | Sequence[str] | Mapping[str, float]
@@ -79,7 +81,8 @@ class DataConfig(_Order):
         several = isinstance(self.url, Sequence | Mapping)
         if not several or not self.urls or not all(isinstance(u, str) and u for u in self.urls):
             raise SpecError(
-                f"DataConfig.url is {redact_url(repr(self.url))}, must be a path or URL, a list of them, or a dict of "
+                f"DataConfig.url is {redact_url(repr(self.url))}, must be a path or URL, a "
+                "list of them, or a dict of "
                 "them with weights"
             )
         if isinstance(self.url, Mapping):
@@ -119,13 +122,15 @@ class DataConfig(_Order):
 
 @dataclass(frozen=True)
 class MapStyleData(_Order):
-    """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order arithmetic.
+    """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order
+    arithmetic.
 
-    The dataset is sent to every worker by pickle. `collate_fn` defaults to torch's `default_collate`.
-    `workers`: processes that fetch and collate ahead of the step; 0: in the training thread. A run that is
-    started again knows its data by the dataset's class, its number of rows, and `fingerprint`, a text of yours that
-    changes with the rows (a version, a checksum). Items are not looked at, so without one other rows, as many and of
-    the same class, pass as the same.
+    The dataset is sent to every worker by pickle. `collate_fn` defaults to torch's
+    `default_collate`. `workers`: processes that fetch and collate ahead of the step; 0: in the
+    training thread. A run that is started again knows its data by the dataset's class, its number
+    of rows, and `fingerprint`, a text of yours that changes with the rows (a version, a checksum).
+    Items are not looked at, so without one other rows, as many and of the same class, pass as the
+    same.
     """
 
     dataset: Any
@@ -144,11 +149,13 @@ class MapStyleData(_Order):
         data = self.dataset
         if isinstance(data, str) or (isinstance(data, Mapping) and {*data} != {*range(len(data))}):
             raise SpecError(
-                f"MapStyleData.dataset is a {type(data).__name__}, whose items are not numbered from 0; give one "
+                f"MapStyleData.dataset is a {type(data).__name__}, whose items are not "
+                "numbered from 0; give one "
                 'dataset, e.g. that of "train", or DataConfig a URL'
             )
         if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
             raise SpecError(
-                "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows write Parquet "
+                "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows "
+                "write Parquet "
                 "shards and use DataConfig"
             )

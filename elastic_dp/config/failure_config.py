@@ -14,21 +14,23 @@ class FailureConfig:
 
     `heartbeat_timeout_s` is the one timeout to set; the others follow from it where they are None:
     the lease of a worker that hears no controller (2 ×), and the forming of a group (1 ×).
-    `orphan_timeout_s`: workers that no controller has answered for so long end themselves, and drivers ask no longer
-    (60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait for a lost head).
-    `hang_timeout_s`: how long a worker that lives may keep the others waiting in a step before it is replaced (the
-    loop's body, evaluations and waits for data are not counted; six times as long where its process computes, and in
-    its first step); None: 300 s, or 20 × the median step if that is longer.
-    `compare_weights_every`: all members' weights are compared after so many steps, and after those that go into a
-    checkpoint; None: never. Where they differ, all are replaced, and the run goes back to the newest checkpoint of when
-    they agreed. (Not with `exact=False`: there, machines of different kinds may differ.)
-    The budgets are of what may go wrong in a row without one committed step before the run fails, by kind, with a growing
-    pause in between: `max_losses_without_progress` workers lost; `max_out_of_memory` workers that ran out of memory;
-    `max_losses_of_micro_batch` workers that died while they ran one and the same micro-batch; `max_user_errors`
-    exceptions of user code that are tried again, on a fresh worker (0: the first fails the run; errors of this
-    package always do). What falls together is one incident. A worker whose node is preempted counts against none.
-    `run_lease_s`: how long another cluster waits before it takes over a run whose controller renews no more.
-    `storage_timeout_s`: how long a store may be away at the start, and in a run before the wait is said.
+    `orphan_timeout_s`: workers that no controller has answered for so long end themselves, and
+    drivers ask no longer (60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait
+    for a lost head). `hang_timeout_s`: how long a worker that lives may keep the others waiting in
+    a step before it is replaced (the loop's body, evaluations and waits for data are not counted;
+    six times as long where its process computes, and in its first step); None: 300 s, or 20 × the
+    median step if that is longer. `compare_weights_every`: all members' weights are compared after
+    so many steps, and after those that go into a checkpoint; None: never. Where they differ, all
+    are replaced, and the run goes back to the newest checkpoint of when they agreed. (Not with
+    `exact=False`: there, machines of different kinds may differ.) The budgets are of what may go
+    wrong in a row without one committed step before the run fails, by kind, with a growing pause in
+    between: `max_losses_without_progress` workers lost; `max_out_of_memory` workers that ran out of
+    memory; `max_losses_of_micro_batch` workers that died while they ran one and the same
+    micro-batch; `max_user_errors` exceptions of user code that are tried again, on a fresh worker
+    (0: the first fails the run; errors of this package always do). What falls together is one
+    incident. A worker whose node is preempted counts against none. `run_lease_s`: how long another
+    cluster waits before it takes over a run whose controller renews no more. `storage_timeout_s`:
+    how long a store may be away at the start, and in a run before the wait is said.
     """
 
     heartbeat_timeout_s: float = 5.0

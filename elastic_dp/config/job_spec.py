@@ -26,7 +26,8 @@ _PARTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """All that decides a run, as a value. `config` is the user's own, handed to the train function."""
+    """All that decides a run, as a value. `config` is the user's own, handed to the train
+    function."""
 
     name: str
     data: DataConfig | MapStyleData
@@ -47,7 +48,8 @@ class JobSpec:
             )
         if len(self.name.encode()) > _NAME_BYTES:
             raise SpecError(
-                f"name is {self.name[:40]!r}…, of {len(self.name.encode())} bytes, must be at most {_NAME_BYTES}: it "
+                f"name is {self.name[:40]!r}…, of {len(self.name.encode())} bytes, must be "
+                f"at most {_NAME_BYTES}: it "
                 "names the run's folder"
             )
         for name, kinds in _PARTS.items():
@@ -62,6 +64,7 @@ class JobSpec:
         at_least("max_time_s", self.max_time_s, 0.001)
         if self.data.epochs is None and self.max_steps is None and self.max_time_s is None:
             raise SpecError(
-                "max_steps is None, and so are max_time_s and the data's epochs: the run would never "
+                "max_steps is None, and so are max_time_s and the data's epochs: the run "
+                "would never "
                 "end; set one of the three"
             )

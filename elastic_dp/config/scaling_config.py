@@ -22,20 +22,23 @@ def label_values(wanted: str) -> list[str]:
 class ScalingConfig:
     """How many workers, and of what size.
 
-    `virtual_workers` V fixes the math: the global batch is V micro-batches whatever the number of workers; it
-    defaults to `max_workers` at the run's first start. `standby`: workers kept warm without a rank.
-    `resources_per_worker`: as Ray counts them, {"CPU": 1} by default; with a "GPU" of 1 or more each worker
-    has its own and NCCL is used, otherwise Gloo. `threads_per_worker`: torch's threads, part of the job since
-    they change bits; defaults to the worker's CPUs. `stabilization_s`: a worker that is ready to join waits at most
-    this long for others that are about to be ready, and as long after the last join, so that a burst of new nodes
-    stops the group once or twice; it waits for nobody where it takes the last place, or no other builds its model.
-    `balance`: "equal", or "measured": a slower worker runs fewer virtual workers where that makes a step at least a tenth
-    shorter; a ready standby replaces one that runs a single one and is slowest by a fifth of a step for five minutes.
+    `virtual_workers` V fixes the math: the global batch is V micro-batches whatever the number of
+    workers; it defaults to `max_workers` at the run's first start. `standby`: workers kept warm
+    without a rank. `resources_per_worker`: as Ray counts them, {"CPU": 1} by default; with a "GPU"
+    of 1 or more each worker has its own and NCCL is used, otherwise Gloo. `threads_per_worker`:
+    torch's threads, part of the job since they change bits; defaults to the worker's CPUs.
+    `stabilization_s`: a worker that is ready to join waits at most this long for others that are
+    about to be ready, and as long after the last join, so that a burst of new nodes stops the group
+    once or twice; it waits for nobody where it takes the last place, or no other builds its model.
+    `balance`: "equal", or "measured": a slower worker runs fewer virtual workers where that makes a
+    step at least a tenth shorter; a ready standby replaces one that runs a single one and is
+    slowest by a fifth of a step for five minutes.
 
-    On nodes with Ray's labels: `market` "spot", "on-demand", "spot-first" (on-demand where no spot node is to be had)
-    or "any"; `min_on_demand` of the workers are asked for on-demand nodes whatever the market, and stay when others can
-    leave. `zones`: each worker is asked for the one of these where the fewest are, and for any other where that has no
-    room. `label_selector`: what else its node must be labelled, in Ray's words, {"ray.io/accelerator-type": "in(A100,H100)"}.
+    On nodes with Ray's labels: `market` "spot", "on-demand", "spot-first" (on-demand where no spot
+    node is to be had) or "any"; `min_on_demand` of the workers are asked for on-demand nodes
+    whatever the market, and stay when others can leave. `zones`: each worker is asked for the one
+    of these where the fewest are, and for any other where that has no room. `label_selector`: what
+    else its node must be labelled, in Ray's words, {"ray.io/accelerator-type": "in(A100,H100)"}.
     """
 
     min_workers: int = 1
@@ -55,7 +58,8 @@ class ScalingConfig:
         all_given("ScalingConfig", self)
         if not isinstance(self.resources_per_worker, Mapping):
             raise SpecError(
-                f"ScalingConfig.resources_per_worker is {self.resources_per_worker!r}, must be a dict of amounts, "
+                f"ScalingConfig.resources_per_worker is {self.resources_per_worker!r}, must "
+                "be a dict of amounts, "
                 'e.g. {"CPU": 1}'
             )
         whole_number("ScalingConfig.min_workers", self.min_workers, 1)
@@ -69,12 +73,14 @@ class ScalingConfig:
         whole_number("ScalingConfig.min_on_demand", self.min_on_demand, 0)
         if not are_labels(self.zones):
             raise SpecError(
-                f"ScalingConfig.zones is {self.zones!r}, must be a list of names as labels have them"
+                f"ScalingConfig.zones is {self.zones!r}, must be a list of names as labels "
+                "have them"
             )
         self._check_label_selector()
         if self.min_on_demand > self.max_workers:
             raise SpecError(
-                f"ScalingConfig.min_on_demand is {self.min_on_demand}, more than max_workers ({self.max_workers})"
+                f"ScalingConfig.min_on_demand is {self.min_on_demand}, more than max_workers "
+                f"({self.max_workers})"
             )
         if self.min_workers > self.max_workers:
             raise SpecError(
@@ -84,7 +90,8 @@ class ScalingConfig:
         if self.num_virtual_workers < self.max_workers:
             raise SpecError(
                 f"ScalingConfig.virtual_workers is {self.virtual_workers}, less than max_workers "
-                f"({self.max_workers}): some workers would have nothing to do; raise it to at least "
+                f"({self.max_workers}): some workers would have nothing to do; raise it to "
+                "at least "
                 f"{self.max_workers}, or lower max_workers"
             )
         for name, amount in self.resources_per_worker.items():
@@ -109,14 +116,17 @@ class ScalingConfig:
             names = [*prefix.split("."), key] if prefix else [key]
             if not are_labels([*names, *label_values(wanted)]):
                 raise SpecError(
-                    f"ScalingConfig.label_selector has {label!r}: {wanted!r}, and Ray takes a label's name, and as its "
-                    "value a, !a, in(a,b) or !in(a,b), of up to 63 letters, digits, '-', '_' and '.' each"
+                    f"ScalingConfig.label_selector has {label!r}: {wanted!r}, and Ray takes "
+                    "a label's name, and as its "
+                    "value a, !a, in(a,b) or !in(a,b), of up to 63 letters, digits, '-', '_' "
+                    "and '.' each"
                 )
         market = self.market != "any" or self.min_on_demand > 0
         for label, asks in (("market-type", market), ("availability-zone", bool(self.zones))):
             if asks and f"ray.io/{label}" in selector:
                 raise SpecError(
-                    f"ScalingConfig.label_selector names ray.io/{label}, which market, min_on_demand and zones "
+                    f"ScalingConfig.label_selector names ray.io/{label}, which market, "
+                    "min_on_demand and zones "
                     "ask for, too; leave it to one of them"
                 )
 

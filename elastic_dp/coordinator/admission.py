@@ -1,7 +1,9 @@
-"""From a process that started to a worker that may become a member: who fits, and whose initial weights count.
+"""From a process that started to a worker that may become a member: who fits, and whose initial
+weights count.
 
-The first worker that starts is asked to be the initial source. If it dies before the lineage is established, another
-candidate takes its place; if all workers were told that their weights do not count, room is made for a fresh one.
+The first worker that starts is asked to be the initial source. If it dies before the lineage is
+established, another candidate takes its place; if all workers were told that their weights do not
+count, room is made for a fresh one.
 """
 
 import math
@@ -66,8 +68,10 @@ class Admission:
         lineage = self._lineage
         if not lineage.same_model(worker):  # all run the same function: it is its doing
             error = (
-                f"ModelError: parameter names, shapes or dtypes of {worker.id}'s model, or their order in its "
-                "optimizer, differ from the others'; the train function must build the same in every worker "
+                f"ModelError: parameter names, shapes or dtypes of {worker.id}'s model, or "
+                "their order in its "
+                "optimizer, differ from the others'; the train function must build the same "
+                "in every worker "
                 f"(and a set has another order in each process): {lineage.differing_line(worker)}"
             )
             closing.fail(self._registry, error, "", now)
@@ -122,7 +126,8 @@ class Admission:
         self._registry.fill_all_places()
 
     def _find_reader(self, now: float) -> WorkerState | None:
-        """Of the newest checkpoint: any worker that is at hand; they may all be of another kind than before."""
+        """Of the newest checkpoint: any worker that is at hand; they may all be of another kind
+        than before."""
         at_hand = [*self._generation.members.values(), *self._registry.ready.values()]
         reader = min(at_hand, key=lambda worker: worker.draining, default=None)
         self._lineage.choose(None if reader is None else reader.id)
@@ -131,7 +136,8 @@ class Admission:
         return reader
 
     def _make_room_for_initial_source(self, now: float) -> None:
-        """All workers were told that their weights do not count; a fresh one may need the place of one."""
+        """All workers were told that their weights do not count; a fresh one may need the place of
+        one."""
         self._sourceless_since = now
         stateless = [*self._generation.members.values(), *self._registry.ready.values()]
         youngest = max(stateless, key=lambda worker: worker.number, default=None)

@@ -1,7 +1,8 @@
 """Who the members of the next generation are: pure choices over the workers that are at hand.
 
-Two things always hold. The source is a most advanced worker with state, never one without. Members that stay keep their order,
-and joiners come after them. A worker that must leave but alone has the newest state stays a member for the copy.
+Two things always hold. The source is a most advanced worker with state, never one without. Members
+that stay keep their order, and joiners come after them. A worker that must leave but alone has the
+newest state stays a member for the copy.
 """
 
 from collections import Counter
@@ -34,15 +35,18 @@ def assign_members(
     initial_source: WorkerState | None,
     floor: int = 0,
 ) -> Assignment:
-    """Of `stopped` (by old rank) and `joiners` (without state), which are at least `least` together.
+    """Of `stopped` (by old rank) and `joiners` (without state), which are at least `least`
+    together.
 
-    `initial_source`: before any worker has the run's state, the one whose initial weights count. `floor`: see `choose_departing`.
+    `initial_source`: before any worker has the run's state, the one whose initial weights count.
+    `floor`: see `choose_departing`.
     """
     holders = [worker for worker in stopped if worker.has_state]
     top = max([worker.position for worker in holders], default=None)
     source = next((worker for worker in holders if worker.position == top), initial_source)
     assert source is not None, "nobody at hand holds the state"
-    # Workers without state need a source at the head of the loop; until then the others go on alone.
+    # Workers without state need a source at the head of the loop; until then the others go on
+    # alone.
     copies = source.at_head or not source.has_state
     eligible = stopped if copies else holders
     new = list(joiners) if copies else []
@@ -100,10 +104,12 @@ def members_to_exclude(
     members: list[WorkerState],
     initial_source: WorkerId | None,
 ) -> list[WorkerState]:
-    """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each other.
+    """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each
+    other.
 
-    Workers without state go before others, higher ranks before lower; a pair (w, w) says that w was out of reach of all.
-    One worker with the most advanced state (or the initial source, before any has state) always stays.
+    Workers without state go before others, higher ranks before lower; a pair (w, w) says that w was
+    out of reach of all. One worker with the most advanced state (or the initial source, before any
+    has state) always stays.
     """
     rank = {worker.id: index for index, worker in enumerate(members)}
     broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}

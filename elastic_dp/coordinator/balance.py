@@ -1,11 +1,13 @@
-"""How many virtual workers each rank runs where workers differ in speed, and when dealing them anew is worth a pause.
+"""How many virtual workers each rank runs where workers differ in speed, and when dealing them anew
+is worth a pause.
 
-Always: every rank has at least one, and ranges lie in the order of ranks, so the sums, and with them the bits, are those
-of any other split. A worker that is not measured yet counts as the median of the others; where nobody is, or the step
-would gain too little, all get as many (`shares`). A generation is ended for this only if all its members were measured
-in it, and not soon after the last time, so speeds that waver cost a pause now and then, and not one after another.
-Where no split helps any more, because one that runs a single virtual worker is still the one that all wait for, and has
-been for long, it is named, for a standby to take its place.
+Always: every rank has at least one, and ranges lie in the order of ranks, so the sums, and with
+them the bits, are those of any other split. A worker that is not measured yet counts as the median
+of the others; where nobody is, or the step would gain too little, all get as many (`shares`). A
+generation is ended for this only if all its members were measured in it, and not soon after the
+last time, so speeds that waver cost a pause now and then, and not one after another. Where no split
+helps any more, because one that runs a single virtual worker is still the one that all wait for,
+and has been for long, it is named, for a standby to take its place.
 """
 
 import heapq
@@ -30,7 +32,8 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def deal(seconds: Sequence[float], virtual_workers: int) -> Ranges:
-    """[(first, last)] by rank, like `shares`. `seconds`: what each rank needs for one; 0: not known."""
+    """[(first, last)] by rank, like `shares`. `seconds`: what each rank needs for one; 0: not
+    known."""
     even = shares(virtual_workers, len(seconds))
     known = [s for s in seconds if s]
     if not known:
@@ -103,7 +106,8 @@ class Balance:
         self._look_at = now + REST_S
         slowest = max(members, key=lambda worker: worker.virtual_s)
         return (
-            f"{slowest.id} needs {_ms(slowest.virtual_s)} for a virtual worker, the others {_ms(min(seconds))} or more; "
+            f"{slowest.id} needs {_ms(slowest.virtual_s)} for a virtual worker, the others "
+            f"{_ms(min(seconds))} or more; "
             f"dealt by speed, a step computes for {_ms(then_s)} instead of {_ms(now_s)}"
         )
 

@@ -1,12 +1,13 @@
 """How much may go wrong without a step in between, by kind, and how long to pause after it.
 
-What is counted is not workers but incidents: a rack that goes takes fifty workers in one incident, while a
-sample that kills its worker makes a new one each time. So a loss is new if the generation that it broke was
-formed after the last incident, or if the worker was asked for after it.
+What is counted is not workers but incidents: a rack that goes takes fifty workers in one incident,
+while a sample that kills its worker makes a new one each time. So a loss is new if the generation
+that it broke was formed after the last incident, or if the worker was asked for after it.
 
-Workers that are lost, workers that run out of memory, and errors of the user's code each have a budget of their own. A
-preemption has none. Whoever dies while it runs a micro-batch is counted against that, too: one that crashes each
-worker that runs it, wherever that is, would otherwise use up the fleet.
+Workers that are lost, workers that run out of memory, and errors of the user's code each have a
+budget of their own. A preemption has none. Whoever dies while it runs a micro-batch is counted
+against that, too: one that crashes each worker that runs it, wherever that is, would otherwise use
+up the fleet.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +30,8 @@ class Budget:
     _before: tuple[int, int] = (-1, 0)  # of these two, the last incident
 
     def counts(self, generation: int, number: int, identities: int) -> bool:
-        """A loss in `generation` of the worker with `number`; `identities` were given out so far."""
+        """A loss in `generation` of the worker with `number`; `identities` were given out so
+        far."""
         if self._is_known(generation, number):
             return False
         self._before = self._generation, self._identities
@@ -84,7 +86,8 @@ class Budgets:
         self.errors = Budget(self.config.max_user_errors)
 
     def progressed(self, step: int) -> bool:
-        """Whether all is forgiven: a run that went back to a checkpoint has to come further than before."""
+        """Whether all is forgiven: a run that went back to a checkpoint has to come further than
+        before."""
         if step <= self._furthest:
             return False
         self._furthest = step
@@ -114,15 +117,22 @@ class Budgets:
             step, virtual_worker = self._deadly
             died = counted(self._micro_batches[self._deadly], "worker")
             return (
-                f"{died} died while they ran virtual worker {virtual_worker} of step {step}, one after another: its rows, or the code that runs on them, end the process (a segmentation "
+                f"{died} died while they ran virtual worker {virtual_worker} of step {step}, "
+                "one after another: its rows, or the code that runs on them, end the "
+                "process (a segmentation "
                 "fault, memory)"
             )
         if self.memory.exhausted:
             return (
-                f"workers ran out of memory {counted(self.memory.incidents, 'time')} without a step in between; last: {last}. "
-                "Lower micro_batch_size or DataConfig.memory_bytes (a checkpoint takes one more state), ask for more "
+                f"workers ran out of memory {counted(self.memory.incidents, 'time')} without "
+                f"a step in between; last: {last}. "
+                "Lower micro_batch_size or DataConfig.memory_bytes (a checkpoint takes one "
+                "more state), ask for more "
                 'by resources_per_worker={"memory": …}, or raise FailureConfig.max_out_of_memory'
             )
         if self.losses.exhausted:
-            return f"{counted(self.losses.incidents, 'loss', 'losses')} without a step in between; last: {last}"
+            return (
+                f"{counted(self.losses.incidents, 'loss', 'losses')} without a step in between; "
+                f"last: {last}"
+            )
         return ""

@@ -1,11 +1,11 @@
 """When a running generation should end as planned, for a better one.
 
-For another size, for workers that join, for members whose nodes go away, for a better split of the virtual workers, or to
-replace a slow member by a standby; in this order. Users read the reason.
+For another size, for workers that join, for members whose nodes go away, for a better split of the
+virtual workers, or to replace a slow member by a standby; in this order. Users read the reason.
 
-Workers that are ready join at once where they take all free places. Otherwise a burst is to make one change, or two: they wait
-for others that build, and the next ones for some time after a join. Nobody waits for a worker that is not even started,
-since it may never be.
+Workers that are ready join at once where they take all free places. Otherwise a burst is to make
+one change, or two: they wait for others that build, and the next ones for some time after a join.
+Nobody waits for a worker that is not even started, since it may never be.
 """
 
 import math

@@ -1,6 +1,7 @@
 """How a run ends: finished, failed, or stopped before it began. Then every worker is released.
 
-What was decided first counts. A worker that is still there `release_timeout_s` after that is evicted.
+What was decided first counts. A worker that is still there `release_timeout_s` after that is
+evicted.
 """
 
 from elastic_dp.coordinator import messages as m
@@ -36,7 +37,8 @@ def lost_everyone(registry: WorkerRegistry, at_most: int | None, now: float) -> 
     error = "every worker that held the state is lost, and there is no checkpoint"
     if at_most is not None:
         error = (
-            f"the weights of workers differ, and there is no checkpoint of step {at_most} or before, when they agreed; "
+            f"the weights of workers differ, and there is no checkpoint of step {at_most} or "
+            "before, when they agreed; "
             "run it again to begin anew, and set CheckpointConfig"
         )
     fail(registry, error, "", now)

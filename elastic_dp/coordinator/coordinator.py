@@ -1,25 +1,29 @@
 """The coordinator: who trains together, since when, until when, and why.
 
-It is a state machine without clock, I/O, threads or random numbers. Events and the time go in, commands come out; a
-journal of the events replays a run. Its driver calls `start`, then `handle` for every event, and again with
-`DeadlineReached` when its `deadline` comes. The phases it goes through are in `phases`.
+It is a state machine without clock, I/O, threads or random numbers. Events and the time go in,
+commands come out; a journal of the events replays a run. Its driver calls `start`, then `handle`
+for every event, and again with `DeadlineReached` when its `deadline` comes. The phases it goes
+through are in `phases`.
 
 Three things always hold:
 
-* A generation is announced only after it was claimed, and after the one before it can make no further step: one
-  of its members said that it is out (no step completes without every member), or all the others are confirmed
-  dead, or the lease of its members ran out. A worker that was evicted but not confirmed dead may be alive.
-* The source of state is a most advanced worker among those that have all of it. A worker that has not is given
-  everything, and never counts as a survivor. If no worker has state, the newest committed checkpoint is the truth, and
-  without one the run is lost. Before any member was past forming, and without a checkpoint, the truth is the initial
-  weights of one worker, the initial source; another may take its place if it dies.
+* A generation is announced only after it was claimed, and after the one before it can make no
+  further step: one of its members said that it is out (no step completes without every member), or
+  all the others are confirmed dead, or the lease of its members ran out. A worker that was evicted
+  but not confirmed dead may be alive.
+* The source of state is a most advanced worker among those that have all of it. A worker that has
+  not is given everything, and never counts as a survivor. If no worker has state, the newest
+  committed checkpoint is the truth, and without one the run is lost. Before any member was past
+  forming, and without a checkpoint, the truth is the initial weights of one worker, the initial
+  source; another may take its place if it dies.
 * A message about an older generation changes nothing, and an identity is used once.
 
-A coordinator that slept, or heard no worker for a while, confirms by a claim that it still leads before it acts.
-No worker that is heard is evicted for being slow, but only for not going on (`hang_detector`), and none at all for
-silence while the group makes steps. Members of one generation differ by at most a step; one that is found further behind
-cannot be brought up and is replaced. While the run is being stopped, `min_workers` does not hold it up: one worker is
-enough to end it.
+A coordinator that slept, or heard no worker for a while, confirms by a claim that it still leads
+before it acts. No worker that is heard is evicted for being slow, but only for not going on
+(`hang_detector`), and none at all for silence while the group makes steps. Members of one
+generation differ by at most a step; one that is found further behind cannot be brought up and is
+replaced. While the run is being stopped, `min_workers` does not hold it up: one worker is enough to
+end it.
 
 Each part owns its state, and knows only those before it; nobody assigns another's fields:
 
@@ -154,11 +158,13 @@ class Coordinator:
         now: float,
         established: bool = False,
     ) -> tuple["Coordinator", list[Command]]:
-        """Take over a run whose controller is gone: claim the next generation, ask all workers for their status.
+        """Take over a run whose controller is gone: claim the next generation, ask all workers for
+        their status.
 
-        Every generation up to `highest_claimed` is treated as one that may still run: each worker is told to
-        leave it, and the next is formed when all have said so or fallen silent. `established`: a step is known to
-        have been made; then a run of which no worker has the state is lost, unless there is a checkpoint.
+        Every generation up to `highest_claimed` is treated as one that may still run: each worker
+        is told to leave it, and the next is formed when all have said so or fallen silent.
+        `established`: a step is known to have been made; then a run of which no worker has the
+        state is lost, unless there is a checkpoint.
         """
         self = cls(config)
         self._takeover.begin(workers, highest_claimed, established, now)
@@ -397,7 +403,8 @@ class Coordinator:
             self._failures.count(next(iter(self._generation.members.values())), now)
 
     def _judge_silence(self, event: Event, now: float) -> None:
-        """Once nothing more waits to be read, as DeadlineReached says; or some time after, if it never comes."""
+        """Once nothing more waits to be read, as DeadlineReached says; or some time after, if it
+        never comes."""
         registry, detector = self._registry, self._registry.failure_detector
         patience_s = 0.0 if isinstance(event, m.DeadlineReached) else self._leadership.quiet_s
         for worker_id in detector.silent(now, patience_s, registry.excused_until):

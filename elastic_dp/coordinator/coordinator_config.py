@@ -1,15 +1,17 @@
-"""What a job and its operator fix for the coordinator: numbers of workers, and how long to wait for what."""
+"""What a job and its operator fix for the coordinator: numbers of workers, and how long to wait for
+what."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorConfig:
-    """`size` is the number of members aimed at (max_workers); `standby` more are kept warm beside them.
+    """`size` is the number of members aimed at (max_workers); `standby` more are kept warm beside
+    them.
 
-    A member may only be waited for as long as it is heard, so the one timeout that decides about life is
-    `heartbeat_timeout_s`; `gather_timeout_s` bounds how long a planned end may stay polite once somebody has
-    stopped, and says when waiting is worth a line in the log.
+    A member may only be waited for as long as it is heard, so the one timeout that decides about
+    life is `heartbeat_timeout_s`; `gather_timeout_s` bounds how long a planned end may stay polite
+    once somebody has stopped, and says when waiting is worth a line in the log.
     """
 
     min_workers: int = 1
@@ -24,7 +26,8 @@ class CoordinatorConfig:
     gather_timeout_s: float = 10.0
     release_timeout_s: float = 30.0  # one that was asked to leave is evicted after this
     join_window_s: float = 0.05  # a ready joiner waits so long for others: a burst makes one change
-    # A ready joiner waits at most this long for those who build, and for as long after the last join.
+    # A ready joiner waits at most this long for those who build, and for as long after the last
+    # join.
     stabilization_s: float = 0.0
     min_on_demand: int = 0  # so many on nodes that stay are left when some must go
     drain_margin_s: float = 5.0  # be gone this long before the deadline of a notice

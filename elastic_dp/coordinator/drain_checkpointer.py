@@ -1,14 +1,20 @@
-"""Checkpoints that are asked for, and the last one of a run whose workers must all go: none takes the state along.
+"""Checkpoints that are asked for, and the last one of a run whose workers must all go: none takes
+the state along.
 
-Where the workers whose nodes go away would leave fewer than the least number behind, the run cannot go on without them:
+Where the workers whose nodes go away would leave fewer than the least number behind, the run cannot
+go on without them:
 
-    at the notice          a checkpoint of one of the next steps is asked for, so there is one if the rest is too late
-    when their time comes  the generation ends, and those that stopped furthest write a checkpoint of that state
-    when it is committed   they are released; those that stay wait for others, or take the checkpoint if nobody stays
+    at the notice          a checkpoint of one of the next steps is asked for, so there is one if
+                           the rest is too late
+    when their time comes  the generation ends, and those that stopped furthest write a checkpoint
+                           of that state
+    when it is committed   they are released; those that stay wait for others, or take the
+                           checkpoint if nobody stays
 
-Two things always hold. The run goes back only to what is committed, so a worker that alone has a later state is not
-released before that; and nobody waits for the commit beyond the time of the notice. Those that share the writing are told
-again when one of them is lost, and after a while: a message or a write may be lost.
+Two things always hold. The run goes back only to what is committed, so a worker that alone has a
+later state is not released before that; and nobody waits for the commit beyond the time of the
+notice. Those that share the writing are told again when one of them is lost, and after a while: a
+message or a write may be lost.
 """
 
 import math
@@ -73,7 +79,8 @@ class DrainCheckpointer:
         self._again_at = math.inf
 
     def ask(self) -> None:
-        """For a checkpoint of one of the next steps. One member would do; any may be about to go."""
+        """For a checkpoint of one of the next steps. One member would do; any may be about to
+        go."""
         self._wanted = not self.run.in_flight
         if self.run.in_flight:
             for worker_id in self._generation.members:
@@ -83,14 +90,16 @@ class DrainCheckpointer:
         self.committed_step = step
 
     def announced(self, restores: bool) -> None:
-        """A generation is; `restores`: from the newest checkpoint that is complete, whichever that is."""
+        """A generation is; `restores`: from the newest checkpoint that is complete, whichever that
+        is."""
         if restores:
             self.committed_step = 0
         if self._wanted:
             self.ask()
 
     def foresee(self, now: float) -> None:
-        """Draining members are needed, and will be missed; once for each notice, or for all of one second."""
+        """Draining members are needed, and will be missed; once for each notice, or for all of one
+        second."""
         if now < self._foresee_at:
             return
         self._foresee_at = now + NOTICES_S
@@ -101,7 +110,8 @@ class DrainCheckpointer:
                 self.run.emit(m.TakeCheckpoint(worker.id))
 
     def due(self, now: float) -> list[WorkerState]:
-        """Whose time to leave has come: members, and while nobody trains retained workers, which alone may have the state."""
+        """Whose time to leave has come: members, and while nobody trains retained workers, which
+        alone may have the state."""
         situation = self._situation()
         if situation != self._due_of or now >= self._due_until:
             draining = [*self._generation.draining.values()]
@@ -115,20 +125,23 @@ class DrainCheckpointer:
         return self._due
 
     def _situation(self) -> tuple[object, ...]:
-        """Equal as long as nobody came, went, or had another notice, which is cheaper to see than to look at all."""
+        """Equal as long as nobody came, went, or had another notice, which is cheaper to see than
+        to look at all."""
         generation, registry = self._generation, self._registry
         counts = len(generation.members), len(generation.draining), len(registry.retained)
         return generation.number, self.run.in_flight, registry.notices, counts
 
     def in_time(self, due: list[WorkerState], now: float) -> bool:
-        """Whether one of them has time for a last checkpoint; if it is still there later, it was not taken away."""
+        """Whether one of them has time for a last checkpoint; if it is still there later, it was
+        not taken away."""
         return now < self._gone_at(due)
 
     def _gone_at(self, due: list[WorkerState]) -> float:
         return max([worker.leave_at for worker in due]) + self.run.config.drain_margin_s
 
     def blocks(self, due: list[WorkerState], now: float) -> bool:
-        """All have stopped, and too few will be left. Whether the next generation has to wait for a commit."""
+        """All have stopped, and too few will be left. Whether the next generation has to wait for a
+        commit."""
         situation = (*self._situation(), self.committed_step, len(due))
         if situation == self._held_of and now < self._held_until:
             return True

@@ -1,8 +1,9 @@
 """Which workers have been silent for too long.
 
-All have the same time, so a queue in the order of last being heard answers in O(1): the worker at its front is the first
-to become overdue. Two things excuse silence: the coordinator itself was away (no worker was heard), and a group that still
-makes steps, since it cannot without each of its members.
+All have the same time, so a queue in the order of last being heard answers in O(1): the worker at
+its front is the first to become overdue. Two things excuse silence: the coordinator itself was away
+(no worker was heard), and a group that still makes steps, since it cannot without each of its
+members.
 """
 
 import math

@@ -1,7 +1,8 @@
-"""What the loss of a worker costs: which budget it counts against, and how long to wait before the next attempt.
+"""What the loss of a worker costs: which budget it counts against, and how long to wait before the
+next attempt.
 
-A cause may become known only after the loss was counted. Then the loss is counted again for what it was, and taken back from
-the budget that it was counted against before.
+A cause may become known only after the loss was counted. Then the loss is counted again for what it
+was, and taken back from the budget that it was counted against before.
 """
 
 import math
@@ -48,7 +49,8 @@ class FailurePolicy:
         self.count(worker, now, self.budgets.memory if short else None, worker.id)
 
     def explained(self, event: m.WorkerLost, now: float) -> None:
-        """The worker is known to be lost, and was counted without a cause, or without its micro-batch."""
+        """The worker is known to be lost, and was counted without a cause, or without its
+        micro-batch."""
         if event.worker not in self._unexplained:
             return
         worker, said = self._unexplained[event.worker]
@@ -76,7 +78,8 @@ class FailurePolicy:
         budget: Budget | None = None,
         blamed: WorkerId | None = None,
     ) -> None:
-        """`blamed`: the worker that may turn out to be innocent; "": any that was lost, as a stop does not say."""
+        """`blamed`: the worker that may turn out to be innocent; "": any that was lost, as a stop
+        does not say."""
         budget = budget or self.budgets.losses
         if budget.counts(self._generation.number, worker.number, self._identities.given):
             if budget is self.budgets.losses:

@@ -1,8 +1,10 @@
-"""The present generation: its members, which of them are known to be out of it, how far it is, and its end.
+"""The present generation: its members, which of them are known to be out of it, how far it is, and
+its end.
 
-Three things always hold. A member that reported that it is out is never waited for again. Only heartbeats of members inside
-renew the lease. The next generation may follow only if this one can make no further step (`Fence.is_closed`). An end is
-told to every member that is not known to be out, and told again until it is, less often each time.
+Three things always hold. A member that reported that it is out is never waited for again. Only
+heartbeats of members inside renew the lease. The next generation may follow only if this one can
+make no further step (`Fence.is_closed`). An end is told to every member that is not known to be
+out, and told again until it is, less often each time.
 """
 
 import math
@@ -24,7 +26,8 @@ ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lo
 
 @dataclass(slots=True)
 class Fence:
-    """Whether a generation can make another step: not once a member is out, or all are dead, or their lease ran out."""
+    """Whether a generation can make another step: not once a member is out, or all are dead, or
+    their lease ran out."""
 
     lease_until: float = -math.inf
     exit_confirmed: bool = False  # one of its members said that it is out
@@ -101,7 +104,8 @@ class Generation:
 
     @property
     def must_stop(self) -> bool:
-        """Every member was told to leave it now, or one has left it: nobody inside waits for a step of the others."""
+        """Every member was told to leave it now, or one has left it: nobody inside waits for a step
+        of the others."""
         told = self.run.phase is Phase.ENDING
         return told and (self._after_step is None or self.first_stop_at < math.inf)
 
@@ -177,7 +181,8 @@ class Generation:
         return self.steps.note(step, now, self.run.config.heartbeat_interval_s)
 
     def is_past(self, event: m.HeartbeatReceived) -> bool:
-        """Whether this worker makes steps in an earlier generation: a lease would let it go on beside this one."""
+        """Whether this worker makes steps in an earlier generation: a lease would let it go on
+        beside this one."""
         return 0 < event.generation < self.number and event.phase != "wait"
 
     def renewed(self, now: float) -> None:
@@ -211,7 +216,8 @@ class Generation:
             self.abort(f"{worker.id} is done, its report was lost")
 
     def _remind(self, worker: WorkerState) -> None:
-        """Of what it was told and has not acted on; less often each time, since it may be in a long loop body."""
+        """Of what it was told and has not acted on; less often each time, since it may be in a long
+        loop body."""
         beats = worker.count_reminder()
         if beats & (beats - 1) and beats % REMIND_BEATS:  # 1, 2, 4, …, 32, 64, 96, …
             return

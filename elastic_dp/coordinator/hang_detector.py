@@ -1,13 +1,15 @@
 """Which workers live and do not go on: their heartbeats come, and say the same again and again.
 
-Four things always hold. Time is counted in a worker's own heartbeats, so no worker grows older by a message that is late, by
-being frozen, or by a controller that slept. None is judged by a heartbeat behind which others wait to be read. A group that
-makes steps is never looked at. What users and stores may take as long as they like for (the loop's body, an evaluation, a
-checkpoint, data) is said, and is no hang.
+Four things always hold. Time is counted in a worker's own heartbeats, so no worker grows older by a
+message that is late, by being frozen, or by a controller that slept. None is judged by a heartbeat
+behind which others wait to be read. A group that makes steps is never looked at. What users and
+stores may take as long as they like for (the loop's body, an evaluation, a checkpoint, data) is
+said, and is no hang.
 
-In a step, all wait for the least advanced member. That one is the suspect; those that wait for it in a collective are not.
-Where no phase tells one from the others, all are told to leave, and one that cannot is the suspect then. The time
-counts from when the last of them moved: those that have long waited for one that came at last were not hung.
+In a step, all wait for the least advanced member. That one is the suspect; those that wait for it
+in a collective are not. Where no phase tells one from the others, all are told to leave, and one
+that cannot is the suspect then. The time counts from when the last of them moved: those that have
+long waited for one that came at last were not hung.
 """
 
 import math

@@ -1,9 +1,11 @@
-"""Whether this coordinator leads: claims of generations, one after the other, and what to do in doubt.
+"""Whether this coordinator leads: claims of generations, one after the other, and what to do in
+doubt.
 
-A coordinator that heard nobody for a while, because it slept or because the workers follow another one by now, acts on
-nothing before it has claimed one more generation: that shows whether it still leads. Events are deferred until then.
-The answer to a claim proves who led when it was given; one that was delayed for long proves nothing, and is asked for again.
-Deferred events are taken in their order, and what comes meanwhile after them; not too many at once, so that nobody waits.
+A coordinator that heard nobody for a while, because it slept or because the workers follow another
+one by now, acts on nothing before it has claimed one more generation: that shows whether it still
+leads. Events are deferred until then. The answer to a claim proves who led when it was given; one
+that was delayed for long proves nothing, and is asked for again. Deferred events are taken in their
+order, and what comes meanwhile after them; not too many at once, so that nobody waits.
 """
 
 import math
@@ -51,8 +53,9 @@ class Leadership:
         return True
 
     def in_doubt(self, event: Event, now: float, waiting: bool) -> bool:
-        """`waiting`: whether any worker should be heard. What the storage holds tells nothing of who leads, and what follows
-        from it (the run's end, or another generation, which needs a claim in any case) is only for the one that does."""
+        """`waiting`: whether any worker should be heard. What the storage holds tells nothing of
+        who leads, and what follows from it (the run's end, or another generation, which needs a
+        claim in any case) is only for the one that does."""
         found = isinstance(event, m.CheckpointFound)
         return found or self.fell_quiet(now, waiting) or self._answered_late(event, now)
 
@@ -74,7 +77,8 @@ class Leadership:
             self.claim(generation, now)
 
     def defer(self, event: Event, now: float) -> bool:
-        """Whether `event` confirms that this coordinator leads; it comes first then, and any other is kept for later."""
+        """Whether `event` confirms that this coordinator leads; it comes first then, and any other
+        is kept for later."""
         assert self.deferred is not None
         if event != m.GenerationClaimed(self.claiming):
             self.deferred.append(event)

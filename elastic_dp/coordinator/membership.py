@@ -1,6 +1,8 @@
-"""Workers, how far they are, where they run, what they must have in common, and who trains together.
+"""Workers, how far they are, where they run, what they must have in common, and who trains
+together.
 
-Values without behaviour, like the messages that are made of them (`messages`, from where all of this is imported).
+Values without behaviour, like the messages that are made of them (`messages`, from where all of
+this is imported).
 """
 
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ WorkerId = str  # "w7": the coordinator counts them up and never uses one twice
 class TrainingPosition(NamedTuple):
     """How far a worker's training thread has come; ordered, so the largest is the most advanced.
 
-    `step`: committed steps. `ended`: 1 when the run has ended after that step (limit reached or a stop
-    agreed), else 0. `evaluations`: evaluations completed since that step's commit.
+    `step`: committed steps. `ended`: 1 when the run has ended after that step (limit reached or a
+    stop agreed), else 0. `evaluations`: evaluations completed since that step's commit.
     """
 
     step: int
@@ -40,9 +42,11 @@ UNKNOWN_LOCATION = WorkerLocation()
 
 
 class Signature(NamedTuple):
-    """What all members of a generation must have in common. Compared for equality; `lines` only says what differs."""
+    """What all members of a generation must have in common. Compared for equality; `lines` only
+    says what differs."""
 
-    layout: str  # digest of every parameter's and buffer's name, shape and dtype, and of the optimizer's groups
+    # digest of every parameter's and buffer's name, shape and dtype, and of the optimizer's groups
+    layout: str
     data: str  # fingerprint of the data set
     kind: str  # what decides the bits: device, instruction set, threads, library versions
     software: tuple[
@@ -70,12 +74,14 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who trains together in one generation, who runs which virtual workers, and whose state is the truth.
+    """Who trains together in one generation, who runs which virtual workers, and whose state is the
+    truth.
 
-    Members without state receive everything from `source`; those with state that are behind it receive what the steps
-    between changed. `source` is always one of the most advanced members with state, except where a run
-    begins: no member has state, and `source` is the worker whose initial weights count, or, with `restore`, the one
-    that says which committed checkpoint all of them read.
+    Members without state receive everything from `source`; those with state that are behind it
+    receive what the steps between changed. `source` is always one of the most advanced members with
+    state, except where a run begins: no member has state, and `source` is the worker whose initial
+    weights count, or, with `restore`, the one that says which committed checkpoint all of them
+    read.
     """
 
     generation: int

@@ -1,9 +1,10 @@
 """Which workers make up the next generation, and when it is safe to form it.
 
-Three things always hold. No generation is formed before the one before can make no further step, nor before its number was
-claimed. Fewer than the least number never train, except that workers without state wait outside where no member could give
-them any. A membership that fails to form twice in a row is not tried again. A worker with state that is no member
-any more is retained until the others have made a step.
+Three things always hold. No generation is formed before the one before can make no further step,
+nor before its number was claimed. Fewer than the least number never train, except that workers
+without state wait outside where no member could give them any. A membership that fails to form
+twice in a row is not tried again. A worker with state that is no member any more is retained until
+the others have made a step.
 """
 
 import math
@@ -35,7 +36,8 @@ from elastic_dp.wording import counted
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """No generation can be formed yet. `reason` is said, if there is one; `until` is when to look again."""
+    """No generation can be formed yet. `reason` is said, if there is one; `until` is when to look
+    again."""
 
     reason: str = ""
     until: float = math.inf
@@ -81,7 +83,8 @@ class MembershipPlanner:
     def _judge_forming(self, now: float) -> None:
         """No member died, and yet it did not form: leave out those that could not be reached.
 
-        Workers without state at once (they come back later), others only when the same membership failed before.
+        Workers without state at once (they come back later), others only when the same membership
+        failed before.
         """
         generation, needed = self._generation, self._lineage.needed
         if generation.lost_while_forming:
@@ -114,7 +117,8 @@ class MembershipPlanner:
         self.run.timers.wake(now + pause_s, "rejoin", worker.id)
 
     def _replace_stragglers(self, now: float) -> None:
-        """Steps are handed on one at a time, since each process runs the body of each; more is a bug of ours."""
+        """Steps are handed on one at a time, since each process runs the body of each; more is a
+        bug of ours."""
         registry, lineage_id = self._registry, self._lineage.lineage_id
         at_hand = (*self._generation.members.values(), *registry.retained.values())
         holders = [worker for worker in at_hand if worker.has_state]
@@ -162,7 +166,8 @@ class MembershipPlanner:
             self.run.take(Transition.CLAIM_GRANTED)
 
     def _has_or_finds_state(self, now: float) -> bool:
-        """Some worker has state, or a checkpoint was looked for. False: wait for the answer, or the run has ended."""
+        """Some worker has state, or a checkpoint was looked for. False: wait for the answer, or the
+        run has ended."""
         lineage = self._lineage
         holders = chain(self._generation.members.values(), self._registry.retained.values())
         if any(worker.has_state for worker in holders):  # looks at the first, as a rule

@@ -1,9 +1,9 @@
 """Events that workers and the cluster report, and commands that the coordinator answers with.
 
-Events are in the past tense, commands in the imperative; all are frozen values without behaviour, so a journal
-of them replays a run. Every message about a generation carries its number, and the number fences it: a message
-of an older generation changes nothing. Messages may be late, doubled, or out of order; identities (`worker`)
-are used once and never again.
+Events are in the past tense, commands in the imperative; all are frozen values without behaviour,
+so a journal of them replays a run. Every message about a generation carries its number, and the
+number fences it: a message of an older generation changes nothing. Messages may be late, doubled,
+or out of order; identities (`worker`) are used once and never again.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from elastic_dp.coordinator.membership import TrainingPosition as TrainingPositi
 from elastic_dp.coordinator.membership import WorkerId as WorkerId
 from elastic_dp.coordinator.membership import WorkerLocation as WorkerLocation
 
-# ------------------------------------------------------------------------------------------------ facts
+# ------------------------------------------------------------------------------------------------
+# facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class WorkerPlaced:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The train function reached `ctx.steps` for the first time: the model is built, and the worker waits for a generation."""
+    """The train function reached `ctx.steps` for the first time: the model is built, and the worker
+    waits for a generation."""
 
     worker: WorkerId
     signature: Signature
@@ -50,11 +52,13 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStopped:
-    """The training thread is out of `generation`, holds nothing of it in flight, and waits for the next.
+    """The training thread is out of `generation`, holds nothing of it in flight, and waits for the
+    next.
 
-    Answers AbortGeneration and EndGeneration, and is sent unasked when a collective or the forming failed
-    (`unreachable` names whom it could not reach) or the lease ran out. It never resumes in `generation`.
-    A worker that is told of a generation it never entered answers for it all the same.
+    Answers AbortGeneration and EndGeneration, and is sent unasked when a collective or the forming
+    failed (`unreachable` names whom it could not reach) or the lease ran out. It never resumes in
+    `generation`. A worker that is told of a generation it never entered answers for it all the
+    same.
     """
 
     worker: WorkerId
@@ -63,8 +67,9 @@ class WorkerStopped:
     has_state: bool
     reason: str
     unreachable: tuple[WorkerId, ...] = ()
-    # At the head of the loop: every body so far has run here. Only such a source can give its state to a worker
-    # that has none; one that stopped inside an evaluation can serve those behind it, but no joiner.
+    # At the head of the loop: every body so far has run here. Only such a source can give its state
+    # to a worker that has none; one that stopped inside an evaluation can serve those behind it,
+    # but no joiner.
     at_head: bool = True
     lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
     mismatch: ReplicaMismatch | None = None  # why nobody may go on from the state it holds
@@ -72,7 +77,8 @@ class WorkerStopped:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReceived:
-    """A heartbeat, sent by a process beside the worker, so it needs nothing of the worker's Python."""
+    """A heartbeat, sent by a process beside the worker, so it needs nothing of the worker's
+    Python."""
 
     worker: WorkerId
     generation: int  # the last generation it entered; 0: none yet
@@ -85,7 +91,8 @@ class HeartbeatReceived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFinished:
-    """The train function returned after the run's last step. The worker stays, and can still be a source."""
+    """The train function returned after the run's last step. The worker stays, and can still be a
+    source."""
 
     worker: WorkerId
     generation: int
@@ -98,8 +105,9 @@ class WorkerFinished:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """User code raised, or (with `facts`) the worker found that the job cannot go on. Ends the run, unless there is
-    a budget for errors of user code. Said again and again, until the worker is released."""
+    """User code raised, or (with `facts`) the worker found that the job cannot go on. Ends the run,
+    unless there is a budget for errors of user code. Said again and again, until the worker is
+    released."""
 
     worker: WorkerId
     error: str  # one line
@@ -118,8 +126,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The process is gone for certain and will never act again (also when it left as asked). May come once more,
-    when the cause is known."""
+    """The process is gone for certain and will never act again (also when it left as asked). May
+    come once more, when the cause is known."""
 
     worker: WorkerId
     reason: str
@@ -129,7 +137,8 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StackTracesCaptured:
-    """What the threads of a stuck worker were doing, taken before it was killed. Nothing follows from it."""
+    """What the threads of a stuck worker were doing, taken before it was killed. Nothing follows
+    from it."""
 
     worker: WorkerId
     stacks: str
@@ -137,10 +146,11 @@ class StackTracesCaptured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
-    """Answer to ReportState (`asked` is that of the question), for a controller that must learn what there is.
+    """Answer to ReportState (`asked` is that of the question), for a controller that must learn
+    what there is.
 
-    `signature` is None before the worker was ready; `generation` is 0 before it entered one; `stopped` says
-    that it is out of `generation` and waits (it will not resume there).
+    `signature` is None before the worker was ready; `generation` is 0 before it entered one;
+    `stopped` says that it is out of `generation` and waits (it will not resume there).
     """
 
     worker: WorkerId
@@ -164,7 +174,8 @@ class DrainNoticed:
 
 @dataclass(frozen=True, slots=True)
 class SizeRequested:
-    """An operator asks for another number of workers (within 1..virtual_workers), or of those that training needs."""
+    """An operator asks for another number of workers (within 1..virtual_workers), or of those that
+    training needs."""
 
     size: int
     min_workers: int | None = None  # None: as many as before
@@ -237,7 +248,8 @@ Event = (
     | DeadlineReached
 )
 
-# --------------------------------------------------------------------------------------------- requests
+# ---------------------------------------------------------------------------------------------
+# requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +261,8 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class BeginTraining:
-    """Run the train function. `is_source`: this worker's initial weights are the ones that count."""
+    """Run the train function. `is_source`: this worker's initial weights are the ones that
+    count."""
 
     worker: WorkerId
     is_source: bool
@@ -264,7 +277,8 @@ class ClaimGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FindCheckpoint:
-    """No worker has the run's state: look for the newest committed checkpoint, however long the storage takes.
+    """No worker has the run's state: look for the newest committed checkpoint, however long the
+    storage takes.
 
     `at_most`: what was made after this step is wrong, and no part of the run's history any more.
     """
@@ -281,7 +295,8 @@ class FormGeneration:
 
 @dataclass(frozen=True, slots=True)
 class EndGeneration:
-    """Planned end: stop after `after_step`, or, having passed it, at the next boundary. The smallest counts."""
+    """Planned end: stop after `after_step`, or, having passed it, at the next boundary. The
+    smallest counts."""
 
     worker: WorkerId
     generation: int
@@ -290,7 +305,8 @@ class EndGeneration:
 
 @dataclass(frozen=True, slots=True)
 class AbortGeneration:
-    """Unplanned end: leave `generation` and everything before it now, roll back, and answer WorkerStopped."""
+    """Unplanned end: leave `generation` and everything before it now, roll back, and answer
+    WorkerStopped."""
 
     worker: WorkerId
     generation: int
@@ -300,8 +316,8 @@ class AbortGeneration:
 class RenewLease:
     """Answer to a heartbeat: a controller still leads. A worker that gets none for `lease_s` stops.
 
-    The lease runs from the moment the heartbeat `beat` was sent, not from this answer's arrival: an answer
-    that was long under way must not prolong the life of an evicted worker.
+    The lease runs from the moment the heartbeat `beat` was sent, not from this answer's arrival: an
+    answer that was long under way must not prolong the life of an evicted worker.
     """
 
     worker: WorkerId
@@ -335,14 +351,16 @@ class StopTraining:
 
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
-    """Have all members make a checkpoint of the next step: the worker says so in that step's header."""
+    """Have all members make a checkpoint of the next step: the worker says so in that step's
+    header."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDrainCheckpoint:
-    """Out of `generation`, and at the head of the loop: make a checkpoint of the state that you hold.
+    """Out of `generation`, and at the head of the loop: make a checkpoint of the state that you
+    hold.
 
     `writers` hold the same, and share the writing.
     """
@@ -354,7 +372,8 @@ class WriteDrainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ReportState:
-    """Say where you stand (WorkerReported). `asked` is a number that grows with each generation that is claimed."""
+    """Say where you stand (WorkerReported). `asked` is a number that grows with each generation
+    that is claimed."""
 
     worker: WorkerId
     asked: int = 0
@@ -372,7 +391,8 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True)
 class FailRun:
-    """The run cannot go on. `worker` and `facts`: of the WorkerFailed that says why, if one does."""
+    """The run cannot go on. `worker` and `facts`: of the WorkerFailed that says why, if one
+    does."""
 
     error: str
     traceback: str

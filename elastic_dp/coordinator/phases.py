@@ -1,16 +1,20 @@
 """The phase of a run: which there are, and which transition leads from which to which.
 
     gathering    nobody trains; waits for enough workers, and until it is safe to go on
-    claiming     the number of the next generation is being claimed, so that no other controller has it
-    forming      a membership was announced; its members connect, and those that lack state receive it
+    claiming     the number of the next generation is being claimed, so that no other controller has
+                 it
+    forming      a membership was announced; its members connect, and those that lack state receive
+                 it
     running      all members are past forming
-    ending       the generation was told to end, at a step (planned) or now (abort); waits for every member
+    ending       the generation was told to end, at a step (planned) or now (abort); waits for every
+                 member
     taking over  a coordinator that replaces another asks every worker for its status
     over         finished, failed, or another controller leads
 
     gathering -> claiming -> gathering -> forming -> running -> ending -> gathering -> ...
 
-The phase changes in this file alone. A transition that the table does not list is a bug of the coordinator.
+The phase changes in this file alone. A transition that the table does not list is a bug of the
+coordinator.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,11 @@
-"""Members have different weights: those that differ are replaced, and so are all that trained with them.
+"""Members have different weights: those that differ are replaced, and so are all that trained with
+them.
 
-Their gradients have moved the others since all were last seen to agree, so no member's state counts; and a process never goes
-back. So every worker with state is replaced, and the run goes on from the newest checkpoint of then or before. Without one it
-fails, as if all were lost: to begin anew is the user's decision. It also fails where the weights differ again and again
-before all agree once more, since then the job causes it.
+Their gradients have moved the others since all were last seen to agree, so no member's state
+counts; and a process never goes back. So every worker with state is replaced, and the run goes on
+from the newest checkpoint of then or before. Without one it fails, as if all were lost: to begin
+anew is the user's decision. It also fails where the weights differ again and again before all agree
+once more, since then the job causes it.
 """
 
 from elastic_dp.coordinator import closing

@@ -1,6 +1,8 @@
-"""What every part of the coordinator shares: configuration, sizes, phase, timers, and the commands to be sent.
+"""What every part of the coordinator shares: configuration, sizes, phase, timers, and the commands
+to be sent.
 
-`reason` is explained once, when it changes. Commands are collected here and handed out after each event.
+`reason` is explained once, when it changes. Commands are collected here and handed out after each
+event.
 """
 
 from elastic_dp.coordinator import messages as m

@@ -1,10 +1,11 @@
 """Which workers leave when there are too many: pure, from where they run.
 
-A worker that has no node yet goes before all others. Then nodes are emptied, as far as that many are to leave, so that the
-cluster can give them back: those that some workers leave anyhow (they drain), then those that may be taken away at any
-time, then the others; of each kind those with most workers first. Workers that must leave beyond that leave from where
-the fewest would remain. Among equals the last of the list go. A floor of workers on nodes that stay is left as long as
-others can go instead.
+A worker that has no node yet goes before all others. Then nodes are emptied, as far as that many
+are to leave, so that the cluster can give them back: those that some workers leave anyhow (they
+drain), then those that may be taken away at any time, then the others; of each kind those with most
+workers first. Workers that must leave beyond that leave from where the fewest would remain. Among
+equals the last of the list go. A floor of workers on nodes that stay is left as long as others can
+go instead.
 """
 
 from collections import Counter
@@ -20,8 +21,9 @@ def choose_departing(
     floor: int = 0,
     draining: Iterable[WorkerState] = (),
 ) -> list[tuple[WorkerState, str]]:
-    """At most `count` of `workers`, each with the reason; `others` stay, and so do their nodes. `floor`: of all of them, so
-    many on nodes that may not be taken away are to be left. `draining` leave in any case, so their nodes are emptied first."""
+    """At most `count` of `workers`, each with the reason; `others` stay, and so do their nodes.
+    `floor`: of all of them, so many on nodes that may not be taken away are to be left. `draining`
+    leave in any case, so their nodes are emptied first."""
     if count <= 0:
         return []
     homeless = [worker for worker in reversed(workers) if not worker.location.node]
@@ -49,7 +51,8 @@ def choose_departing(
 def _held(
     workers: Sequence[WorkerState], count: int, emptying: Collection[str]
 ) -> set[WorkerState]:
-    """For the floor: from nodes that nobody leaves, and from those with most of them, so that the others can be emptied."""
+    """For the floor: from nodes that nobody leaves, and from those with most of them, so that the
+    others can be emptied."""
     stable = [worker for worker in workers if worker.location.stable] if count else []
     on = Counter(worker.location.node for worker in stable)
     stable.sort(key=lambda w: (w.location.node in emptying, -on[w.location.node], w.location.node))

@@ -1,9 +1,10 @@
 """Whose state is the run's: the initial state that it descends from, and which workers fit it.
 
-Before any member was past forming, the truth is the initial weights of one worker, the initial source; another
-candidate may take its place if it dies. From then on the lineage is established, and only a worker that has state can be
-a source. Once there is a committed checkpoint, that is the truth instead of anybody's initial weights, so any worker
-that fits can be the initial source; a run that has lost every worker with state starts again from there.
+Before any member was past forming, the truth is the initial weights of one worker, the initial
+source; another candidate may take its place if it dies. From then on the lineage is established,
+and only a worker that has state can be a source. Once there is a committed checkpoint, that is the
+truth instead of anybody's initial weights, so any worker that fits can be the initial source; a run
+that has lost every worker with state starts again from there.
 """
 
 import itertools
@@ -61,7 +62,8 @@ class StateLineage:
             self.lineage_id = generation
 
     def formed(self) -> None:
-        """A generation begins; if it ends before any member has state, there may be a newer checkpoint."""
+        """A generation begins; if it ends before any member has state, there may be a newer
+        checkpoint."""
         self.searched, self.checkpoint_step = False, None
         self.at_most = None
 

@@ -1,8 +1,9 @@
 """Replacing a controller that is gone: what there is, as the workers report it.
 
-Every generation up to the highest that was claimed is treated as one that may still run: each worker is told to leave
-it, and the next is formed when all have said so, or fallen silent. There may be workers that this coordinator was not told
-of, so the fence stays open until a worker speaks for the newest generation, or its lease ran out.
+Every generation up to the highest that was claimed is treated as one that may still run: each
+worker is told to leave it, and the next is formed when all have said so, or fallen silent. There
+may be workers that this coordinator was not told of, so the fence stays open until a worker speaks
+for the newest generation, or its lease ran out.
 """
 
 import math
@@ -72,7 +73,8 @@ class Takeover:
             registry.drain(worker, None, now)
 
     def end(self, now: float) -> None:
-        """Once all have reported or are evicted, and the claim shows that this coordinator leads."""
+        """Once all have reported or are evicted, and the claim shows that this coordinator
+        leads."""
         generation, lineage = self._generation, self._lineage
         if self._registry.unreported or self._leadership.claimed <= generation.number:
             return

@@ -1,4 +1,5 @@
-"""When the coordinator has to look again, and at what. A timer fires once, even if it no longer means anything."""
+"""When the coordinator has to look again, and at what. A timer fires once, even if it no longer
+means anything."""
 
 import heapq
 import math

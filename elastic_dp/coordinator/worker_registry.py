@@ -1,8 +1,8 @@
 """Every worker of the run, from its request to its certain end.
 
-Three things always hold. An identity is started once. A worker that is released or evicted plays no part from that moment
-on, and one that does not leave when it is asked to is evicted. A member that was evicted may live until its death is
-confirmed; its generation's fence counts it until then.
+Three things always hold. An identity is started once. A worker that is released or evicted plays no
+part from that moment on, and one that does not leave when it is asked to is evicted. A member that
+was evicted may live until its death is confirmed; its generation's fence counts it until then.
 """
 
 import math
@@ -194,7 +194,8 @@ class WorkerRegistry:
         self.run.timers.wake(worker.leave_at, "leave", worker.id)
 
     def progressed(self, step: int, now: float) -> None:
-        """A step was made: losses are forgiven, and the state of retained workers is covered by it."""
+        """A step was made: losses are forgiven, and the state of retained workers is covered by
+        it."""
         self.failures.progressed(step)
         covered = [*self.retained.values()] if self.run.in_flight else []
         for worker in covered[:RELEASED_A_STEP]:
@@ -207,7 +208,8 @@ class WorkerRegistry:
         now: float,
         why: str = "its node goes away",
     ) -> None:
-        """The worker will go. One that has state stays until it is covered, or the time has come."""
+        """The worker will go. One that has state stays until it is covered, or the time has
+        come."""
         if worker.stage in DEPARTED_STAGES:
             return
         margin_s = self.run.config.drain_margin_s
@@ -266,7 +268,8 @@ class WorkerRegistry:
         )
 
     def excused_until(self, worker_id: WorkerId) -> float:
-        """No member is evicted for silence while the group makes steps, since it could not without each of them."""
+        """No member is evicted for silence while the group makes steps, since it could not without
+        each of them."""
         if self.workers[worker_id].stage in (Stage.MEMBER, Stage.UNREPORTED):
             lived_at = max(self._generation.steps.at, self.failure_detector.awake_since)
             return self.run.config.heartbeat_timeout_s + lived_at

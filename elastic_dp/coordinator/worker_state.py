@@ -1,7 +1,8 @@
 """What the coordinator knows of one worker, and the identities it gives out.
 
-An identity is used once. A coordinator that took over cannot know how far the one before it counted, so its
-identities carry the generation it claimed on arrival, which nobody else can own: "w12", then "w7.1", "w7.2".
+An identity is used once. A coordinator that took over cannot know how far the one before it
+counted, so its identities carry the generation it claimed on arrival, which nobody else can own:
+"w12", then "w7.1", "w7.2".
 """
 
 import math
@@ -44,7 +45,8 @@ PROVISIONED_STAGES = frozenset(
 
 @dataclass(slots=True, eq=False)
 class HeartbeatProgress:
-    """Where a worker is by its heartbeats, and how many have said the same since the first that did."""
+    """Where a worker is by its heartbeats, and how many have said the same since the first that
+    did."""
 
     where: tuple[int, int, str] = (0, 0, "start")  # generation, step, phase
     beats: int = 0
@@ -79,7 +81,8 @@ class HeartbeatProgress:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """One identity. `position` and `has_state` are what it last reported, and hold only while it is stopped."""
+    """One identity. `position` and `has_state` are what it last reported, and hold only while it is
+    stopped."""
 
     id: WorkerId
     number: int  # in the order of requests

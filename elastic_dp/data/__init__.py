@@ -1,8 +1,9 @@
-"""From a data set's URL to the tensors of one micro-batch: `open_data(config, virtual_workers=V).batch(step, v)`.
+"""From a data set's URL to the tensors of one micro-batch: `open_data(config,
+virtual_workers=V).batch(step, v)`.
 
-Order is arithmetic (`sampling/`): whoever asks for (step, virtual worker) gets the same rows. The driver opens
-once and ships `dataset.index` to the workers, which then list nothing. Opening needs torch, which takes a second
-or two to import, so that waits for the first use.
+Order is arithmetic (`sampling/`): whoever asks for (step, virtual worker) gets the same rows. The
+driver opens once and ships `dataset.index` to the workers, which then list nothing. Opening needs
+torch, which takes a second or two to import, so that waits for the first use.
 """
 
 from typing import TYPE_CHECKING, Any

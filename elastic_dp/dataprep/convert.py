@@ -1,7 +1,8 @@
-"""`convert`: what a team has, to shards that train well: row groups of 1 to 4 MiB, a footer for each shard.
+"""`convert`: what a team has, to shards that train well: row groups of 1 to 4 MiB, a footer for
+each shard.
 
-It streams, in memory that does not depend on the source's size; the same source gives the same bytes; and the
-destination is a data set only when all of it is there (see destination.py).
+It streams, in memory that does not depend on the source's size; the same source gives the same
+bytes; and the destination is a data set only when all of it is there (see destination.py).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ SHARD_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Converted:
-    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row. `skipped`: files of the
-    source that were not read, and those that have no row."""
+    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row.
+    `skipped`: files of the source that were not read, and those that have no row."""
 
     rows: int
     row_groups: int
@@ -63,15 +64,18 @@ def convert(
     """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
 
     `source`: a folder, file or glob of Parquet, Arrow, JSON Lines, CSV or text files, a folder that
-    `datasets.save_to_disk` wrote, or a folder of images with a subfolder per class; any fsspec URL, as is
-    `destination`. `rows_per_group`: None for 2 MiB of the widest column. `tokenizer` and `pack`: one column of
-    text, or .txt files that are one document each, become rows of `pack` tokens (see packing.py); the tokenizer is
-    "bytes", a tokenizer.json, a Hugging Face name, or any `Tokenizer`. `format`: Parquet, but Arrow for tokens, where it
-    takes half the bytes and no decoding. `compression`: "none" for lists, images and Arrow, else "snappy".
-    `text_glob`: with `pack`, the files whose names match one of these patterns are the text, whatever their endings, and
-    no others are; "*.py" matches in every folder, "docs/*" from the source's own on. `fill_nulls`: what is written for a
-    column's nulls, also for those in lists, as `DataConfig.fill_nulls` has it. `storage_options`: of both URLs, where they
-    are not local paths, as `DataConfig` has them. `on_progress` is called after each batch. Raises DataError, and StorageError where it cannot be written.
+    `datasets.save_to_disk` wrote, or a folder of images with a subfolder per class; any fsspec URL,
+    as is `destination`. `rows_per_group`: None for 2 MiB of the widest column. `tokenizer` and
+    `pack`: one column of text, or .txt files that are one document each, become rows of `pack`
+    tokens (see packing.py); the tokenizer is "bytes", a tokenizer.json, a Hugging Face name, or any
+    `Tokenizer`. `format`: Parquet, but Arrow for tokens, where it takes half the bytes and no
+    decoding. `compression`: "none" for lists, images and Arrow, else "snappy". `text_glob`: with
+    `pack`, the files whose names match one of these patterns are the text, whatever their endings,
+    and no others are; "*.py" matches in every folder, "docs/*" from the source's own on.
+    `fill_nulls`: what is written for a column's nulls, also for those in lists, as
+    `DataConfig.fill_nulls` has it. `storage_options`: of both URLs, where they are not local paths,
+    as `DataConfig` has them. `on_progress` is called after each batch. Raises DataError, and
+    StorageError where it cannot be written.
     """
     _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
     if fill_nulls and pack is not None:
@@ -96,7 +100,8 @@ def convert(
     empty = [field.name for field in schema if _has_lists_of_no_items(field.type)]
     if empty and format == "parquet":
         raise DataError(
-            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, which Parquet cannot give "
+            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, "
+            "which Parquet cannot give "
             "back; leave it out by columns="
         )
     if format == "parquet":
@@ -149,7 +154,8 @@ def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped,
 
 
 def _compression(format: Format, schema: pa.Schema) -> Compression:
-    """Images are compressed already, numbers hardly get smaller, and Arrow that is not can be memory mapped."""
+    """Images are compressed already, numbers hardly get smaller, and Arrow that is not can be
+    memory mapped."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     dense = "image" in schema.names or any(is_one(f.type) for f in schema for is_one in lists)
     return "none" if format == "arrow" or dense else "snappy"
@@ -159,7 +165,10 @@ def _nothing(source: str, packing: Packing | None, skipped: tuple[Skipped, ...])
     beside = f". Not read there: {skipped_words(skipped)}" if skipped else ""
     if packing is None:
         return f"{redact_url(source)!r} holds no rows{beside}"
-    return f"{redact_url(source)!r} holds {packing.dropped_tokens} tokens, too few for one row; lower pack{beside}"
+    return (
+        f"{redact_url(source)!r} holds {packing.dropped_tokens} tokens, too few for one row; "
+        f"lower pack{beside}"
+    )
 
 
 def _check(

@@ -1,10 +1,11 @@
 """Where new shards go so that nothing reads as a data set before it is whole.
 
-On this machine they are written to a hidden folder beside the destination, which takes its name in one rename.
-An object store has no such rename: there each shard appears whole, by its put, and `_incomplete` lies beside
-them from before the first until after the last; neither training nor another conversion reads a folder that holds it.
-Whatever ends a conversion by an exception removes what it wrote. A kill leaves the hidden folder, or `_incomplete`
-with the shards so far, and the next conversion to that place is refused until they are removed.
+On this machine they are written to a hidden folder beside the destination, which takes its name in
+one rename. An object store has no such rename: there each shard appears whole, by its put, and
+`_incomplete` lies beside them from before the first until after the last; neither training nor
+another conversion reads a folder that holds it. Whatever ends a conversion by an exception removes
+what it wrote. A kill leaves the hidden folder, or `_incomplete` with the shards so far, and the
+next conversion to that place is refused until they are removed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from elastic_dp.storage import is_local, open_file_system, redact
 
 
 class Destination:
-    """An empty or absent folder at `url`. Use `writing()`, and in it `shard(name)` for one after the other."""
+    """An empty or absent folder at `url`. Use `writing()`, and in it `shard(name)` for one after
+    the other."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url, dict(options or {})
@@ -38,7 +40,8 @@ class Destination:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """All shards appear at its end, or none. Raises DataError where there is something already."""
+        """All shards appear at its end, or none. Raises DataError where there is something
+        already."""
         with _store_errors(self._url, self._options):
             self._refuse_what_is_there()
             self._begin()
@@ -115,7 +118,8 @@ def _abandon(file: Any) -> None:
 def _store_errors(
     url: str, options: Mapping[str, Any], kinds: type[Exception] = Exception
 ) -> Iterator[None]:
-    """A foreign file system may raise anything; around code that is not its own, only an OSError is the store's."""
+    """A foreign file system may raise anything; around code that is not its own, only an OSError is
+    the store's."""
     try:
         yield
     except ElasticError:

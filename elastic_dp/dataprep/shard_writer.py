@@ -1,7 +1,7 @@
 """Record batches of any size to shards of equal row groups, Parquet or Arrow IPC.
 
-Every row group has exactly `rows_per_group` rows, save the last of all. A shard ends with the row group that takes
-it to `shard_bytes`. The same rows give the same bytes.
+Every row group has exactly `rows_per_group` rows, save the last of all. A shard ends with the row
+group that takes it to `shard_bytes`. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class ShardWriter:
             self._write_group(self._take(self.rows_per_group))
 
     def _enough_rows(self) -> int | None:
-        """Rows of GROUP_BYTES in the widest column, or None while fewer bytes than that are here."""
+        """Rows of GROUP_BYTES in the widest column, or None while fewer bytes than that are
+        here."""
         widest = max(
             sum(batch.column(i).nbytes for batch in self._pending) for i in range(len(self._schema))
         )
@@ -131,7 +132,8 @@ class ShardWriter:
             self._file = None
 
     def _parquet_options(self) -> dict[str, Any]:
-        """Dictionaries only of words, statistics only of single numbers: of anything else they cost and give nothing."""
+        """Dictionaries only of words, statistics only of single numbers: of anything else they cost
+        and give nothing."""
         words = [f.name for f in self._schema if pa.types.is_string(f.type)]
         numbers = [f.name for f in self._schema if pa.types.is_primitive(f.type)]
         return {
@@ -142,7 +144,8 @@ class ShardWriter:
 
 
 def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
-    """It can be written with columns that nest deeper than its readers go, say. Raises DataError."""
+    """It can be written with columns that nest deeper than its readers go, say. Raises
+    DataError."""
     sink = io.BytesIO()
     with _said_by_name("parquet"):
         try:
@@ -150,7 +153,8 @@ def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
             pq.read_schema(sink)
         except OSError as error:
             raise DataError(
-                f"these columns could not be read again as parquet: {error}; leave some out by columns=, or write "
+                f"these columns could not be read again as parquet: {error}; leave some out "
+                "by columns=, or write "
                 "format='arrow'"
             ) from error
 

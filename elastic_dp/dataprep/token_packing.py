@@ -1,7 +1,9 @@
-"""Documents to rows of exactly N tokens: laid end to end, an end-of-text token after each, cut every N.
+"""Documents to rows of exactly N tokens: laid end to end, an end-of-text token after each, cut
+every N.
 
-So no token is padding, and no token is lost but those after the last whole row, fewer than N, which are
-dropped and counted. Rows are fixed-size lists of uint16 where the vocabulary allows, else of int32.
+So no token is padding, and no token is lost but those after the last whole row, fewer than N, which
+are dropped and counted. Rows are fixed-size lists of uint16 where the vocabulary allows, else of
+int32.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Of the `tokenizers` library. `end_of_text`: its token, by name; None: the usual names are tried."""
+    """Of the `tokenizers` library. `end_of_text`: its token, by name; None: the usual names are
+    tried."""
 
     def __init__(self, tokenizer: Any, end_of_text: str | None = None) -> None:
         tokenizer.no_padding()
@@ -63,7 +66,8 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
-    """`name`: "bytes", a tokenizer.json or a folder that has one, or a name on the Hugging Face hub."""
+    """`name`: "bytes", a tokenizer.json or a folder that has one, or a name on the Hugging Face
+    hub."""
     if name == "bytes":
         return ByteTokenizer()
     try:

@@ -1,4 +1,5 @@
-"""Gloo's listening socket, shut while no group forms: Gloo itself accepts a connection from anybody at any time."""
+"""Gloo's listening socket, shut while no group forms: Gloo itself accepts a connection from anybody
+at any time."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ import torch.distributed as dist
 
 
 class GlooDevice:
-    """A listening socket and an event loop, for all generations of this process until one fails to form.
+    """A listening socket and an event loop, for all generations of this process until one fails to
+    form.
 
-    Gloo keeps every connection that anybody makes to its port, and ends the process when it has no descriptor left; one that
-    names a pair of a later group is taken for that peer (measured). So the system drops what comes to the port while
-    no group forms.
+    Gloo keeps every connection that anybody makes to its port, and ends the process when it has no
+    descriptor left; one that names a pair of a later group is taken for that peer (measured). So
+    the system drops what comes to the port while no group forms.
     """
 
     def __init__(self, address: str | None) -> None:

@@ -1,7 +1,8 @@
 """Which parameters take part in a gradient sum, and the buckets in which their gradients travel.
 
-Parameters that require a gradient, in reverse order of registration (about the order in which backward makes them), cut
-into buckets by dtype and device. A view into a bucket has the strides of its parameter.
+Parameters that require a gradient, in reverse order of registration (about the order in which
+backward makes them), cut into buckets by dtype and device. A view into a bucket has the strides of
+its parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs
 
 
 class GradientBucket:
-    """A run of parameters of one dtype and device: those from `first` up to `last` of the layout."""
+    """A run of parameters of one dtype and device: those from `first` up to `last` of the
+    layout."""
 
     def __init__(self, number: int, first: int, parameters: list[torch.nn.Parameter]) -> None:
         self.number = number

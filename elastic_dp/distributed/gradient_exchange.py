@@ -1,8 +1,10 @@
-"""How the members of a generation add up one bucket of gradients: its buffers, its collectives, its finished sum.
+"""How the members of a generation add up one bucket of gradients: its buffers, its collectives, its
+finished sum.
 
-Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and gives the finished part to
-all (all-gather, into the buffer that the first one emptied). Two members with one subtree each exchange all of the bucket
-instead, since a sum of two has one order. Fast mode is one all-reduce a bucket, whatever the members.
+Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and
+gives the finished part to all (all-gather, into the buffer that the first one emptied). Two members
+with one subtree each exchange all of the bucket instead, since a sum of two has one order. Fast
+mode is one all-reduce a bucket, whatever the members.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _PIECE_NUMEL = 1 << 18  # added, and looked at while it is in the cache
 
 
 class ExchangePlan:
-    """Which collectives a generation uses, the same for all of its buckets. `shares[r]` is the range of virtual workers
-    of rank r."""
+    """Which collectives a generation uses, the same for all of its buckets. `shares[r]` is the
+    range of virtual workers of rank r."""
 
     def __init__(
         self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
@@ -49,13 +51,15 @@ class ExchangePlan:
 
 
 class BufferPool:
-    """Memory that serves the next generation, too: touching new memory costs more than a collective."""
+    """Memory that serves the next generation, too: touching new memory costs more than a
+    collective."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def preallocate(self, buckets: Sequence[GradientBucket], virtual_workers: int) -> None:
-        """Touch memory before a group waits for it: what each bucket sends, and what it receives."""
+        """Touch memory before a group waits for it: what each bucket sends, and what it
+        receives."""
         self._free = [
             torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
             for b in [*buckets, *buckets]
@@ -65,7 +69,8 @@ class BufferPool:
         self._free = []
 
     def keep_host_memory_only(self) -> None:
-        """A device's allocator keeps memory by itself. The host's gives it back to the system, so here it is kept."""
+        """A device's allocator keeps memory by itself. The host's gives it back to the system, so
+        here it is kept."""
         self._free = [memory for memory in self._free if memory.device.type == "cpu"]
 
     def take(self, bucket: GradientBucket, numel: int, virtual_workers: int) -> torch.Tensor:
@@ -88,8 +93,8 @@ class BufferPool:
 
 
 class BucketExchange:
-    """One bucket within one generation. `views[j][i]`: where the sum of subtree j for parameter i of the bucket goes, and
-    in `views[0]` the finished one is found."""
+    """One bucket within one generation. `views[j][i]`: where the sum of subtree j for parameter i
+    of the bucket goes, and in `views[0]` the finished one is found."""
 
     def __init__(self, plan: ExchangePlan, bucket: GradientBucket, pool: BufferPool) -> None:
         self.bucket, self._plan = bucket, plan
@@ -170,7 +175,8 @@ class BucketExchange:
             self._gathering = self._plan.group.all_gather(self._flats[0], part)
 
     def add_up(self) -> torch.Tensor:
-        """My part of the bucket, summed over all virtual workers; where nobody has parts, all of it."""
+        """My part of the bucket, summed over all virtual workers; where nobody has parts, all of
+        it."""
         plan = self._plan
         if plan.all_reduces:
             return self._flats[0]
@@ -216,7 +222,8 @@ class BucketExchange:
     # ----------------------------------------------------------------------------- end
 
     def release(self, pool: BufferPool) -> None:
-        """A buffer of an operation that was walked away from is never used again, since that may still write into it."""
+        """A buffer of an operation that was walked away from is never used again, since that may
+        still write into it."""
         operations = [
             *self._launched,
             *([] if self._gathering is None else [self._gathering]),

@@ -1,17 +1,21 @@
-"""Gradients of V virtual workers, added up across the members of a generation while backward still runs.
+"""Gradients of V virtual workers, added up across the members of a generation while backward still
+runs.
 
-Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world size. A worker adds its
-own subtrees as it goes, each gradient in its own hook (`SubtreeSums`). In the backward pass of its last leaf, every bucket
-that is complete is sent (`BucketExchange`).
+Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world
+size. A worker adds its own subtrees as it goes, each gradient in its own hook (`SubtreeSums`). In
+the backward pass of its last leaf, every bucket that is complete is sent (`BucketExchange`).
 
 What always holds:
-- User code never meets the gradient of another micro-batch: `p.grad` is None when a loss function and its backward pass
-  begin. One that a loss function leaves there is an error, and so is a post-accumulate-grad hook other than ours.
-- Buckets are launched in index order, on every rank the same. One is launched early only when each of its
-  parameters has fired. A parameter that fires twice in one backward (tied weights under reentrant checkpointing
-  do) makes the step void (`late`): it may have been sent too early, or been added to its neighbour in parts. From
-  then on (`sequential`) nothing is launched before backward has ended, and every leaf is added as a whole.
-- An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for x = -0.0.
+- User code never meets the gradient of another micro-batch: `p.grad` is None when a loss function
+  and its backward pass begin. One that a loss function leaves there is an error, and so is a
+  post-accumulate-grad hook other than ours.
+- Buckets are launched in index order, on every rank the same. One is launched early only when each
+  of its parameters has fired. A parameter that fires twice in one backward (tied weights under
+  reentrant checkpointing do) makes the step void (`late`): it may have been sent too early, or been
+  added to its neighbour in parts. From then on (`sequential`) nothing is launched before backward
+  has ended, and every leaf is added as a whole.
+- An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for
+  x = -0.0.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from elastic_dp.errors import GroupError, LossError, ModelError
 
 
 class GradientSum:
-    """Adds gradients for one model; buffers and collectives are those of the generation it was opened for."""
+    """Adds gradients for one model; buffers and collectives are those of the generation it was
+    opened for."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._names = {p: name for name, p in parameters.items()}
@@ -130,8 +135,10 @@ class GradientSum:
         for p in self._all:
             if p.grad is not None:
                 raise LossError(
-                    f"the loss function left a gradient in model.{self._names[p]}.grad: it called backward(), or assigned it. "
-                    "Return the loss, whose backward pass is run for you; within a loss use torch.autograd.grad"
+                    f"the loss function left a gradient in model.{self._names[p]}.grad: it "
+                    "called backward(), or assigned it. "
+                    "Return the loss, whose backward pass is run for you; within a loss use "
+                    "torch.autograd.grad"
                 )
         self._refuse_hooks(1)
         self._running = True
@@ -142,7 +149,8 @@ class GradientSum:
         for p in self._layout.frozen:
             if p.grad is not None:
                 raise LossError(
-                    f"model.{self._names[p]} did not require a gradient when the step began, and the loss function gave "
+                    f"model.{self._names[p]} did not require a gradient when the step began, "
+                    "and the loss function gave "
                     "it one: call requires_grad_() before the loop over ctx.steps, or in its body"
                 )
         if is_last:
@@ -167,7 +175,8 @@ class GradientSum:
             exchange.reduce()
 
     def settle(self) -> None:
-        """Wait for what was sent, so that the buffers may be filled once more in this generation."""
+        """Wait for what was sent, so that the buffers may be filled once more in this
+        generation."""
         for exchange in self._exchanges:
             exchange.settle()
 
@@ -176,7 +185,8 @@ class GradientSum:
         self.sequential = True
 
     def complete(self, factor: float) -> bool:
-        """Wait until the finished parts of all have arrived, and take them `factor` times, bucket by bucket.
+        """Wait until the finished parts of all have arrived, and take them `factor` times, bucket
+        by bucket.
 
         Returns whether all is finite, the same on every rank.
         """
@@ -211,12 +221,15 @@ class GradientSum:
     # -------------------------------------------------------------------------- private
 
     def _refuse_hooks(self, ours: int) -> None:
-        """Raises ModelError where a parameter has a post-accumulate-grad hook that is not one of ours."""
+        """Raises ModelError where a parameter has a post-accumulate-grad hook that is not one of
+        ours."""
         for p in self._layout.parameters:
             if len(p._post_accumulate_grad_hooks or ()) > ours:
                 raise ModelError(
-                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would see sums of as many micro-batches "
-                    "as this worker happens to run. Use register_hook, which sees the gradient of each micro-batch, or for "
+                    f"model.{self._names[p]} has a post-accumulate-grad hook, which would "
+                    "see sums of as many micro-batches "
+                    "as this worker happens to run. Use register_hook, which sees the "
+                    "gradient of each micro-batch, or for "
                     "that of the step clip_norm=, or optimizer.register_step_pre_hook"
                 )
 
@@ -268,7 +281,8 @@ class GradientSum:
             self._error = error
 
     def _write_last(self, exchange: BucketExchange, index: int, p: torch.Tensor) -> None:
-        """This parameter's gradient of the last subtree, added up with the sums that wait for it."""
+        """This parameter's gradient of the last subtree, added up with the sums that wait for
+        it."""
         view = exchange.views[-1][index - exchange.bucket.first]
         _write(view, self._sums.merged(index, p.grad, out=view))
         p.grad = None

@@ -1,15 +1,16 @@
 """The process group of one generation: formed under its own prefix, left at any instant.
 
-Three things always hold. Every operation is launched asynchronously and waited for on an event that either its
-completion or `abort()` sets, so a control thread can free the training thread from a collective whose peer is
-gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is empty and whose destructor blocks until
-its last operation ends. An abandoned operation may still write into its buffers: group, operations and buffers are
-handed together to a background thread, which drops them when they have ended. And forming happens on a thread that can
-be abandoned, too, with a store client of its own, since an absent peer blocks the constructor.
+Three things always hold. Every operation is launched asynchronously and waited for on an event that
+either its completion or `abort()` sets, so a control thread can free the training thread from a
+collective whose peer is gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is
+empty and whose destructor blocks until its last operation ends. An abandoned operation may still
+write into its buffers: group, operations and buffers are handed together to a background thread,
+which drops them when they have ended. And forming happens on a thread that can be abandoned, too,
+with a store client of its own, since an absent peer blocks the constructor.
 
-A stranger who reaches one of our ports cannot join: addresses are exchanged in a store that accepts only holders of the
-run's secret, each two members prove to each other that they hold it before the group is used, and Gloo's port is shut
-while no group forms.
+A stranger who reaches one of our ports cannot join: addresses are exchanged in a store that accepts
+only holders of the run's secret, each two members prove to each other that they hold it before the
+group is used, and Gloo's port is shut while no group forms.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class ProcessGroup:
         return self._aborted
 
     def abort(self) -> None:
-        """Free whoever waits in this group, from any thread; every later call raises GroupAborted."""
+        """Free whoever waits in this group, from any thread; every later call raises
+        GroupAborted."""
         self._aborted = True
         for operation in list(self._pending):
             operation.done.set()
@@ -125,7 +127,8 @@ class ProcessGroup:
             self.check()
             return
         if not operation.work.is_completed():
-            # Asked for only now: a callback takes the interpreter's lock from a thread that computes.
+            # Asked for only now: a callback takes the interpreter's lock from a thread that
+            # computes.
             operation.work.get_future().add_done_callback(lambda _: operation.done.set())
             operation.done.wait()
         self.check()
@@ -136,11 +139,13 @@ class ProcessGroup:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
 
     def is_over(self, operation: Operation) -> bool:
-        """Whether it can touch its buffers no more; failed ones included, but not those of an aborted device."""
+        """Whether it can touch its buffers no more; failed ones included, but not those of an
+        aborted device."""
         return not (self._on_device and self._aborted) and bool(operation.work.is_completed())
 
     def synchronize(self) -> None:
-        """Until the device has finished all that was launched; returns early, raising, when aborted."""
+        """Until the device has finished all that was launched; returns early, raising, when
+        aborted."""
         if self.device.type != "cuda":
             self.check()
             return
@@ -199,12 +204,14 @@ def _is_nccl(backend: Any) -> bool:
     return type(backend).__name__ == "ProcessGroupNCCL"
 
 
-# ------------------------------------------------------------------------------------------- forming
+# -------------------------------------------------------------------------------------------
+# forming
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the members of a generation meet: a store that outlives it, and a prefix nobody else uses."""
+    """Where the members of a generation meet: a store that outlives it, and a prefix nobody else
+    uses."""
 
     host: str
     port: int
@@ -220,8 +227,8 @@ def open_rendezvous_store(host: str, secret: bytes) -> RendezvousStoreServer:
 class Forming:
     """The making of one process group, on its own thread.
 
-    `wait` returns the group, or raises FormingFailed (with the ranks that did not show up in `absent`), or
-    GroupAborted when `abort` was called; the thread is then left to end by itself.
+    `wait` returns the group, or raises FormingFailed (with the ranks that did not show up in
+    `absent`), or GroupAborted when `abort` was called; the thread is then left to end by itself.
     """
 
     def __init__(
@@ -302,7 +309,8 @@ _clients_lock = threading.Lock()
 
 
 def _store_client(meet: Rendezvous, timeout: timedelta) -> RendezvousStoreClient:
-    """A client nobody else uses: a forming that was walked away from may block in its own for long."""
+    """A client nobody else uses: a forming that was walked away from may block in its own for
+    long."""
     with _clients_lock:
         client = _clients.pop((meet.host, meet.port, meet.secret), None)
     if client is None:
@@ -350,10 +358,11 @@ def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout
 
 
 def _prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
-    """Each two members show each other the secret, on the connection that they will use. Raises ConnectionError.
+    """Each two members show each other the secret, on the connection that they will use. Raises
+    ConnectionError.
 
-    A group's prefix is never used again, so neither is a proof. One who listens in to a connection can use it no more either:
-    the receiver has taken the sender's.
+    A group's prefix is never used again, so neither is a proof. One who listens in to a connection
+    can use it no more either: the receiver has taken the sender's.
     """
 
     def proof(sender: int, receiver: int) -> bytes:
@@ -388,14 +397,16 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
         return []
 
 
-# ---------------------------------------------------------------------------------- abandoned groups
+# ---------------------------------------------------------------------------------- abandoned
+# groups
 
 
 class _AbandonedGroups:
-    """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to the end.
+    """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to
+    the end.
 
-    Not at once: Gloo's destructor waits about 4 ms for every peer, with the interpreter's lock held, which would
-    be added to the pause of the generation that comes next.
+    Not at once: Gloo's destructor waits about 4 ms for every peer, with the interpreter's lock
+    held, which would be added to the pause of the generation that comes next.
     """
 
     def __init__(self) -> None:

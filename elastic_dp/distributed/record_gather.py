@@ -1,7 +1,7 @@
 """Gathers one small record of every rank on every rank, in one collective of a fixed size.
 
-All ranks start from the same size and grow it by the same rule: when a record did not fit, all ranks see the length that
-it needs, and gather once more with room for it.
+All ranks start from the same size and grow it by the same rule: when a record did not fit, all
+ranks see the length that it needs, and gather once more with room for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class RecordGather:
             self._gather()
 
     def _make_room(self, capacity: int) -> None:
-        """For as long as the group lives: each gathering is waited for before the next one begins."""
+        """For as long as the group lives: each gathering is waited for before the next one
+        begins."""
         self._row = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
         self._bytes = self._row.numpy().data
         self._rows = torch.empty(

@@ -1,11 +1,12 @@
 """The fixed binary tree over virtual workers 0..V-1, along which exact mode adds.
 
-A node is a half-open range (first, last). A node of more than one leaf splits at the largest power of two
-that is smaller than its size, so the tree depends on V alone. Floating-point addition is not associative but it
-is commutative, bit for bit, so two sums over one tree are equal wherever its nodes are added.
+A node is a half-open range (first, last). A node of more than one leaf splits at the largest power
+of two that is smaller than its size, so the tree depends on V alone. Floating-point addition is not
+associative but it is commutative, bit for bit, so two sums over one tree are equal wherever its
+nodes are added.
 
-A worker's contiguous range is a few whole subtrees (`cover`): it adds up each by itself (`fold`, the order of
-work for it), and the owner of a chunk adds the subtrees of all workers (`add_up`).
+A worker's contiguous range is a few whole subtrees (`cover`): it adds up each by itself (`fold`,
+the order of work for it), and the owner of a chunk adds the subtrees of all workers (`add_up`).
 """
 
 from collections.abc import Callable, Mapping
@@ -41,8 +42,8 @@ def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
 class Leaf(NamedTuple):
     """One virtual worker's turn in a worker's step.
 
-    `merges`: how many times its gradient, or the sum at hand, is added to the sum put aside last, each time completing
-    a node.
+    `merges`: how many times its gradient, or the sum at hand, is added to the sum put aside last,
+    each time completing a node.
     """
 
     virtual_worker: int
@@ -52,8 +53,8 @@ class Leaf(NamedTuple):
 def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
     """The order in which a worker runs its leaves and adds them, subtree by subtree.
 
-    With a stack of sums, on which each leaf puts what it completes. At the end it holds exactly the nodes of `cover`,
-    in order.
+    With a stack of sums, on which each leaf puts what it completes. At the end it holds exactly the
+    nodes of `cover`, in order.
     """
     leaves: list[Leaf] = []
 

@@ -1,15 +1,18 @@
-"""The store at which the members of a generation meet. Only who holds the run's secret can read or write it.
+"""The store at which the members of a generation meet. Only who holds the run's secret can read or
+write it.
 
-torch's TCPStore takes anyone, and one malformed message keeps its only thread busy for five seconds (measured with torch
-2.13: it resolves the symbols of a stack trace). So this is a store of our own, with torch's interface:
+torch's TCPStore takes anyone, and one malformed message keeps its only thread busy for five seconds
+(measured with torch 2.13: it resolves the symbols of a stack trace). So this is a store of our own,
+with torch's interface:
 
     server → client   nonce (16 bytes)
     client → server   nonce (16 bytes)
     then both ways    length (4 bytes) | MAC (16 bytes) | JSON
 
-The MAC is keyed BLAKE2b over direction, counter and content; its key is derived from the secret and both nonces. So nothing is
-parsed that a member has not sent, and nothing that was recorded can be sent again. A connection that has not shown the
-secret within a few seconds, or among the newest few hundred, is closed. Values are not encrypted.
+The MAC is keyed BLAKE2b over direction, counter and content; its key is derived from the secret and
+both nonces. So nothing is parsed that a member has not sent, and nothing that was recorded can be
+sent again. A connection that has not shown the secret within a few seconds, or among the newest few
+hundred, is closed. Values are not encrypted.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class _Wire:
         return _HEAD.pack(len(content), mac) + content
 
     def take(self, buffer: bytearray, most: int = _MAX_BYTES) -> Any:
-        """The first message in the buffer, which loses it; None if not all of it is there. Raises ValueError for a foreign one."""
+        """The first message in the buffer, which loses it; None if not all of it is there. Raises
+        ValueError for a foreign one."""
         if len(buffer) < _HEAD.size:
             return None
         length, mac = _HEAD.unpack_from(buffer)
@@ -85,7 +89,8 @@ class _Wire:
 
 
 class _Client:
-    """A connection as the server sees it. `wire` is set once the nonces are exchanged, `known` once a message was genuine."""
+    """A connection as the server sees it. `wire` is set once the nonces are exchanged, `known` once
+    a message was genuine."""
 
     def __init__(self, connection: socket.socket, until: float) -> None:
         self.connection, self.until = connection, until
@@ -235,7 +240,8 @@ def _parent(key: str) -> str:
 
 
 class RendezvousStoreClient(dist.Store):
-    """Raises DistStoreError where the server cannot be reached, is not of this run, or a key does not come in time.
+    """Raises DistStoreError where the server cannot be reached, is not of this run, or a key does
+    not come in time.
 
     A `set` is not waited for: whoever asks for the value waits.
     """
@@ -312,8 +318,8 @@ class RendezvousStoreClient(dist.Store):
     # ------------------------------------------------------------------------------------------
 
     def asks_for_all(self, rank: int, world_size: int) -> None:
-        """Every rank is about to set one key, once, that ends with its number, and to ask for those of all, one after another:
-        they are fetched together."""
+        """Every rank is about to set one key, once, that ends with its number, and to ask for those
+        of all, one after another: they are fetched together."""
         self._rank, self._of_all, self._known = (rank, world_size), None, {}
 
     def _get(self, keys: list[str], timeout: timedelta) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Adds up the gradients of one worker's virtual workers, by whole subtrees of the reduction tree.
 
-The sums are a stack, on which each leaf (the turn of one virtual worker) puts the sum that it completes; see
-`reduction_tree.fold`. Sums that wait are not copied.
+The sums are a stack, on which each leaf (the turn of one virtual worker) puts the sum that it
+completes; see `reduction_tree.fold`. Sums that wait are not copied.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class SubtreeSums:
     def merged(
         self, index: int, value: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """This leaf's gradient, added to the sums that wait for it; the last of them goes to `out`."""
+        """This leaf's gradient, added to the sums that wait for it; the last of them goes to
+        `out`."""
         for depth in range(1, self.merges + 1):
             one = self._stack[-depth][index]
             if one is None or value is None:

@@ -1,8 +1,10 @@
-"""Sends a text and tensors from one member to the others by broadcast; or bytes, of which each member has a share.
+"""Sends a text and tensors from one member to the others by broadcast; or bytes, of which each
+member has a share.
 
-The text describes the tensors. It belongs to the caller: nothing here reads it, and it names no code to run. Large
-tensors are sent as they are, small ones packed. The receiver decides where each tensor goes. Its own tensors stay as
-they are until `receive` has returned, unless it passes them as targets itself (a worker without state may).
+The text describes the tensors. It belongs to the caller: nothing here reads it, and it names no
+code to run. Large tensors are sent as they are, small ones packed. The receiver decides where each
+tensor goes. Its own tensors stay as they are until `receive` has returned, unless it passes them as
+targets itself (a worker without state may).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _MAX_IN_FLIGHT = 2  # more of them only get in each other's way
 _HEAD_BYTES = 1 << 16  # of the first broadcast: the lengths, and as much of the texts as fits
 _LENGTH_BYTES = 8  # of each of the two texts
 
-# A broadcast in flight, its buffer, and what that is taken apart into when it has arrived, if anything.
+# A broadcast in flight, its buffer, and what that is taken apart into when it has arrived, if
+# anything.
 _Flight = tuple[Operation, torch.Tensor, list[torch.Tensor]]
 
 
@@ -45,14 +48,16 @@ Targets = Callable[[bytes, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StatePayload:
-    """Ready to be sent: `head` holds the lengths of the texts and the texts, `flats` the tensors as bytes."""
+    """Ready to be sent: `head` holds the lengths of the texts and the texts, `flats` the tensors as
+    bytes."""
 
     head: torch.Tensor
     flats: Sequence[torch.Tensor]
 
 
 def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayload:
-    """Needs no group, so it can be made while one forms. The tensors must not change before it is sent."""
+    """Needs no group, so it can be made while one forms. The tensors must not change before it is
+    sent."""
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
     specs = _specs_to_json([meta_of(t) for t in tensors])
     lengths = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") for part in (specs, text))
@@ -122,7 +127,8 @@ def _destinations(
 def copy_to_own_memory(
     tensors: Sequence[torch.Tensor], device: torch.device, ours: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh one."""
+    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh
+    one."""
     own = _destinations([meta_of(t) for t in tensors], device, ours)
     for mine, given in zip(own, tensors, strict=True):
         mine.copy_(given)
@@ -132,7 +138,8 @@ def copy_to_own_memory(
 def exchange_spans(
     group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]
 ) -> None:
-    """The bytes start ≤ i < end of `line` (on the host) are there at the rank whose span that is; afterwards at all.
+    """The bytes start ≤ i < end of `line` (on the host) are there at the rank whose span that is;
+    afterwards at all.
 
     In pieces, one of each rank in turn, so that all of them send at one time."""
 
@@ -149,7 +156,8 @@ def exchange_spans(
 
 
 def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool) -> None:
-    """Broadcast byte vectors, a few in flight; on the receivers, packed ones are taken apart again."""
+    """Broadcast byte vectors, a few in flight; on the receivers, packed ones are taken apart
+    again."""
 
     def launched() -> Iterator[_Flight]:
         for parts in _packs(flats):
@@ -167,7 +175,8 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
 
 
 def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -> None:
-    """Wait for each in turn, with at most so many in flight, and copy what has arrived to where it belongs."""
+    """Wait for each in turn, with at most so many in flight, and copy what has arrived to where it
+    belongs."""
     flights: deque[_Flight] = deque()
 
     def land() -> None:
@@ -186,7 +195,8 @@ def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -
 
 
 def _packs(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Large ones alone, small ones of one device in packs; the same cut on both sides, by sizes alone."""
+    """Large ones alone, small ones of one device in packs; the same cut on both sides, by sizes
+    alone."""
     pack_: list[torch.Tensor] = []
     size = 0
     for flat in flats:

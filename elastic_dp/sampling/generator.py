@@ -1,11 +1,13 @@
 """A counter-based generator: numbers that are a function of their key, and a keyed permutation.
 
-NumPy keeps its bit streams stable, but not what `permutation` makes of them, so what the order of a run
-depends on is written here, in integer arithmetic that every platform does alike. A golden test pins it.
+NumPy keeps its bit streams stable, but not what `permutation` makes of them, so what the order of a
+run depends on is written here, in integer arithmetic that every platform does alike. A golden test
+pins it.
 
-`mix64` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants "13").
-`permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it fits any size: the
-generalized Feistel cipher of Black and Rogaway (2002), values outside the size walked back in.
+`mix64` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants
+"13"). `permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it fits
+any size: the generalized Feistel cipher of Black and Rogaway (2002), values outside the size walked
+back in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One epoch's line: all row groups in a permuted order, end to end, and turned by a random offset.
 
-A *place* is a number from 0 to the number of rows - 1; each row has exactly one. The turn is for data sets of
-few row groups: without it the same rows would be the dropped tail of every epoch. It is addition modulo the
-number of rows, so no row group is cut up for it.
+A *place* is a number from 0 to the number of rows - 1; each row has exactly one. The turn is for
+data sets of few row groups: without it the same rows would be the dropped tail of every epoch. It
+is addition modulo the number of rows, so no row group is cut up for it.
 
 A line holds 16 bytes per row group, and takes little more while it is made.
 """

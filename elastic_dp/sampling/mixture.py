@@ -1,20 +1,21 @@
-"""Several sources in fixed proportions: like an `Order`, but each source goes through its own epochs.
+"""Several sources in fixed proportions: like an `Order`, but each source goes through its own
+epochs.
 
-1. Weights become whole numbers: of the P slots in a *period* each source has its quota (P is 65,536, rounded
-   up to a multiple of b; at least one slot each). One slot is one row.
-2. A period is a circle of slots on which each source is spread evenly: its i-th slot lies at a random place
-   in the i-th of as many equal arcs as its quota. (seed, period) picks the places.
-3. Every virtual worker goes once around the circle in a period, so that each has the quotas exactly; virtual
-   worker v starts at slot v·b. So in a step all of them together have V·b slots in a row, and each global
-   batch has its weights but for a few rows.
-4. So how many rows of a source virtual worker v has had, j, is one subtraction. Its next row is number
-   j·V + v of the source's epochs laid end to end: number n = (j·V + v) mod N of an epoch of N rows. That is
-   what virtual worker n mod V of the source's own `Order` consumes as its row n // V; n mod V is the
-   same for a whole epoch, so that v keeps to its streams.
+1. Weights become whole numbers: of the P slots in a *period* each source has its quota (P is
+   65,536, rounded up to a multiple of b; at least one slot each). One slot is one row.
+2. A period is a circle of slots on which each source is spread evenly: its i-th slot lies at a
+   random place in the i-th of as many equal arcs as its quota. (seed, period) picks the places.
+3. Every virtual worker goes once around the circle in a period, so that each has the quotas
+   exactly; virtual worker v starts at slot v·b. So in a step all of them together have V·b slots in
+   a row, and each global batch has its weights but for a few rows.
+4. So how many rows of a source virtual worker v has had, j, is one subtraction. Its next row is
+   number j·V + v of the source's epochs laid end to end: number n = (j·V + v) mod N of an epoch of
+   N rows. That is what virtual worker n mod V of the source's own `Order` consumes as its row n //
+   V; n mod V is the same for a whole epoch, so that v keeps to its streams.
 
-So the mixture is a pure function of (seed, step, virtual worker) as well, and each row of a source is consumed
-exactly once in each of the source's epochs. Nothing drifts: of one source, the virtual workers are always
-within a few rows of each other. A mixture never ends, and no batch is short.
+So the mixture is a pure function of (seed, step, virtual worker) as well, and each row of a source
+is consumed exactly once in each of the source's epochs. Nothing drifts: of one source, the virtual
+workers are always within a few rows of each other. A mixture never ends, and no batch is short.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Mixture:
 
     @property
     def steps_per_epoch(self) -> int:
-        """For reports only: as many rows as all sources have. No source ends its own epoch there."""
+        """For reports only: as many rows as all sources have. No source ends its own epoch
+        there."""
         return max(1, self.num_rows // (self.virtual_workers * self.micro_batch_size))
 
     def epoch_of(self, step: int) -> int:
@@ -132,7 +134,8 @@ class Mixture:
         return self.micro_batch_size
 
     def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
-        """The row groups and the rows in them, one pair per row of the micro-batch, in its order."""
+        """The row groups and the rows in them, one pair per row of the micro-batch, in its
+        order."""
         assert step >= 1 and 0 <= virtual_worker < self.virtual_workers, "no such micro-batch"
         b = self.micro_batch_size
         period, first = divmod((step - 1) * b, self.period)
@@ -149,7 +152,8 @@ class Mixture:
         return groups, rows
 
     def _locate_in_source(self, source: int, virtual_worker: int, index: Ints) -> tuple[Ints, Ints]:
-        """`index`: of the virtual worker's rows of the source, counted from 0 through all epochs."""
+        """`index`: of the virtual worker's rows of the source, counted from 0 through all
+        epochs."""
         order, total = self._orders[source], self.virtual_workers
         epochs, number = np.divmod(index * total + virtual_worker, order.num_rows)
         found = [
@@ -215,10 +219,12 @@ def _check_rows(sources: Sequence[MixtureSource]) -> None:
 
 
 def row_groups_at_once(order: Order | Mixture) -> int:
-    """How many a worker that runs the whole job has in memory: while one takes the place of another, all others stay."""
+    """How many a worker that runs the whole job has in memory: while one takes the place of
+    another, all others stay."""
     return order.open_row_groups(order.virtual_workers) + 1
 
 
 def row_groups_at_least(order: Order | Mixture) -> int:
-    """With memory for fewer, it would read them again and again. Where one is open, the next can wait until it is gone."""
+    """With memory for fewer, it would read them again and again. Where one is open, the next can
+    wait until it is gone."""
     return count if (count := row_groups_at_once(order)) > 2 else 1

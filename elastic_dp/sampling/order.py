@@ -1,32 +1,41 @@
-"""The order of rows: (step, virtual worker) -> which rows, a pure function of (seed, epoch, row groups).
+"""The order of rows: (step, virtual worker) -> which rows, a pure function of (seed, epoch, row
+groups).
 
-The rows of an epoch are laid out in one *line*, each exactly once. Two things hold by construction: every
-micro-batch is a set of places on the line, and no two micro-batches of an epoch share a place (I10).
+The rows of an epoch are laid out in one *line*, each exactly once. Two things hold by construction:
+every micro-batch is a set of places on the line, and no two micro-batches of an epoch share a place
+(I10).
 
-1. The line is cut into S *streams* of about equal length, each read from its start to its end: what one
-   stream is reading is one row group in memory.
-2. A virtual worker has streams of its own (S a multiple of V), or several take turns at one (S < V). Either
-   way the V virtual workers form *teams*, and a team has G virtual workers and K streams, one of the two
-   numbers being 1. The team's rows are numbered as its members consume them, in turns of one micro-batch:
-   row i of member g's turn t is number n = (t·G + g)·b + i. It is row n // K of the team's stream n % K.
-   Lengths follow from the total alone, so ragged row groups need no special case: a cut may fall inside one.
+1. The line is cut into S *streams* of about equal length, each read from its start to its end: what
+   one stream is reading is one row group in memory.
+2. A virtual worker has streams of its own (S a multiple of V), or several take turns at one (S <
+   V). Either way the V virtual workers form *teams*, and a team has G virtual workers and K
+   streams, one of the two numbers being 1. The team's rows are numbered as its members consume
+   them, in turns of one micro-batch: row i of member g's turn t is number n = (t·G + g)·b + i. It
+   is row n // K of the team's stream n % K. Lengths follow from the total alone, so ragged row
+   groups need no special case: a cut may fall inside one.
 
-So a virtual worker that moves to another machine makes it read K row groups again. A row group of a shared
-stream is read by every worker that runs a member of the team.
+So a virtual worker that moves to another machine makes it read K row groups again. A row group of a
+shared stream is read by every worker that runs a member of the team.
 
-shuffle="none": the line is file order, and one stream for the whole job: a global batch is V·b rows in a row.
+shuffle="none": the line is file order, and one stream for the whole job: a global batch is V·b rows
+in a row.
 
-shuffle="full" (for cheap random access): the same places, sent through one keyed permutation of all rows.
+shuffle="full" (for cheap random access): the same places, sent through one keyed permutation of all
+rows.
 
-shuffle="rows" (for streaming): reads must stay large, so rows move only near their row group. The line is
-    the row groups permuted by (seed, epoch), and in each stream the rows of a row group are permuted. A
-    global batch mixes S row groups; more streams mix better than deeper blocks for the same memory (measured).
+shuffle="rows" (for streaming): reads must stay large, so rows move only near their row group. The
+line is
+    the row groups permuted by (seed, epoch), and in each stream the rows of a row group are
+    permuted. A global batch mixes S row groups; more streams mix better than deeper blocks for the
+    same memory (measured).
 
-    S is a function of the data alone, since the order may not depend on the fleet: 8·V where as many row
-    groups of mean size fit into OPEN_BYTES, else fewer. One worker that runs the whole job must hold them all.
+    S is a function of the data alone, since the order may not depend on the fleet: 8·V where as
+    many row groups of mean size fit into OPEN_BYTES, else fewer. One worker that runs the whole job
+    must hold them all.
 
-The rows that do not fill the last global batch: tail="drop" leaves them out of every stream; tail="short" has
-one more step, whose virtual workers are filled in order, so that the last ones may have no row at all.
+The rows that do not fill the last global batch: tail="drop" leaves them out of every stream;
+tail="short" has one more step, whose virtual workers are filled in order, so that the last ones may
+have no row at all.
 """
 
 from __future__ import annotations
@@ -51,8 +60,9 @@ Shuffle = Literal["none", "rows", "full"]
 class Order:
     """Steps count from 1 and run over epochs, which count from 0.
 
-    `group_rows`: rows of each row group, in file order. `group_bytes`: of each in memory; None: few.
-    `streams` is S. Holds 8 bytes per row group, and 16 for each of up to two lines. Raises DataError if an epoch has not one step.
+    `group_rows`: rows of each row group, in file order. `group_bytes`: of each in memory; None:
+    few. `streams` is S. Holds 8 bytes per row group, and 16 for each of up to two lines. Raises
+    DataError if an epoch has not one step.
     """
 
     def __init__(
@@ -100,7 +110,8 @@ class Order:
         return step % self.steps_per_epoch == 0
 
     def open_row_groups(self, virtual_workers: int) -> int:
-        """How many row groups a worker reads at one time, at most, if it runs so many virtual workers in a row.
+        """How many row groups a worker reads at one time, at most, if it runs so many virtual
+        workers in a row.
 
         Where a stream leaves one row group for the next, a step needs both.
         """
@@ -120,7 +131,8 @@ class Order:
         return self._start(virtual_worker + 1) - self._start(virtual_worker)
 
     def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
-        """The row groups and the rows in them, one pair per row of the micro-batch, in its order."""
+        """The row groups and the rows in them, one pair per row of the micro-batch, in its
+        order."""
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
         first = (step - 1) % self.steps_per_epoch * self.micro_batch_size
         count = self.rows(step, virtual_worker)
@@ -139,7 +151,8 @@ class Order:
         return group, place - self._file_bounds[group]
 
     def _places(self, virtual_worker: int, index: Ints) -> tuple[Ints, Ints, Ints]:
-        """Places on the line, and of each place the stream in which it lies: from `low` to `high` - 1."""
+        """Places on the line, and of each place the stream in which it lies: from `low` to `high` -
+        1."""
         first, behind = self._team(virtual_worker)
         turn, inside = np.divmod(index, self.micro_batch_size)
         turn = turn * (behind - first) + virtual_worker - first
@@ -153,7 +166,8 @@ class Order:
         return low + depth, low, low + short + (stream < longer)
 
     def _team(self, virtual_worker: int) -> tuple[int, int]:
-        """Its first virtual worker, and the one behind its last. Teams are of equal size, or of one less."""
+        """Its first virtual worker, and the one behind its last. Teams are of equal size, or of one
+        less."""
         total, teams = self.virtual_workers, self._teams
         team = ((virtual_worker + 1) * teams - 1) // total
         return team * total // teams, (team + 1) * total // teams
@@ -189,7 +203,8 @@ class Order:
             way_out = "" if self.num_rows == 0 else ', or set tail="short" for a smaller last batch'
             raise DataError(
                 f"the data set has {self.num_rows} rows, fewer than one global batch of {need} "
-                f"({self.virtual_workers} virtual workers × micro_batch_size {self.micro_batch_size}); "
+                f"({self.virtual_workers} virtual workers × micro_batch_size "
+                f"{self.micro_batch_size}); "
                 f"add rows, lower micro_batch_size or virtual_workers{way_out}"
             )
 

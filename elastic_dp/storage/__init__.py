@@ -1,22 +1,26 @@
 """Objects at a URL: listed, read by ranges, written, on whatever store they lie.
 
-`Store` is all that the rest of the package knows of storage. Any fsspec URL opens one, with the options that the
-scheme's fsspec file system takes; where obstore serves the scheme faster, the bytes go through it.
+`Store` is all that the rest of the package knows of storage. Any fsspec URL opens one, with the
+options that the scheme's fsspec file system takes; where obstore serves the scheme faster, the
+bytes go through it.
 
     URL                  bytes move through            proven against
     file, plain paths    the operating system          a local disk
     memory://            fsspec                        itself
     s3://, s3a://        obstore, else s3fs            moto's S3 server, both ways
-    http://, https://    obstore, else fsspec+aiohttp  a small HTTP server, both ways; one file, no listing
+    http://, https://    obstore, else fsspec+aiohttp  a small HTTP server, both ways; one file, no
+                         listing
     gs://, gcs://        obstore, else gcsfs           untested
     az://, abfs(s)://    obstore, else adlfs           Azurite, Microsoft's emulator
     chained, others      their fsspec file system      untested
 
-"Else" is: obstore is not installed, the options hold one that it has no word for (`profile`, a credential object),
-the credentials are in a file that only botocore reads, or an http URL carries its credentials in itself.
+"Else" is: obstore is not installed, the options hold one that it has no word for (`profile`, a
+credential object), the credentials are in a file that only botocore reads, or an http URL carries
+its credentials in itself.
 
 - A read returns exactly the bytes asked for, of the version asked for, or raises.
-- Faults that may pass are retried here and nowhere below, so that they are counted and end within a known time.
+- Faults that may pass are retried here and nowhere below, so that they are counted and end within a
+  known time.
 - No option's value and no credential of a URL is in an error, a repr or a log line.
 """
 

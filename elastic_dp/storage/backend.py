@@ -1,7 +1,9 @@
-"""What a store must be able to do for `Store`: one request each, no retries, foreign exceptions let through.
+"""What a store must be able to do for `Store`: one request each, no retries, foreign exceptions let
+through.
 
-A backend is thread safe. It gives up a request in which nothing moves for `stall_s`, where its library can be
-told so. Retrying, checking versions and sizes, and naming errors are the façade's, the same for all backends.
+A backend is thread safe. It gives up a request in which nothing moves for `stall_s`, where its
+library can be told so. Retrying, checking versions and sizes, and naming errors are the façade's,
+the same for all backends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily 
 
 
 class Entry(NamedTuple):
-    """An object. `path`: as the store's methods take it. `version`: its ETag, or its time and size; "": unknown."""
+    """An object. `path`: as the store's methods take it. `version`: its ETag, or its time and size;
+    "": unknown."""
 
     path: str
     size: int
@@ -24,8 +27,9 @@ class Entry(NamedTuple):
 
 
 class FolderListing(NamedTuple):
-    """What lies in a folder. `entries`: its files, or all below it. `folders`: those directly in it, without a "/" at the
-    end, where only these were asked for. `unreadable`: paths that are there and cannot be read, by the reason."""
+    """What lies in a folder. `entries`: its files, or all below it. `folders`: those directly in
+    it, without a "/" at the end, where only these were asked for. `unreadable`: paths that are
+    there and cannot be read, by the reason."""
 
     entries: list[Entry]
     folders: list[str]
@@ -38,7 +42,8 @@ class Backend(Protocol):
     creates_only: bool  # whether write(create_only=True) is known to refuse an object that exists
 
     def find(self, folder: str, deep: bool) -> list[Entry]:
-        """The files below `folder` ("" is the root), or only those directly in it; [] if there is none."""
+        """The files below `folder` ("" is the root), or only those directly in it; [] if there is
+        none."""
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         """As `find`, in one listing; links to folders are followed."""
@@ -48,7 +53,8 @@ class Backend(Protocol):
     def read(
         self, path: str, start: int, end: int | None, versioned: bool
     ) -> tuple[Buffer, Entry | None]:
-        """The bytes, fewer where the object ends; and whose they are, if the store says or if `versioned`."""
+        """The bytes, fewer where the object ends; and whose they are, if the store says or if
+        `versioned`."""
 
     def write(self, path: str, content: Buffer, create_only: bool) -> None:
         """Whole or not at all. Raises FileExistsError if `create_only` meets an object."""

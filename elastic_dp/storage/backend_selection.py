@@ -27,7 +27,8 @@ def open_backend(url: str, options: Mapping[str, Any], stall_s: float) -> Backen
     backend = _choose(url, options, stall_s)
     if redact_url(f"x://x/{backend.path}") != f"x://x/{backend.path}":
         raise StorageError(
-            "it has credentials in a place where they would become part of names; give them in storage_options"
+            "it has credentials in a place where they would become part of names; give them "
+            "in storage_options"
         )
     return backend
 

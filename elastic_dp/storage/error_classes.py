@@ -1,7 +1,8 @@
-"""What a foreign exception means: retry it, retry it a few times, or raise it. The only place that knows.
+"""What a foreign exception means: retry it, retry it a few times, or raise it. The only place that
+knows.
 
-Libraries are recognised by the names of their exceptions, so none has to be installed. What is not recognised is
-final: retrying for ever what can never work hides it from the user.
+Libraries are recognised by the names of their exceptions, so none has to be installed. What is not
+recognised is final: retrying for ever what can never work hides it from the user.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ class ObjectMissing(StorageError, FileNotFoundError):
 
 
 class ObjectRewritten(StorageError):
-    """It is not the object that was asked for. Example: a shard that was uploaded again, or cut short, meanwhile."""
+    """It is not the object that was asked for. Example: a shard that was uploaded again, or cut
+    short, meanwhile."""
 
 
 class OtherVersion(Exception):
-    """Internal: the store answered with another version than the one asked for, or with fewer bytes than that had."""
+    """Internal: the store answered with another version than the one asked for, or with fewer bytes
+    than that had."""
 
 
 class ShortBody(Exception):

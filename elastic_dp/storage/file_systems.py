@@ -1,6 +1,8 @@
-"""File systems of fsspec, for what needs a file object: pyarrow's readers and writers while data is converted.
+"""File systems of fsspec, for what needs a file object: pyarrow's readers and writers while data is
+converted.
 
-Training reads and writes through `Store`. Errors of these file systems are foreign; whoever uses one wraps them.
+Training reads and writes through `Store`. Errors of these file systems are foreign; whoever uses
+one wraps them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from elastic_dp.storage.option_names import fsspec_options
 
 
 def open_file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """The file system and the path in it. Raises StorageError for an unknown option, else what fsspec raises."""
+    """The file system and the path in it. Raises StorageError for an unknown option, else what
+    fsspec raises."""
     scheme = "" if "::" in url else split_protocol(url)[0] or "file"
     found: tuple[Any, str] = url_to_fs(url, **fsspec_options(scheme, options or {}))
     return found

@@ -1,8 +1,10 @@
-"""Any other URL through its fsspec file system: memory, chained URLs, and where obstore cannot be told the options.
+"""Any other URL through its fsspec file system: memory, chained URLs, and where obstore cannot be
+told the options.
 
-fsspec's reads do not say which version they came from. Where one is asked for, the object's record is read after
-the bytes: a rewritten object is noticed, at the price of one more request; a server that answers one read with a
-stale copy is not. Use obstore where that matters. A file system without an event loop has no timeout of ours.
+fsspec's reads do not say which version they came from. Where one is asked for, the object's record
+is read after the bytes: a rewritten object is noticed, at the price of one more request; a server
+that answers one read with a stale copy is not. Use obstore where that matters. A file system
+without an event loop has no timeout of ours.
 """
 
 from __future__ import annotations
@@ -125,7 +127,8 @@ class FsspecBackend:
 
 
 def _without_retries(scheme: str, options: Mapping[str, Any], stall_s: float) -> dict[str, Any]:
-    """s3fs has two layers of retries below it; with its instance to ourselves both can be turned off."""
+    """s3fs has two layers of retries below it; with its instance to ourselves both can be turned
+    off."""
     if scheme not in ("s3", "s3a"):
         return dict(options)
     limits = {"connect_timeout": stall_s, "read_timeout": stall_s}

@@ -1,7 +1,9 @@
-"""The small JSON files of a run's folder: written whole, and read so that whatever is wrong with one has a name.
+"""The small JSON files of a run's folder: written whole, and read so that whatever is wrong with
+one has a name.
 
-A file may be empty or cut off (a full disk, a file system without atomic rename), edited, or written by a later version of
-this package. Fields that this version does not know are left out; a later `format` is refused.
+A file may be empty or cut off (a full disk, a file system without atomic rename), edited, or
+written by a later version of this package. Fields that this version does not know are left out; a
+later `format` is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def path_in(store: Store, name: str) -> str:
 
 
 def read_json(store: Store, name: str, newest_format: int, way_out: str) -> dict[str, Any] | None:
-    """None if there is no such file. Raises FileDamaged, or RunMismatch for one of a later format."""
+    """None if there is no such file. Raises FileDamaged, or RunMismatch for one of a later
+    format."""
     try:
         content = store.read_all(path_in(store, name))
     except ObjectMissing:
@@ -40,7 +43,8 @@ def read_json(store: Store, name: str, newest_format: int, way_out: str) -> dict
         raise FileDamaged(where, f"its format is {_short(number)}, must be a number", way_out)
     if number > newest_format:
         raise RunMismatch(
-            f"{where} is of format {number}: it was written by a newer version of elastic_dp, and this one reads up "
+            f"{where} is of format {number}: it was written by a newer version of "
+            "elastic_dp, and this one reads up "
             f"to format {newest_format}. Upgrade elastic_dp, or use a new name= for a new run"
         )
     return stored
@@ -49,7 +53,8 @@ def read_json(store: Store, name: str, newest_format: int, way_out: str) -> dict
 def write_json(
     store: Store, name: str, content: Mapping[str, Any], number: int, *, create_only: bool = False
 ) -> None:
-    """Whole or not at all. `number`: of the format. With `create_only` raises FileExistsError if there is one."""
+    """Whole or not at all. `number`: of the format. With `create_only` raises FileExistsError if
+    there is one."""
     text = json.dumps({_FORMAT: number, **content}, indent=2, default=str)
     store.write(path_in(store, name), text.encode(), create_only=create_only)
 
@@ -67,7 +72,8 @@ def parse_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:
 
 
 def make(cls: type[T], stored: Mapping[str, Any], where: str, way_out: str) -> T:
-    """The dataclass that was stored. Raises FileDamaged where a field is missing or has another type."""
+    """The dataclass that was stored. Raises FileDamaged where a field is missing or has another
+    type."""
     known: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]

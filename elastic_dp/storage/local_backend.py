@@ -1,10 +1,11 @@
 """Files of this machine, by the operating system's own calls: `pread`, `link`, `rename`, `fsync`.
 
-A version is the time of the last change and the size. It is compared after the bytes were read, so that a file
-rewritten meanwhile is noticed. What is written appears whole, and is on the disk when `write` returns.
+A version is the time of the last change and the size. It is compared after the bytes were read, so
+that a file rewritten meanwhile is noticed. What is written appears whole, and is on the disk when
+`write` returns.
 
-Large contents that begin at a page of memory go to the disk from where they lie (O_DIRECT), where the file system lets
-them: the page cache costs a copy of them, and whatever else it held.
+Large contents that begin at a page of memory go to the disk from where they lie (O_DIRECT), where
+the file system lets them: the page cache costs a copy of them, and whatever else it held.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
 
 
 def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, int], ...]) -> None:
-    """`above`: the folders around it, as the system numbers them: a link to one of them would be followed for ever."""
+    """`above`: the folders around it, as the system numbers them: a link to one of them would be
+    followed for ever."""
     try:
         here, inside = os.stat(folder), list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -193,7 +195,8 @@ def _write_direct(descriptor: int, content: memoryview) -> int:
 
 
 def _link(aside: str, path: str) -> None:
-    """The file under its name, unless that is taken: the one call that tests and creates at once."""
+    """The file under its name, unless that is taken: the one call that tests and creates at
+    once."""
     try:
         os.link(aside, path)
     except FileExistsError:
@@ -202,7 +205,8 @@ def _link(aside: str, path: str) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise StorageError(
-            f"{path}: the file system here has no hard links ({error.strerror}), so a file cannot be created "
+            f"{path}: the file system here has no hard links ({error.strerror}), so a file "
+            "cannot be created "
             "only if there is none; use another file system or an object store"
         ) from error
 

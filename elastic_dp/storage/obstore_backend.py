@@ -1,7 +1,9 @@
-"""s3, gs, az and http(s) through obstore: half the CPU of the fsspec file systems, and no event loop to share.
+"""s3, gs, az and http(s) through obstore: half the CPU of the fsspec file systems, and no event
+loop to share.
 
-The options are those of s3fs, gcsfs and adlfs, put into obstore's words; one that has no such word makes
-`open_obstore` return None, and the fsspec file system takes over. obstore's own retries are off: `Store` counts them.
+The options are those of s3fs, gcsfs and adlfs, put into obstore's words; one that has no such word
+makes `open_obstore` return None, and the fsspec file system takes over. obstore's own retries are
+off: `Store` counts them.
 """
 
 from __future__ import annotations
@@ -24,15 +26,16 @@ if TYPE_CHECKING:
 
 _LISTED_AT_ONCE = 1000
 _WHOLE_OBJECT_BYTES = 1 << 30  # taken for its size where that is not known before
-# Requests of up to this many bytes share one client, with its connections and its limit of time; those of up to
-# _CLASS_FACTOR times as many share the next one, and so on.
+# Requests of up to this many bytes share one client, with its connections and its limit of time;
+# those of up to _CLASS_FACTOR times as many share the next one, and so on.
 _READ_CLASS_BYTES = 16 << 20
 _WRITE_CLASS_BYTES = 1 << 20
 _CLASS_FACTOR = 16
 
 
 class ObstoreBackend:
-    """`make(client_options, retry_config)` makes the obstore store; one is kept per size of request."""
+    """`make(client_options, retry_config)` makes the obstore store; one is kept per size of
+    request."""
 
     def __init__(self, make: Callable[..., Any], path: str, *, lists: bool, stall_s: float) -> None:
         import obstore

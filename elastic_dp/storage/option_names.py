@@ -1,7 +1,8 @@
 """What options are called: by s3fs, gcsfs, adlfs, boto, obstore and the environment's variables.
 
-Each name is known by the scheme's kind of store, or it is refused with the name that is probably meant. A wrong name
-would otherwise reach a library that ignores it, and the store would be asked without credentials.
+Each name is known by the scheme's kind of store, or it is refused with the name that is probably
+meant. A wrong name would otherwise reach a library that ignores it, and the store would be asked
+without credentials.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def check_names(scheme: str, options: Mapping[str, Any]) -> None:
 
 
 def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """As the scheme's fsspec file system calls them. Raises StorageError for a name that is unknown."""
+    """As the scheme's fsspec file system calls them. Raises StorageError for a name that is
+    unknown."""
     check_names(scheme, options)
     kind = KIND.get(scheme)
     if kind is None:

@@ -1,6 +1,8 @@
-"""Credentials leave no text: known values, URL userinfo and queries, and what stores echo of a signed request.
+"""Credentials leave no text: known values, URL userinfo and queries, and what stores echo of a
+signed request.
 
-An option's value is a secret unless its name says that it is not; a name that nobody thought of is one.
+An option's value is a secret unless its name says that it is not; a name that nobody thought of is
+one.
 """
 
 from __future__ import annotations

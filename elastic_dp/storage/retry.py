@@ -1,8 +1,10 @@
 """The one loop in which storage is tried again, and what is told and counted of it.
 
-- A fault that may pass is tried again after a growing, random pause, or the one that the server asked for.
-- A call that has gone `timeout_s` without success raises, or, with someone to tell, tells once and goes on. While
-  several calls wait there is one message for all, and one when the last of them is through.
+- A fault that may pass is tried again after a growing, random pause, or the one that the server
+  asked for.
+- A call that has gone `timeout_s` without success raises, or, with someone to tell, tells once and
+  goes on. While several calls wait there is one message for all, and one when the last of them is
+  through.
 - What is raised is raised outside of any `except`: its cause and its context hold no foreign text.
 """
 
@@ -30,8 +32,8 @@ _chance = random.SystemRandom()  # not what user code draws from, nor alike in a
 
 @dataclass
 class StoreCounts:
-    """Since the store was opened. `requests`: retried ones included. `wait_s`: failed requests and the pauses
-    after them, added up over all threads."""
+    """Since the store was opened. `requests`: retried ones included. `wait_s`: failed requests and
+    the pauses after them, added up over all threads."""
 
     requests: int = 0
     retries: int = 0
@@ -51,7 +53,8 @@ class _Call:
 
 
 class Retry:
-    """Of one store, for all its threads. `clean` takes credentials out of a text; `name` is the store's."""
+    """Of one store, for all its threads. `clean` takes credentials out of a text; `name` is the
+    store's."""
 
     def __init__(
         self,
@@ -74,7 +77,8 @@ class Retry:
             return replace(self._counts)
 
     def run(self, what: str, attempt: Callable[[], T], *, stale_tries: int = 0) -> T:
-        """What `attempt` returns in the end. Raises StorageError (ObjectMissing, ObjectRewritten) or FileExistsError."""
+        """What `attempt` returns in the end. Raises StorageError (ObjectMissing, ObjectRewritten)
+        or FileExistsError."""
         call = _Call(what, stale_tries, time.monotonic())
         try:
             while True:

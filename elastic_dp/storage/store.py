@@ -28,14 +28,16 @@ _GLOB_MARKS = "*?["
 
 
 class Store:
-    """The objects under one URL. Threads may share it. Paths are those of its `Entry`s and of `path`.
+    """The objects under one URL. Threads may share it. Paths are those of its `Entry`s and of
+    `path`.
 
-    `url`: any fsspec URL; may be a file, a folder or a glob. `options`: what the scheme's fsspec file system takes.
-    `on_wait(message)`: called, from whatever thread meets it, when a call has gone `timeout_s` without success, and
-    when all such calls are through; it must not call the store. Raises StorageError if the URL cannot be opened.
+    `url`: any fsspec URL; may be a file, a folder or a glob. `options`: what the scheme's fsspec
+    file system takes. `on_wait(message)`: called, from whatever thread meets it, when a call has
+    gone `timeout_s` without success, and when all such calls are through; it must not call the
+    store. Raises StorageError if the URL cannot be opened.
 
-    A pickled Store holds its options, credentials included, since it reopens with them: keep it in memory and on
-    the wire, never in a file. `repr` shows none.
+    A pickled Store holds its options, credentials included, since it reopens with them: keep it in
+    memory and on the wire, never in a file. `repr` shows none.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Store:
         return self._backend.lists
 
     def look(self, folder: str, *, deep: bool) -> FolderListing:
-        """What lies in a folder, or below it, in one listing; whatever is in its name. Sorted by path."""
+        """What lies in a folder, or below it, in one listing; whatever is in its name. Sorted by
+        path."""
         found = self._retry.run(
             f"list {folder}", lambda: self._backend.look(folder.rstrip("/"), deep)
         )
@@ -78,11 +81,11 @@ class Store:
             return None
 
     def find(self, path: str) -> list[Entry]:
-        """The files below a folder, those that match a glob ("*", "?", "[…]", "**"), or the one file; by path.
-        What ends with "/" is a folder, whatever is in its name.
+        """The files below a folder, those that match a glob ("*", "?", "[…]", "**"), or the one
+        file; by path. What ends with "/" is a folder, whatever is in its name.
 
-        One listing, without a request per file. [] if there is nothing. A glob without "**" or "/" after its first
-        mark lists one folder only. Over http only single files are found.
+        One listing, without a request per file. [] if there is nothing. A glob without "**" or "/"
+        after its first mark lists one folder only. Over http only single files are found.
         """
         if not self._backend.lists:
             return [self._find_unlisted(path)]
@@ -97,7 +100,8 @@ class Store:
         return sorted(found)
 
     def read(self, path: str, start: int, end: int, version: str = "") -> Buffer:
-        """The bytes start ≤ i < end, all of them. `version`: of an Entry; of another one nothing is returned.
+        """The bytes start ≤ i < end, all of them. `version`: of an Entry; of another one nothing is
+        returned.
 
         Raises ObjectRewritten for an object of another version, or one that ends before `end`.
         """
@@ -110,18 +114,21 @@ class Store:
         return self._read(path, 0, None, version)
 
     def local_path(self, path: str) -> str | None:
-        """The name of a file of this machine, which may be memory mapped; None for any other store."""
+        """The name of a file of this machine, which may be memory mapped; None for any other
+        store."""
         return self._backend.local_path(path)
 
     def write(self, path: str, content: Buffer, *, create_only: bool = False) -> None:
-        """Whole or not at all. With `create_only` raises FileExistsError if there is such an object.
+        """Whole or not at all. With `create_only` raises FileExistsError if there is such an
+        object.
 
-        A create whose answer was lost is repeated; if it then meets an object with exactly these bytes, that is
-        ours. So write what nobody else would.
+        A create whose answer was lost is repeated; if it then meets an object with exactly these
+        bytes, that is ours. So write what nobody else would.
         """
         if create_only and not self._backend.creates_only:
             raise StorageError(
-                f"{self.url}: this kind of store cannot create an object only if there is none; use s3, gs, "
+                f"{self.url}: this kind of store cannot create an object only if there is "
+                "none; use s3, gs, "
                 "az, or a folder"
             )
         attempts = 0
@@ -175,7 +182,8 @@ class Store:
         except ObjectMissing:
             pass
         raise StorageError(
-            f"{self.url}: no file {path!r} there, and http has no listing, so folders and globs cannot be read "
+            f"{self.url}: no file {path!r} there, and http has no listing, so folders and "
+            "globs cannot be read "
             "from it; name each file by its URL"
         )
 

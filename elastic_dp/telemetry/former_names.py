@@ -1,4 +1,5 @@
-"""Names in journals that were written before they changed: a line is read as if it were written today."""
+"""Names in journals that were written before they changed: a line is read as if it were written
+today."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""What happened, as JSON lines: `events.jsonl` (facts, requests and their reasons) and `metrics.jsonl`.
+"""What happened, as JSON lines: `events.jsonl` (facts, requests and their reasons) and
+`metrics.jsonl`.
 
-Lines are kept in memory for those who follow a run, up to a limit, and written to the run's folder at any fsspec
-URL: on a local disk as they come, elsewhere the whole file every now and then. Nothing waits for the disk; a store
-that is away is waited for, and nothing is written before it has said what it holds.
+Lines are kept in memory for those who follow a run, up to a limit, and written to the run's folder
+at any fsspec URL: on a local disk as they come, elsewhere the whole file every now and then.
+Nothing waits for the disk; a store that is away is waited for, and nothing is written before it has
+said what it holds.
 
-A process that takes a run over reads back what the one before it wrote, and goes on counting there. Who follows gives
-a `JournalPosition`, so it hears each line once: of the events that were said and never written, none is said again, and
-metrics are recorded again in the same order, so the same number means the same line.
+A process that takes a run over reads back what the one before it wrote, and goes on counting there.
+Who follows gives a `JournalPosition`, so it hears each line once: of the events that were said and
+never written, none is said again, and metrics are recorded again in the same order, so the same
+number means the same line.
 """
 
 from __future__ import annotations
@@ -52,8 +55,9 @@ class JournalPosition(NamedTuple):
 
 
 class Journal:
-    """`url` is the run's folder; None keeps everything in memory only. `since`: go on with what was written from that
-    time (of `time.time`) on; that is read before this returns, however long the store is away."""
+    """`url` is the run's folder; None keeps everything in memory only. `since`: go on with what was
+    written from that time (of `time.time`) on; that is read before this returns, however long the
+    store is away."""
 
     def __init__(
         self,
@@ -89,7 +93,8 @@ class Journal:
     def since(
         self, position: JournalPosition | None, timeout_s: float
     ) -> tuple[JournalPosition, list[dict[str, Any]]]:
-        """The lines after `position` (None: all), waiting for one up to `timeout_s`; and where to go on."""
+        """The lines after `position` (None: all), waiting for one up to `timeout_s`; and where to
+        go on."""
         writer, events, metrics = position or JournalPosition()
         if writer != self._id:
             events = min(events, self._events_taken_back)
@@ -134,7 +139,8 @@ class Journal:
         self._kept.append((file, self._count[file], line))
 
     def _take_back(self, since: float) -> None:
-        """In each file's own order, and all from the first that is new enough: the clock may have been set since."""
+        """In each file's own order, and all from the first that is new enough: the clock may have
+        been set since."""
 
         def is_old(each: tuple[str, dict[str, Any]]) -> bool:
             return bool(each[1]["time"] < round(since, _DIGITS))
@@ -150,7 +156,8 @@ class Journal:
         return _texts(self._store, file)
 
     def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Until it succeeds, whatever a store raises; the last attempt is made when the journal is closed."""
+        """Until it succeeds, whatever a store raises; the last attempt is made when the journal is
+        closed."""
         while True:
             closing = self._closing.is_set()
             try:
@@ -209,7 +216,8 @@ class Journal:
 
 
 def read_events(url: str) -> Iterator[dict[str, Any]]:
-    """The lines of both files of a run's folder, by their time. Nothing, where no run has written there."""
+    """The lines of both files of a run's folder, by their time. Nothing, where no run has written
+    there."""
     store = Store(url)
     files = [_finished(name, _texts(store, name)) for name in _FILES]
     return heapq.merge(*files, key=lambda line: line["time"])
@@ -238,7 +246,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _add(path: str, text: str) -> None:
-    """A line that was not finished stays alone, unless it is this one and lacks only its end: that is there already."""
+    """A line that was not finished stays alone, unless it is this one and lacks only its end: that
+    is there already."""
     content = text.encode()
     with open(path, "ab+") as file:
         file.seek(max(0, file.tell() - max(1, len(content))))

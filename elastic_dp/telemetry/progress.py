@@ -1,5 +1,5 @@
-"""What a person at the terminal sees of a run: one line for each thing that matters, as it happens, and, where the
-stream is a terminal and rich is installed, a bar below the lines."""
+"""What a person at the terminal sees of a run: one line for each thing that matters, as it happens,
+and, where the stream is a terminal and rich is installed, a bar below the lines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, TextIO
 
 
 class ProgressPrinter:
-    """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its last value always;
-    a line that has any metric which was not shown for so long is printed. None: 0.5 s, or 30 s beside a bar, which shows
-    each metric as it comes. `total`: how many steps the run has, where that is known."""
+    """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its
+    last value always; a line that has any metric which was not shown for so long is printed. None:
+    0.5 s, or 30 s beside a bar, which shows each metric as it comes. `total`: how many steps the
+    run has, where that is known."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ def _shows_a_bar(stream: TextIO) -> bool:
 
 
 class _Bar:
-    """Step, metrics, workers and the time left, in the last line of the terminal. It is drawn when something changes and
-    never by a thread of its own, since this process may fork."""
+    """Step, metrics, workers and the time left, in the last line of the terminal. It is drawn when
+    something changes and never by a thread of its own, since this process may fork."""
 
     def __init__(self, stream: TextIO, total: int | None) -> None:
         from rich.console import Console

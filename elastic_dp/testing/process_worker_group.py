@@ -1,8 +1,10 @@
-"""A worker group of plain processes on this machine, without Ray: the same workers, the same controller.
+"""A worker group of plain processes on this machine, without Ray: the same workers, the same
+controller.
 
-For tests that kill workers at named points many times, for benchmarks, and for machines without Ray. Workers are
-forked from a server that has imported torch once (`multiprocessing`'s forkserver), so one starts in well under a
-second. Commands and events travel over a pipe per worker; a closed pipe is how a death is seen.
+For tests that kill workers at named points many times, for benchmarks, and for machines without
+Ray. Workers are forked from a server that has imported torch once (`multiprocessing`'s forkserver),
+so one starts in well under a second. Commands and events travel over a pipe per worker; a closed
+pipe is how a death is seen.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _context.set_forkserver_preload(
 
 
 class ProcessWorkerGroup:
-    """Implements `WorkerGroup`. `limit`: how many processes there may be; more stay pending until one is gone."""
+    """Implements `WorkerGroup`. `limit`: how many processes there may be; more stay pending until
+    one is gone."""
 
     def __init__(
         self,

@@ -22,10 +22,11 @@ _OF_A_LINE = frozenset({"time", "event", "command"})  # what tells the journal's
 class Step:
     """One committed step, equal on every worker.
 
-    `number` counts committed steps from 1, `epoch` passes over the data from 0; `epoch_end` is True on the last
-    step of one. `loss`, `weight` and `metrics` are means and sums over the whole global batch; `lr` is the first
-    parameter group's in this step; `grad_norm` is computed when it is read (before clipping), in the step's own
-    loop body. The gradients themselves are gone by then: `p.grad` is None in every body.
+    `number` counts committed steps from 1, `epoch` passes over the data from 0; `epoch_end` is True
+    on the last step of one. `loss`, `weight` and `metrics` are means and sums over the whole global
+    batch; `lr` is the first parameter group's in this step; `grad_norm` is computed when it is read
+    (before clipping), in the step's own loop body. The gradients themselves are gone by then:
+    `p.grad` is None in every body.
     """
 
     def __init__(self, record: StepRecord, session: Session) -> None:
@@ -41,7 +42,8 @@ class Step:
                 self._record.grad_norm = self._session.step_runner.grad_norm()
             if self._record.grad_norm is None:
                 raise LoopError(
-                    f"grad_norm of step {self.number} is read too late: its gradients are gone; read it in "
+                    f"grad_norm of step {self.number} is read too late: its gradients are "
+                    "gone; read it in "
                     "the step's own loop body"
                 )
         return self._record.grad_norm
@@ -51,7 +53,8 @@ class Step:
 
 
 class TrainContext:
-    """The way from a train function to the group. One per worker; the same methods with `fit(local=True)`."""
+    """The way from a train function to the group. One per worker; the same methods with
+    `fit(local=True)`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -62,7 +65,8 @@ class TrainContext:
 
     @property
     def rank(self) -> int:
-        """Of this worker in the present generation (0 before the first). It changes; log with `ctx.log`."""
+        """Of this worker in the present generation (0 before the first). It changes; log with
+        `ctx.log`."""
         self._tell_if_in_loss("ctx.rank")
         return self._session.rank
 
@@ -122,11 +126,12 @@ class TrainContext:
     ) -> Iterator[Step]:
         """The training loop: each committed step once, in order, whatever happens to the fleet.
 
-        `loss_fn(model, batch)` returns the mean loss of one micro-batch, or (loss, weight), or (loss, weight,
-        metrics); it may run more than once for a step and must be pure. `scheduler.step()` is called after each
-        optimizer step; gradients are gone when the body begins (see `Step.grad_norm`). `precision`: None, "bf16"
-        or "fp16" autocast. `state`: what the loop's body changes, as objects with `state_dict` and
-        `load_state_dict`; joiners take it over.
+        `loss_fn(model, batch)` returns the mean loss of one micro-batch, or (loss, weight), or
+        (loss, weight, metrics); it may run more than once for a step and must be pure.
+        `scheduler.step()` is called after each optimizer step; gradients are gone when the body
+        begins (see `Step.grad_norm`). `precision`: None, "bf16" or "fp16" autocast. `state`: what
+        the loop's body changes, as objects with `state_dict` and `load_state_dict`; joiners take it
+        over.
         """
         session = self._session
         try:
@@ -136,7 +141,8 @@ class TrainContext:
         except StopIteration as error:  # no generator may raise it
             failure = session.loop.failed(
                 LossError(
-                    "the loss function raised StopIteration, or the model or the data that it used, as next() does on an "
+                    "the loss function raised StopIteration, or the model or the data that "
+                    "it used, as next() does on an "
                     "iterator that is at its end: give next() a default, or begin anew"
                 )
             )
@@ -150,8 +156,9 @@ class TrainContext:
     ) -> dict[str, float]:
         """Means over all rows of `data`, computed by the whole group, equal on every worker.
 
-        `fn` is called like a loss function, with `model` (default: the trained one) in evaluation mode and
-        without gradients. Returns {"eval_loss": …} and one "eval_<name>" for each metric that `fn` returns.
+        `fn` is called like a loss function, with `model` (default: the trained one) in evaluation
+        mode and without gradients. Returns {"eval_loss": …} and one "eval_<name>" for each metric
+        that `fn` returns.
         """
         self._refuse_in_loss("ctx.evaluate")
         return evaluate(self._session, fn, self._opened(data), model)
@@ -168,7 +175,8 @@ class TrainContext:
         taken = _OF_A_LINE & plain.keys() if plain.pop("step", step) == step else {"step"}
         if taken:
             raise LoopError(
-                f"ctx.log got a metric named {min(taken)!r}, which the record of step {step} has itself; give it another name"
+                f"ctx.log got a metric named {min(taken)!r}, which the record of step {step} "
+                "has itself; give it another name"
             )
         session.link.log(step, session.loop.logs(), plain)
 
@@ -181,14 +189,17 @@ class TrainContext:
         if self._is_in_loss() and name not in self._told and self._session.is_source:
             self._told.add(name)
             self._session.link.say(
-                f"WARNING: the loss function reads {name}, which depends on the fleet. If the loss depends on it, so does the "
-                "result: micro-batches are weighted by their rows already, whichever worker runs them"
+                f"WARNING: the loss function reads {name}, which depends on the fleet. If "
+                "the loss depends on it, so does the "
+                "result: micro-batches are weighted by their rows already, whichever worker "
+                "runs them"
             )
 
     def _refuse_in_loss(self, name: str) -> None:
         if self._is_in_loss():
             raise LossError(
-                f"the loss function called {name}, but it runs once for each micro-batch, of which each worker has its own. "
+                f"the loss function called {name}, but it runs once for each micro-batch, of "
+                "which each worker has its own. "
                 "To log metrics return (loss, weight, metrics); call the rest in the loop's body"
             )
 
@@ -212,7 +223,8 @@ class TrainContext:
         return self._evaluation_data[-1][1]
 
     def checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Make a checkpoint of this step, this body included. Call it on every worker; it returns at once.
+        """Make a checkpoint of this step, this body included. Call it on every worker; it returns
+        at once.
 
         `metrics` are logged, as by `ctx.log`, and known to the checkpoint.
         """

@@ -15,10 +15,11 @@ from elastic_dp.coordinator.messages import Event, WorkerId
 class WrittenParts:
     """What one member has written of a checkpoint.
 
-    `members`: by rank, those whom this one shared the writing with; one that is a step behind may have others.
-    `manifest`: what the checkpoint is. `naming`: how parameters are called (`checkpoint.naming`). `versions`: what it
-    was made with. `job`, `data`: fingerprints of the code and the data set. `stall_s`: how long the snapshot kept this member from training. `lineage_id`: the generation in which
-    the run began, or went back, whose state this is.
+    `members`: by rank, those whom this one shared the writing with; one that is a step behind may
+    have others. `manifest`: what the checkpoint is. `naming`: how parameters are called
+    (`checkpoint.naming`). `versions`: what it was made with. `job`, `data`: fingerprints of the
+    code and the data set. `stall_s`: how long the snapshot kept this member from training.
+    `lineage_id`: the generation in which the run began, or went back, whose state this is.
     """
 
     share: Share
@@ -33,7 +34,8 @@ class WrittenParts:
 
 
 class ControllerLink(Protocol):
-    """Messages to the controller. Posting never waits and never fails: the controller asks again for what was lost."""
+    """Messages to the controller. Posting never waits and never fails: the controller asks again
+    for what was lost."""
 
     def post(self, event: Event) -> None: ...
 
@@ -50,7 +52,8 @@ class ControllerLink(Protocol):
         ...
 
     def skipped(self, row_groups: Sequence[str]) -> None:
-        """All row groups that were left out so far; before this worker says that it has finished."""
+        """All row groups that were left out so far; before this worker says that it has
+        finished."""
         ...
 
 

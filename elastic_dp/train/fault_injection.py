@@ -1,7 +1,8 @@
 """Faults that tests place by name, step and worker, and never by sleeping.
 
-The training code passes named points ("forward", "collective", "commit", …). A plan, given to a worker when it starts,
-says at which of them it dies, freezes, sleeps, or flips a bit. Without a plan a point costs one function call.
+The training code passes named points ("forward", "collective", "commit", …). A plan, given to a
+worker when it starts, says at which of them it dies, freezes, sleeps, or flips a bit. Without a
+plan a point costs one function call.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ HANDING_OVER = POINTS[:5]  # before a generation's first step
 
 @dataclass(frozen=True, slots=True)
 class WorkerFault:
-    """What a worker does when it passes `point` the `nth` time, where step, rank, identity and world size fit if they are given.
+    """What a worker does when it passes `point` the `nth` time, where step, rank, identity and
+    world size fit if they are given.
 
-    `once`: a file that the first worker to get here creates; the fault does not happen a second time. `after`: such files of
-    faults that must have happened in earlier generations. `settled`: not in the first step of a generation, in which
-    members may still lack the state.
+    `once`: a file that the first worker to get here creates; the fault does not happen a second
+    time. `after`: such files of faults that must have happened in earlier generations. `settled`:
+    not in the first step of a generation, in which members may still lack the state.
     """
 
     point: str
@@ -85,7 +87,8 @@ class FaultInjector:
         if not self.plan:
             return
         assert name in POINTS, name
-        # A body or an evaluation that goes on in a new generation belongs to the step before its first.
+        # A body or an evaluation that goes on in a new generation belongs to the step before its
+        # first.
         settled = name not in HANDING_OVER and step > 1 + self._began.setdefault(generation, step)
         for i, fault in enumerate(self.plan):
             if (

@@ -10,7 +10,8 @@ INTERRUPTED = "stopping after this step, with a checkpoint; press Ctrl-C again t
 
 
 def is_ours_to_handle(number: signal.Signals) -> bool:
-    """In the main thread, where the script has not set a handler of its own. (Ray sets one, which exits at once.)"""
+    """In the main thread, where the script has not set a handler of its own. (Ray sets one, which
+    exits at once.)"""
     if threading.current_thread() is not threading.main_thread():
         return False
     present = signal.getsignal(number)

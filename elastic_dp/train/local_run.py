@@ -42,7 +42,8 @@ from elastic_dp.train.worker_run import TrainFunction, call_train_function
 
 @dataclass
 class LocalRun:
-    """A group of one worker in this process, without Ray: the same session, with a minimal controller."""
+    """A group of one worker in this process, without Ray: the same session, with a minimal
+    controller."""
 
     spec: JobSpec
     data: BatchSource
@@ -87,8 +88,9 @@ class LocalRun:
         return 0 if self._session is None else self._session.position.step
 
     def run(self, train: TrainFunction) -> Session:
-        """User errors are raised as they are, for pdb and pytest. Ctrl-C and SIGTERM make a checkpoint at the head of the
-        loop, and end there with Interrupted; a second one ends at once."""
+        """User errors are raised as they are, for pdb and pytest. Ctrl-C and SIGTERM make a
+        checkpoint at the head of the loop, and end there with Interrupted; a second one ends at
+        once."""
         session = Session(
             spec=self.spec,
             worker="w1",
@@ -129,7 +131,8 @@ class LocalRun:
 
     @contextlib.contextmanager
     def _interruptible(self, session: Session) -> Iterator[None]:
-        """Outside of the loop they end the run at once; in other threads than the main one they are what they were."""
+        """Outside of the loop they end the run at once; in other threads than the main one they are
+        what they were."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.control.interrupted or not session.loop.opened or session.loop.exhausted:

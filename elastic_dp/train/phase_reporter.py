@@ -1,4 +1,5 @@
-"""Tells where the training thread is: to heartbeats, and to tests that have planned a fault there."""
+"""Tells where the training thread is: to heartbeats, and to tests that have planned a fault
+there."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """One worker's run, generation after generation, behind the step iterator.
 
-The training thread lives here. It is either inside a generation (its group is formed, it holds the run's state) or
-waiting for one. Whatever fails in a collective, or is aborted, brings it back to a boundary: nothing of the
-aborted step remains, it reports where it stands (`WorkerProgress`), and takes part in the next generation. State that it
-then lacks, because another one was ahead, it takes over before the first step (`StateTransfer`).
+The training thread lives here. It is either inside a generation (its group is formed, it holds the
+run's state) or waiting for one. Whatever fails in a collective, or is aborted, brings it back to a
+boundary: nothing of the aborted step remains, it reports where it stands (`WorkerProgress`), and
+takes part in the next generation. State that it then lacks, because another one was ahead, it takes
+over before the first step (`StateTransfer`).
 
 User code sees none of this: `next_step` returns each committed step once, in order.
 """
@@ -256,7 +257,8 @@ class Session:
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:
-        """The next committed step, or None after the last. Raises Released when this worker must leave."""
+        """The next committed step, or None after the last. Raises Released when this worker must
+        leave."""
         self._loop_guard.body_ended(self._warn)
         self.loop.in_body = False
         self._checkpoint_if_requested()
@@ -311,7 +313,8 @@ class Session:
     # -------------------------------------------------------------------------- generations
 
     def ensure_generation(self) -> StepRecord | None:
-        """Be inside a generation, with its state. Returns a step's record if that brought one which we had not."""
+        """Be inside a generation, with its state. Returns a step's record if that brought one which
+        we had not."""
         while self._groups.main is None:
             self.report("wait")
             call = self.control.wait()
@@ -356,7 +359,8 @@ class Session:
         return self._groups.side()
 
     def _enter(self, form: FormGroup) -> None:
-        """Form the groups of a generation, get its state, and begin to work in it. Raises GroupError."""
+        """Form the groups of a generation, get its state, and begin to work in it. Raises
+        GroupError."""
         membership = form.membership
         self._groups.enter(form)
         self.report("form")
@@ -448,7 +452,8 @@ class Session:
 
     @property
     def _can_source(self) -> bool:
-        """Whether the run may begin with this worker's weights: not if its code made them knowing that they do not count."""
+        """Whether the run may begin with this worker's weights: not if its code made them knowing
+        that they do not count."""
         return self.is_source or not self.loop.read_is_source
 
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:

@@ -20,7 +20,8 @@ _REPORT_AGAIN_S = 5.0
 
 
 def run_worker(train: TrainFunction, session: Session) -> str:
-    """Run until this worker is released; returns why. An exception of user code is posted, not raised."""
+    """Run until this worker is released; returns why. An exception of user code is posted, not
+    raised."""
     with DeterministicKernels(session.spec.exact) as determinism:
         session.inexact_because = determinism.because
         try:
@@ -39,7 +40,8 @@ def run_worker(train: TrainFunction, session: Session) -> str:
 def fail_worker(
     worker: str, link: ControllerLink, control: WorkerControl, error: Exception | SystemExit
 ) -> str:
-    """Report the error repeatedly, since another controller may have taken over; returns why the worker was released."""
+    """Report the error repeatedly, since another controller may have taken over; returns why the
+    worker was released."""
     failure = _failure(worker, error)
     try:
         while control.orphaned_in_s() > 0:
@@ -62,7 +64,8 @@ def call_train_function(train: TrainFunction, session: Session) -> None:
         )
     if not session.loop.exhausted:
         raise LoopError(
-            f"the loop over ctx.steps was left after step {session.position.step}, before its end. To end the run "
+            f"the loop over ctx.steps was left after step {session.position.step}, before "
+            "its end. To end the run "
             "early on all workers call ctx.stop(reason) and let the loop go on; it ends by itself"
         )
 
@@ -77,7 +80,8 @@ def _failure(worker: str, error: Exception | SystemExit) -> WorkerFailed:
         text, facts = f"{kind.__name__}: {error}", error.args
     elif isinstance(error, SystemExit):
         text = (
-            f"SystemExit: the train function asked to exit with {error.code!r}. To end the run early on all "
+            f"SystemExit: the train function asked to exit with {error.code!r}. To end the "
+            "run early on all "
             "workers call ctx.stop(reason)"
         )
     else:

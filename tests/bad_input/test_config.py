@@ -1,4 +1,5 @@
-"""Values and arguments that a job cannot have: a typed error that names the field and the way out, before anything starts."""
+"""Values and arguments that a job cannot have: a typed error that names the field and the way out,
+before anything starts."""
 
 import math
 import re
@@ -61,21 +62,41 @@ def test_label_selector_that_ray_takes_is_accepted(wanted):
     [
         (edp.ScalingConfig, {"max_workers": None}, "ScalingConfig.max_workers is None"),
         (edp.ScalingConfig, {"resources_per_worker": ["GPU"]}, "must be a dict of amounts"),
-        (edp.ScalingConfig, {"resources_per_worker": {"GPU": math.nan}}, "'GPU'] is nan, must be f"),
-        (edp.FailureConfig, {"heartbeat_timeout_s": math.inf}, "heartbeat_timeout_s is inf, must be f"),
+        (
+            edp.ScalingConfig,
+            {"resources_per_worker": {"GPU": math.nan}},
+            "'GPU'] is nan, must be f",
+        ),
+        (
+            edp.FailureConfig,
+            {"heartbeat_timeout_s": math.inf},
+            "heartbeat_timeout_s is inf, must be f",
+        ),
         (edp.FailureConfig, {"heartbeat_timeout_s": None}, "heartbeat_timeout_s is None"),
         (edp.CheckpointConfig, {"every_s": math.nan}, "every_s is nan, must be finite"),
         (edp.DataConfig, {"url": "x", "micro_batch_size": None}, "micro_batch_size is None"),
         (edp.DataConfig, {"url": "x", "micro_batch_size": 1, "transform": 3}, "transform is 3"),
         (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "seed": None}, "seed is None"),
-        (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "shuffle": "none"}, "shuffle is 'n"),
-        (edp.MapStyleData, {"dataset": [1], "micro_batch_size": 1, "collate_fn": 3}, "collate_fn is 3"),
-        (edp.MapStyleData, {"dataset": {"train": [1]}, "micro_batch_size": 1}, "dataset is a dict, whose"),
+        (
+            edp.MapStyleData,
+            {"dataset": [1], "micro_batch_size": 1, "shuffle": "none"},
+            "shuffle is 'n",
+        ),
+        (
+            edp.MapStyleData,
+            {"dataset": [1], "micro_batch_size": 1, "collate_fn": 3},
+            "collate_fn is 3",
+        ),
+        (
+            edp.MapStyleData,
+            {"dataset": {"train": [1]}, "micro_batch_size": 1},
+            "dataset is a dict, whose",
+        ),
         (edp.MapStyleData, {"dataset": "/rows", "micro_batch_size": 1}, "or DataConfig a URL"),
         (edp.DataConfig, {"url": {"x": HUGE}, "micro_batch_size": 1}, ", must be finite"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_config_value_of_another_kind_is_refused(make, options, words):
     with pytest.raises(SpecError, match=re.escape(words)):
         make(**options)

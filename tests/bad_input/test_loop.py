@@ -86,7 +86,9 @@ def test_loop_option_of_another_kind_is_refused():
     fails(SpecError, ["state is a list", "dict"], state=[classifier()])
 
 
-WRITES = {  # to the model of `test_body_that_replaces_or_resets_state_is_refused`: what a body may do, and what the error names
+# to the model of `test_body_that_replaces_or_resets_state_is_refused`: what a body may do, and what
+# the error names
+WRITES = {
     "data": (lambda m, o: [p.data.mul_(0.5) for p in m.parameters()], "wrote to "),
     "one data": (lambda m, o: m[3].bias.data.mul_(0.5), "wrote to '3.bias'"),
     "new data": (lambda m, o: setattr(m[0].bias, "data", m[0].bias * 0.5), "wrote to '0.bias'"),
@@ -100,7 +102,8 @@ WRITES = {  # to the model of `test_body_that_replaces_or_resets_state_is_refuse
 
 @pytest.mark.parametrize("write", WRITES)
 def test_body_that_replaces_or_resets_state_is_refused(write):
-    """Also those that raise no tensor's version. Whoever takes a step over would have them twice."""
+    """Also those that raise no tensor's version. Whoever takes a step over would have them
+    twice."""
 
     def train(ctx):
         model = nn.Sequential(
@@ -200,7 +203,8 @@ GROWS = {  # what the error names: what a body does, and the model
 
 @pytest.mark.parametrize("name", GROWS)
 def test_model_that_grows_in_the_loop_is_refused(name):
-    """A joiner would lack it, and what a forward pass makes of its rows is another with another number of workers."""
+    """A joiner would lack it, and what a forward pass makes of its rows is another with another
+    number of workers."""
     body, model = GROWS[name]
     fails(LoopError, [f"model.{name.strip()} was added", "before the loop"], model=model, body=body)
 
@@ -243,7 +247,8 @@ def test_log_of_no_mapping_is_refused():
 
 
 def test_log_of_a_reserved_name_is_refused():
-    """Another time in a line would cost a controller that takes over its place in what was recorded."""
+    """Another time in a line would cost a controller that takes over its place in what was
+    recorded."""
     for name in ("time", "event", "command"):
         fails(
             LoopError,
@@ -254,7 +259,8 @@ def test_log_of_a_reserved_name_is_refused():
 
 
 def test_log_of_any_value_is_recorded_as_json():
-    """The controller gets no tensor that it could not load, no class of the user's, no key that it could not write."""
+    """The controller gets no tensor that it could not load, no class of the user's, no key that it
+    could not write."""
 
     def train(ctx):
         model = classifier()

@@ -69,7 +69,8 @@ def test_stop_iteration_in_loss_fn_is_a_loss_error():
 
 @pytest.mark.parametrize("run", [local, group], ids=["local", "group"])
 def test_gradient_that_is_not_finite_is_never_applied(run):
-    """Every loss is finite, but the slope of a root at 0 is not; and one so steep that only the sum is too large."""
+    """Every loss is finite, but the slope of a root at 0 is not; and one so steep that only the sum
+    is too large."""
 
     def root(m, b):
         return (m(b["x"]) * 0.0).abs().sqrt().mean()

@@ -59,7 +59,8 @@ def test_model_on_the_meta_device_is_refused():
 
 
 def test_optimizer_with_another_order_on_one_worker_is_refused():
-    """As of a set of parameters: optimizer state travels by place, and two of these have one shape."""
+    """As of a set of parameters: optimizer state travels by place, and two of these have one
+    shape."""
 
     def train(ctx):
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
@@ -120,7 +121,8 @@ def test_optimizer_of_another_model_is_refused():
 
 
 def test_state_that_cannot_be_sent_is_refused_at_the_start():
-    """Said at the start, in local mode, too: later it would end the run of whoever gives it to a joiner."""
+    """Said at the start, in local mode, too: later it would end the run of whoever gives it to a
+    joiner."""
 
     class Held:
         def state_dict(self):

@@ -1,7 +1,9 @@
-"""A long or bad cable: `python -m tests.chaos.cable TAP TAP DELAY_S LOSS` hands frames over between two taps.
+"""A long or bad cable: `python -m tests.chaos.cable TAP TAP DELAY_S LOSS` hands frames over between
+two taps.
 
-Each frame comes out at the other end `DELAY_S` later, in order, but for a share of `LOSS` of them. The taps are made
-here, and "there" is printed when they are; they are gone with this process, which ends with its standard input.
+Each frame comes out at the other end `DELAY_S` later, in order, but for a share of `LOSS` of them.
+The taps are made here, and "there" is printed when they are; they are gone with this process, which
+ends with its standard input.
 """
 
 from __future__ import annotations

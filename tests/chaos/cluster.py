@@ -1,7 +1,7 @@
 """A Ray cluster whose nodes are hosts of their own, and jobs that run on it.
 
-Nothing here is attached to the cluster: a job's driver is a process on the head's host, and what happens is read
-from the files in the run's folder. So a test outlives everything that it kills.
+Nothing here is attached to the cluster: a job's driver is a process on the head's host, and what
+happens is read from the files in the run's folder. So a test outlives everything that it kills.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ PORT = 6379
 _SPOT = ("--labels", "ray.io/market-type=spot")  # the controller stays away from those
 ROOT = Path(__file__).resolve().parents[2]
 _RAY = os.path.join(os.path.dirname(sys.executable), "ray")
-# Ray's own idea of when a node is dead; ours does not depend on it, but a replacement is placed by it.
+# Ray's own idea of when a node is dead; ours does not depend on it, but a replacement is placed by
+# it.
 _HEAD = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -40,9 +41,10 @@ _HEAD = {
 class Cluster:
     """`workers` hosts with one place each, and the head, which has none.
 
-    `memory`: where the head keeps what it knows, so that it may die: "redis", "rocksdb", or None. `office`: the head
-    is a spot node, too, so that the controller goes to a host of its own. `disk_mib`: runs have a disk of their own, so
-    large, that may be full. `cable`: there is `far`, one more host without a node on it yet, behind a bad cable.
+    `memory`: where the head keeps what it knows, so that it may die: "redis", "rocksdb", or None.
+    `office`: the head is a spot node, too, so that the controller goes to a host of its own.
+    `disk_mib`: runs have a disk of their own, so large, that may be full. `cable`: there is `far`,
+    one more host without a node on it yet, behind a bad cable.
     """
 
     folder: Path
@@ -62,7 +64,8 @@ class Cluster:
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "8",
-            # One machine for all hosts: none starts workers in advance, or puts them behind other processes.
+            # One machine for all hosts: none starts workers in advance, or puts them behind other
+            # processes.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",
         }
@@ -130,7 +133,8 @@ class Cluster:
         return f"{host.address}:{PORT}"
 
     def _ray(self, host: Host, environment: Mapping[str, str], *options: str) -> None:
-        """Returns when the node is up. Ray gives up after 30 s, which a busy machine may need; then once more."""
+        """Returns when the node is up. Ray gives up after 30 s, which a busy machine may need; then
+        once more."""
         command = [
             *(_RAY, "start", "--block", "--num-cpus=0", "--disable-usage-stats"),
             *(f"--node-ip-address={host.address}", "--object-store-memory=80000000"),
@@ -138,7 +142,8 @@ class Cluster:
         ]
         for _ in range(5):
             if host is self.head:
-                # By this and the processes of other hosts, which it sees, Ray thinks that the head is there already.
+                # By this and the processes of other hosts, which it sees, Ray thinks that the head
+                # is there already.
                 (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
             else:
                 self._head_is_up.wait()
@@ -225,7 +230,8 @@ class ChaosRun:
         self.wait(lambda run: len(run.members) == members and run.step >= step)
 
     def go_on(self, steps: int, held_at: int | None = None) -> None:
-        """So many more steps, or all up to `held_at`, whose body waits for what the caller does next."""
+        """So many more steps, or all up to `held_at`, whose body waits for what the caller does
+        next."""
         goal = self.step + steps if held_at is None else min(self.step + steps, held_at - 1)
         self.wait(lambda run: run.step >= goal or run.result)
 

@@ -1,8 +1,9 @@
-"""Hosts on one machine: network namespaces with addresses of their own, on one bridge, that can be cut off.
+"""Hosts on one machine: network namespaces with addresses of their own, on one bridge, that can be
+cut off.
 
-Needs root and Debian's iproute2; `available` says whether there are both. A cut drops frames in silence, as a pulled
-cable does: nobody gets an error, and whoever waits goes on waiting. Everything a network made is gone when it closes;
-what one left that was killed goes when the next one is made.
+Needs root and Debian's iproute2; `available` says whether there are both. A cut drops frames in
+silence, as a pulled cable does: nobody gets an error, and whoever waits goes on waiting. Everything
+a network made is gone when it closes; what one left that was killed goes when the next one is made.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-# Of a bridge; the names of its hosts and of their cables go on with "-2" and "p2"; the number is the owner's process.
+# Of a bridge; the names of its hosts and of their cables go on with "-2" and "p2"; the number is
+# the owner's process.
 _NAME = re.compile(r"edp(\d+)(?:$|[-p])")
 
 
@@ -67,7 +69,8 @@ class Host:
         return found
 
     def signal(self, number: signal.Signals, pattern: str = "") -> list[int]:
-        """To all its processes, or to those whose command line contains `pattern`; returns which."""
+        """To all its processes, or to those whose command line contains `pattern`; returns
+        which."""
         pids = self.pids(pattern)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -100,7 +103,8 @@ class Host:
 
     def close(self) -> None:
         self.kill()
-        # At once, for the next network of this process: a namespace takes its end with it only some time after it is gone.
+        # At once, for the next network of this process: a namespace takes its end with it only some
+        # time after it is gone.
         subprocess.run(["ip", "link", "delete", self._port], capture_output=True)
         _run("ip", "netns", "delete", self.name)
 

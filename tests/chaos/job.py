@@ -1,7 +1,8 @@
-"""The job of the chaos suite, as a driver: `python -m tests.chaos.job FOLDER NAME STEPS [option=json …]`.
+"""The job of the chaos suite, as a driver: `python -m tests.chaos.job FOLDER NAME STEPS
+[option=json …]`.
 
-Small, so that steps are short, and with everything that tells a lost or a doubled step from a whole one: dropout, an
-average in the body that enters the loss, and the ids of the rows, logged.
+Small, so that steps are short, and with everything that tells a lost or a doubled step from a whole
+one: dropout, an average in the body that enters the loss, and the ids of the rows, logged.
 """
 
 from __future__ import annotations

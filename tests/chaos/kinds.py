@@ -1,7 +1,8 @@
-"""What goes wrong with a cluster of hosts, by name: each does harm to one thing, and puts it right after some seconds.
+"""What goes wrong with a cluster of hosts, by name: each does harm to one thing, and puts it right
+after some seconds.
 
-One list, for the soak (`benchmarks/soak.py`) and for the case that goes through all of it. Nothing else is told or asked;
-what must be true meanwhile and afterwards is for whoever calls.
+One list, for the soak (`benchmarks/soak.py`) and for the case that goes through all of it. Nothing
+else is told or asked; what must be true meanwhile and afterwards is for whoever calls.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def told_to_go(cluster: Cluster, node: Host, seconds: float) -> None:
 
 
 def bad_cable(cluster: Cluster, node: Host, seconds: float) -> None:
-    """In its place, and for longer, comes one to which frames take 10 ms, and of which one in fifty is lost."""
+    """In its place, and for longer, comes one to which frames take 10 ms, and of which one in fifty
+    is lost."""
     assert cluster.far is not None
     with cluster.far_is_free:
         node.kill()

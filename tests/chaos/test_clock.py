@@ -1,7 +1,8 @@
 """The wall clock is set while a run goes on, of a worker or of the controller: nothing happens.
 
-Processes of one machine share its clock, so what is set here is what Python takes for it. What a record says of times is
-wrong then, and nothing else: deadlines, leases, heartbeats and pauses go by clocks that nobody sets.
+Processes of one machine share its clock, so what is set here is what Python takes for it. What a
+record says of times is wrong then, and nothing else: deadlines, leases, heartbeats and pauses go by
+clocks that nobody sets.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""A disk that is full: training goes on, nothing committed is lost, and what was put off is done when there is room.
+"""A disk that is full: training goes on, nothing committed is lost, and what was put off is done
+when there is room.
 
 The disks are small, of memory, and mounted here, so this needs root.
 """

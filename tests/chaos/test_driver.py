@@ -1,4 +1,5 @@
-"""The driver whose fit() started its own Ray is killed: Ray goes with it, and the same command goes on from the newest checkpoint."""
+"""The driver whose fit() started its own Ray is killed: Ray goes with it, and the same command goes
+on from the newest checkpoint."""
 
 import contextlib
 import os
@@ -25,7 +26,10 @@ COMMAND = """
 import sys, ray
 from tests.chaos.job import trainer
 from tests.patience import eventually
-ray.init(address="local", num_cpus=2, resources={"place": 2}, include_dashboard=False, log_to_driver=False)
+ray.init(
+    address="local", num_cpus=2, resources={"place": 2}, include_dashboard=False,
+    log_to_driver=False,
+)
 trainer(sys.argv[1], "mine", int(sys.argv[2]), every_steps=5).fit()
 """
 

@@ -1,4 +1,5 @@
-"""The hosts that lead: the head, which keeps its memory elsewhere, and the one where the controller is. After each, the same bits.
+"""The hosts that lead: the head, which keeps its memory elsewhere, and the one where the controller
+is. After each, the same bits.
 
 The driver dies with the head, and the run ends without.
 """
@@ -22,7 +23,8 @@ MEMORIES = [{"memory": "rocksdb"}, pytest.param({"memory": "redis"}, marks=no_re
 
 @pytest.mark.parametrize("cluster", MEMORIES, indirect=True, ids=["rocksdb", "redis"])
 def test_the_head_is_killed_and_comes_back(cluster, calm):
-    """The controller is on it, too. Workers train on, and somebody leads them again when the head is back."""
+    """The controller is on it, too. Workers train on, and somebody leads them again when the head
+    is back."""
     run = start(cluster, "head")
     assert cluster.host_of_controller() is cluster.head
     cluster.head.kill()

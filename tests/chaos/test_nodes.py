@@ -1,7 +1,9 @@
-"""Nodes that die, freeze, are cut off, or are told to go, on a cluster of hosts of their own. After each, the same bits.
+"""Nodes that die, freeze, are cut off, or are told to go, on a cluster of hosts of their own. After
+each, the same bits.
 
-Every case waits for a group of three, does harm to one node, sees the run go on without it, and gives it back; the run
-ends with a whole group. One is in the default run; `pytest -m "slow or not slow" tests/chaos` makes them all.
+Every case waits for a group of three, does harm to one node, sees the run go on without it, and
+gives it back; the run ends with a whole group. One is in the default run; `pytest -m "slow or not
+slow" tests/chaos` makes them all.
 """
 
 import signal
@@ -31,7 +33,8 @@ def raylet_killed(cluster, run, node):
 
 
 def cut_off(cluster, run, node, **directions):
-    """The worker hears of its eviction when the cable is back, or dies of Ray's own verdict on the node."""
+    """The worker hears of its eviction when the cable is back, or dies of Ray's own verdict on the
+    node."""
     node.cut(**directions)
     alone(run)
     run.go_on(20, held_at=max(WHOLE_AT))
@@ -47,7 +50,8 @@ def mute(cluster, run, node):
 
 
 def frozen(cluster, run, node):
-    """For longer than Ray's and our own patience. Who thaws does not go on where it was, but ends."""
+    """For longer than Ray's and our own patience. Who thaws does not go on where it was, but
+    ends."""
     worker = run.members[1]
     node.signal(signal.SIGSTOP)
     until = time.monotonic() + 20

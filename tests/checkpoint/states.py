@@ -40,8 +40,11 @@ def train_state(seed: int = 0, width: int = 8) -> TrainState:
     """A small model with buffers and tied weights, after one step of AdamW."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
-        torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 4), torch.nn.Linear(4, width)
-    )  # fmt: skip
+        torch.nn.Linear(4, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.Linear(width, 4),
+        torch.nn.Linear(4, width),
+    )
     model[3].weight = model[0].weight
     model.register_buffer("hidden", torch.arange(3.0), persistent=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

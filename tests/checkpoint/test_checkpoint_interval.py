@@ -1,4 +1,5 @@
-"""The interval of "auto", by itself; `tests/train/checkpointing/test_checkpoint_schedule.py` has it at work."""
+"""The interval of "auto", by itself; `tests/train/checkpointing/test_checkpoint_schedule.py` has it
+at work."""
 
 import math
 
@@ -19,7 +20,8 @@ def test_auto_follows_cost_and_losses():
 
 @pytest.mark.parametrize(("cost_s", "mean_s"), [(1.0, 900.0), (1.0, 90000.0), (30.0, 600.0)])
 def test_daly_is_the_best_of_all_intervals(cost_s, mean_s):
-    """Against the exact expectation for exponential losses (Daly's equation 20, without a restart)."""
+    """Against the exact expectation for exponential losses (Daly's equation 20, without a
+    restart)."""
 
     def wall_s(interval_s):
         return mean_s * math.expm1((interval_s + cost_s) / mean_s) / interval_s

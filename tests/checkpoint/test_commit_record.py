@@ -1,4 +1,5 @@
-"""What is committed is read bit for bit, by any number of readers; what was changed since is noticed and named."""
+"""What is committed is read bit for bit, by any number of readers; what was changed since is
+noticed and named."""
 
 import hashlib
 import json
@@ -107,7 +108,8 @@ def test_the_same_state_is_committed_once_and_another_is_refused():
 
 
 def test_every_flipped_byte_is_noticed_or_harmless(tmp_path):
-    """In all files: loading gives the same bits or names the damage; `verify` finds every change."""
+    """In all files: loading gives the same bits or names the damage; `verify` finds every
+    change."""
     catalog = catalog_of(tmp_path)
     tree = {"a": torch.arange(5), "b": [torch.ones(3), 0.5, "x"]}
     committed = checkpoint(catalog, 3, tree, metrics={"loss": 0.5})
@@ -199,7 +201,8 @@ def test_a_commit_record_under_another_name_is_not_taken(tmp_path):
         catalog.read(CommitName(2, 5))
 
 
-# By hand, as a program of that format would have written it: one tensor of two floats, digests for whole parts.
+# By hand, as a program of that format would have written it: one tensor of two floats, digests for
+# whole parts.
 FORMAT_1 = {
     "elastic_dp_checkpoint": 1,
     "digest": "0c6d1fc56be6c4da2bd7cbb3ed1d5c9cd5c4c7e5ac3f0ffd4b7b1b5b9a8ef5d1",
@@ -247,7 +250,10 @@ def test_the_format_before_is_read(tmp_path):
         (
             4,
             CheckpointError,
-            "of format 4: it was written by a newer version of elastic_dp, and this one reads up to format 3",
+            (
+                "of format 4: it was written by a newer version of elastic_dp, and this one "
+                "reads up to format 3"
+            ),
         ),
         (0, CheckpointDamaged, "never was"),
     ],

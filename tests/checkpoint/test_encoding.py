@@ -73,24 +73,58 @@ DTYPES = [
     ]
 ]
 TREE = {
-    "int keys": {1: "a", -2: ["b"], (1, "x"): None, None: True, 1.5: b"", Mode.on: 0, frozenset({1}): 1},
+    "int keys": {
+        1: "a",
+        -2: ["b"],
+        (1, "x"): None,
+        None: True,
+        1.5: b"",
+        Mode.on: 0,
+        frozenset({1}): 1,
+    },
     "words": {"$": 1, "": 2, "a.b": 3, "\udc80": "\0é"},
     "numbers": [0, -1, 2**200, -(2**63), 0.1, -0.0, 1e308, 5e-324, complex(-0.0, math.nan)],
     "odd": [math.inf, -math.inf, math.nan, -math.nan],
     "bytes": [b"", b"\0\xff", bytearray(b"x"), bytes(range(256)) * 8, bytearray(5000)],
     "sets": [set(), {1, "1", None}, frozenset({(1, 2)}), {"b", "a"}],
     "tuples": [(), (1,), (1, (2, [3])), Point(1, (2,)), torch.Size([2, 3]), range(2, 9, 3)],
-    "dicts": [OrderedDict(b=1, a=2), Counter({30: 1}), defaultdict(list, {1: [2]}), defaultdict(None)],
+    "dicts": [
+        OrderedDict(b=1, a=2),
+        Counter({30: 1}),
+        defaultdict(list, {1: [2]}),
+        defaultdict(None),
+    ],
     "more": [deque([1, 2], maxlen=3), torch.bfloat16, torch.device("cuda", 1), torch.device("cpu")],
     "enums": [Mode.on, Flags.a | Flags.b, Flags(0), Number.one],
     "tensors": {str(dtype): torch.ones(3, 2).to(dtype) for dtype in DTYPES},
-    "shapes": [torch.tensor(1.5), torch.empty(0), torch.empty(3, 0, 2), torch.randn(4, 4).t(), torch.ones(1).expand(4)],
-    "scalars": [np.float64(0.1), np.float32("nan"), np.int8(-1), np.bool_(True), np.str_("é"), np.datetime64("2026-01-01")],
-    "arrays": [np.arange(6).reshape(2, 3).T, np.array(3.0), np.zeros((0, 3)), np.arange(4, dtype=">i4"),
-               np.array([("a", 1)], dtype=[("n", "U3"), ("v", "<f8", (2,))]), np.array(["x", "yy"]), np.zeros(2000, "f4"),
-               np.zeros(400, ">f8"), np.ones(500, np.longdouble)],
+    "shapes": [
+        torch.tensor(1.5),
+        torch.empty(0),
+        torch.empty(3, 0, 2),
+        torch.randn(4, 4).t(),
+        torch.ones(1).expand(4),
+    ],
+    "scalars": [
+        np.float64(0.1),
+        np.float32("nan"),
+        np.int8(-1),
+        np.bool_(True),
+        np.str_("é"),
+        np.datetime64("2026-01-01"),
+    ],
+    "arrays": [
+        np.arange(6).reshape(2, 3).T,
+        np.array(3.0),
+        np.zeros((0, 3)),
+        np.arange(4, dtype=">i4"),
+        np.array([("a", 1)], dtype=[("n", "U3"), ("v", "<f8", (2,))]),
+        np.array(["x", "yy"]),
+        np.zeros(2000, "f4"),
+        np.zeros(400, ">f8"),
+        np.ones(500, np.longdouble),
+    ],
     "record": Part(Point(0, 1), torch.arange(3)),
-}  # fmt: skip
+}
 
 
 def test_every_kind_of_value_comes_back():
@@ -119,11 +153,14 @@ leaves = st.one_of(
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3), st.tuples(inner, inner),
-        st.builds(deque, st.lists(inner, max_size=2)), st.sets(keys, max_size=3),
+        st.lists(inner, max_size=3),
+        st.dictionaries(keys, inner, max_size=3),
+        st.tuples(inner, inner),
+        st.builds(deque, st.lists(inner, max_size=2)),
+        st.sets(keys, max_size=3),
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=200)

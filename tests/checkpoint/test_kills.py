@@ -1,7 +1,9 @@
-"""Whatever instant a writer dies at: what was committed last loads in every bit, nothing half is seen, leftovers go.
+"""Whatever instant a writer dies at: what was committed last loads in every bit, nothing half is
+seen, leftovers go.
 
-A writer checkpoints two steps and keeps one. On a disk it is killed, really, at every write, flush, link and deletion
-of the second step; elsewhere the call and all later ones fail, since a dead process asks for nothing more.
+A writer checkpoints two steps and keeps one. On a disk it is killed, really, at every write, flush,
+link and deletion of the second step; elsewhere the call and all later ones fail, since a dead
+process asks for nothing more.
 """
 
 import os
@@ -88,7 +90,8 @@ def in_a_process(call):
 
 
 def check_and_go_on(store):
-    """After a death: step 1 or step 2 is there, whole, and a new writer finds nothing in its way."""
+    """After a death: step 1 or step 2 is there, whole, and a new writer finds nothing in its
+    way."""
     catalog = Catalog(store)
     names = catalog.names()
     assert names in ([CommitName(1, 1)], [CommitName(1, 1), CommitName(2, 1)], [CommitName(2, 1)])

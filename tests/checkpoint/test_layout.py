@@ -1,4 +1,5 @@
-"""The line of bytes: aligned, without gaps, cut alike for every number of workers; each part a safetensors file."""
+"""The line of bytes: aligned, without gaps, cut alike for every number of workers; each part a
+safetensors file."""
 
 import io
 

@@ -1,6 +1,7 @@
 """One holder at a time, over every interleaving of two claimants' requests; and on real stores.
 
-`World` is the store and the clock; claimants are generators that are advanced one request at a time, in every order.
+`World` is the store and the clock; claimants are generators that are advanced one request at a
+time, in every order.
 """
 
 import itertools
@@ -21,7 +22,8 @@ LEASE_S = 60.0
 
 @dataclass
 class World:
-    """`kept`: how many old objects are left when a number is created, fewer than in a real store."""
+    """`kept`: how many old objects are left when a number is created, fewer than in a real
+    store."""
 
     now: float = 0.0
     kept: int = 2
@@ -91,7 +93,8 @@ def check(claimants):
 
 
 def insist(world, claimant):
-    """Whatever happened before: one that keeps trying, while the others are gone, gets the lease."""
+    """Whatever happened before: one that keeps trying, while the others are gone, gets the
+    lease."""
     for _ in range(3):
         world.now += LEASE_S
         for _ in range(8):
@@ -102,8 +105,8 @@ def insist(world, claimant):
 @pytest.mark.parametrize("pause_s", [1.0, 30.0, 61.0])
 @pytest.mark.parametrize("begun", ["", "aaaa", "aaaabb..", "b.aaaa"])
 def test_every_interleaving_of_two_claimants(pause_s, begun):
-    """Eight turns, each of one claimant or of the clock, in every order: at the start, where one holds it, and where one had
-    begun to look before."""
+    """Eight turns, each of one claimant or of the clock, in every order: at the start, where one
+    holds it, and where one had begun to look before."""
     for turns in itertools.product("ab.", repeat=8):
         world = World()
         claimants = {"a": Claimant(world, "a"), "b": Claimant(world, "b")}

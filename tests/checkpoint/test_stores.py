@@ -1,4 +1,5 @@
-"""On real stores: the trial that a store must pass, faults on the way, and that a restore reads by ranges."""
+"""On real stores: the trial that a store must pass, faults on the way, and that a restore reads by
+ranges."""
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -84,7 +85,8 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_checkpoints_through_a_faulty_store_are_complete(bucket):  # noqa: F811
-    """Requests that fail, are cut, or are reset after the server did what was asked: nothing of it shows."""
+    """Requests that fail, are cut, or are reset after the server did what was asked: nothing of it
+    shows."""
     endpoint, name = bucket
     tree = big_tree(6 << 20)
     with FaultProxy(

@@ -366,7 +366,8 @@ def test_version_is_that_of_the_package():
 
 @pytest.fixture(scope="module")
 def ended_run(tmp_path_factory):
-    """The storage path of a run with a checkpoint, events and logs that has ended, and a data set beside it."""
+    """The storage path of a run with a checkpoint, events and logs that has ended, and a data set
+    beside it."""
     path = tmp_path_factory.mktemp("runs")
     store, url = Store(str(path / "mine")), str(path / "mine")
     holder = Holder(store, Lease("a host", "token"), lambda: 0.0, lambda: 0.0)
@@ -408,7 +409,8 @@ WITHOUT_RAY = {
 
 @pytest.mark.parametrize("command", WITHOUT_RAY)
 def test_commands_that_need_no_cluster_import_neither_ray_nor_torch(command, ended_run):
-    """Each takes seconds to import. The seconds are measured by `python -m benchmarks.command_line`."""
+    """Each takes seconds to import. The seconds are measured by `python -m
+    benchmarks.command_line`."""
     look = (
         "import sys; from elastic_dp import cli\n"
         "try: cli.main()\n"
@@ -471,7 +473,8 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
 
 
 def test_status_without_a_cluster_says_how_an_ended_run_is_found(monkeypatch):
-    """The local Ray of a script ends with it, so this is what its user meets who asks how the run ended."""
+    """The local Ray of a script ends with it, so this is what its user meets who asks how the run
+    ended."""
 
     def refuse(**settings):
         raise ConnectionError("Could not find any running Ray instance.")

@@ -1,8 +1,11 @@
-"""A program that sends garbage to the ports it is given: `python -m tests.cluster.strangers`, with a JSON on standard input.
+"""A program that sends garbage to the ports it is given: `python -m tests.cluster.strangers`, with
+a JSON on standard input.
 
-    {"tcp": [[host, port], …], "udp": [[host, port], …], "connections": n, "datagrams": n, "nonce": hex, "secret": hex, "seed": n}
+    {"tcp": [[host, port], …], "udp": [[host, port], …], "connections": n, "datagrams": n, "nonce":
+    hex, "secret": hex, "seed": n}
 
-`connections`: to each port. `datagrams`: to all of them together. `secret`: that of another run, which signs some of them.
+`connections`: to each port. `datagrams`: to all of them together. `secret`: that of another run,
+which signs some of them.
 """
 
 import contextlib
@@ -22,7 +25,15 @@ _OPEN = 200  # connections at once
 def datagrams(asked, rng):
     """Some thousands of them: signed by another run, or a genuine form with something changed."""
     secret, nonce = bytes.fromhex(asked["secret"]), bytes.fromhex(asked["nonce"])
-    beat = {"worker": "w1", "generation": 1, "step": 2, "phase": "compute", "at": 1.0, "cpu_s": 0.5, "virtual_s": 0.1}  # fmt: skip
+    beat = {
+        "worker": "w1",
+        "generation": 1,
+        "step": 2,
+        "phase": "compute",
+        "at": 1.0,
+        "cpu_s": 0.5,
+        "virtual_s": 0.1,
+    }
     messages = [beat, {"worker": "w1", "exits": True}, {"worker": "w1", "die": True}, {"at": 1e12}]
     made = []
     for counter in range(3000):
@@ -39,7 +50,8 @@ def datagrams(asked, rng):
 
 
 def greetings(asked, rng):
-    """First bytes of a connection: those of another run's member, of a Gloo pair, of a TCPStore's client, or noise."""
+    """First bytes of a connection: those of another run's member, of a Gloo pair, of a TCPStore's
+    client, or noise."""
     secret = bytes.fromhex(asked["secret"])
     member = _Wire(secret, bytes(32), server=False).sign([1, "set", "a", "b"])
     made = [b"", bytes(16) + member, b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000]

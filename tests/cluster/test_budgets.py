@@ -1,4 +1,5 @@
-"""What may go wrong, and how often, on real processes: whose fault it was is found out and named."""
+"""What may go wrong, and how often, on real processes: whose fault it was is found out and
+named."""
 
 import dataclasses
 import os
@@ -55,7 +56,8 @@ def data_of(spec):
 
 
 def raises_once(ctx):
-    """In one worker: another that comes to this body later, in the next generation, would raise a second time."""
+    """In one worker: another that comes to this body later, in the next generation, would raise a
+    second time."""
     model = classifier()
     for step in ctx.steps(model, adamw(model), cross_entropy):
         if step.number == 4 and is_first(ctx.config["file"]):

@@ -1,4 +1,5 @@
-"""A worker that was given a GPU trains on it, or ends and says why. It never trains on the CPU instead."""
+"""A worker that was given a GPU trains on it, or ends and says why. It never trains on the CPU
+instead."""
 
 import dataclasses
 import threading

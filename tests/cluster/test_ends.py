@@ -1,4 +1,5 @@
-"""How a run on processes ends, and what it says of that: the reason, whose fault, how many were lost."""
+"""How a run on processes ends, and what it says of that: the reason, whose fault, how many were
+lost."""
 
 import dataclasses
 import sys

@@ -1,4 +1,5 @@
-"""A run whose every port is flooded by strangers, while a worker dies and another joins, ends as if there were none."""
+"""A run whose every port is flooded by strangers, while a worker dies and another joins, ends as if
+there were none."""
 
 import dataclasses
 import json
@@ -99,7 +100,8 @@ def test_secret_of_a_run_is_written_nowhere(tmp_path, capfd):
     [(2_500, 50_000), pytest.param(10_000, 1_000_000, marks=pytest.mark.slow)],
 )
 def test_run_under_fire_ends_with_the_undisturbed_digest(connections, datagrams):
-    """One wave while a worker dies and its replacement joins, so that groups form under fire; one at the new ports."""
+    """One wave while a worker dies and its replacement joins, so that groups form under fire; one
+    at the new ports."""
 
     def under_fire(run):
         first = attack(run, connections, datagrams // 2)

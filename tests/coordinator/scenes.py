@@ -17,7 +17,8 @@ SIGNS_OF_LIFE = ("failure_detector", "heard_at")
 
 
 def facts(coordinator: Coordinator) -> dict[str, Any]:
-    """All that its parts know but who was heard when: any word from a worker shows that it lives."""
+    """All that its parts know but who was heard when: any word from a worker shows that it
+    lives."""
     parts = {name: part for name, part in vars(coordinator).items() if name != "config"}
     return {
         f"{name}.{key}": value

@@ -1,4 +1,5 @@
-"""Many who come, and who goes: a burst makes one change or two, and a smaller run gives whole nodes back."""
+"""Many who come, and who goes: a burst makes one change or two, and a smaller run gives whole nodes
+back."""
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import WorkerLocation
@@ -176,7 +177,8 @@ def test_a_node_that_others_stay_on_is_not_emptied() -> None:
 
 
 def test_the_floor_of_on_demand_workers_stays_as_long_as_others_can_go() -> None:
-    """Also where giving its node back would be the tidier way. The node with most of them is the one that is kept."""
+    """Also where giving its node back would be the tidier way. The node with most of them is the
+    one that is kept."""
     assert stay_after(2, w1="a", w2="s1", w3="s1") == ["w2", "w3"]
     assert stay_after(2, floor=1, w1="a", w2="s1", w3="s1") == ["w1", "w2"]
     assert stay_after(3, floor=2, w1="a", w2="b", w3="b", w4="s1", w5="s1") == ["w1", "w2", "w3"]

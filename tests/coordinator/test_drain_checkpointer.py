@@ -151,7 +151,8 @@ def test_the_end_of_the_run_is_not_held_up() -> None:
 
 
 def test_commit_before_a_restore_does_not_count() -> None:
-    """The newest one was damaged: the run goes on from the one before it, and makes the same steps again."""
+    """The newest one was damaged: the run goes on from the one before it, and makes the same steps
+    again."""
     scene = Scene(size=1, keeps=True, drain_margin_s=3.0)
     scene.running("w1", step=4)
     scene.committed = 9

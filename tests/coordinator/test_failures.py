@@ -74,7 +74,8 @@ def test_an_error_of_ours_is_never_tried_again() -> None:
 
 
 def die_one_by_one(scene: Scene, times: int, *how: object, step: int = 0) -> int:
-    """A worker after the other beside w1, which survives; returns how many died before the run failed."""
+    """A worker after the other beside w1, which survives; returns how many died before the run
+    failed."""
     scene.running("w1", "w2", step=step)
     for died in range(1, times + 1):
         scene.tell(m.WorkerLost(f"w{died + 1}", "killed", *how))
@@ -124,7 +125,8 @@ def test_loss_out_of_memory_delays_the_replacement() -> None:
 
 
 def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> None:
-    """A step that kills everyone, again and again, though a few steps lie between it and the checkpoint."""
+    """A step that kills everyone, again and again, though a few steps lie between it and the
+    checkpoint."""
     scene = Scene(size=1, max_losses_without_progress=4)
     scene.running("w1")
     scene.committed = 5

@@ -62,7 +62,8 @@ def test_joins_end_a_generation_at_a_step_ahead_and_repeat_it() -> None:
 
 
 def test_command_that_is_not_acted_on_is_repeated_at_growing_intervals() -> None:
-    """A loop body may last minutes, in which its worker is heard, and need not be told every second."""
+    """A loop body may last minutes, in which its worker is heard, and need not be told every
+    second."""
     scene = Scene(size=2)
     scene.running("w1")
     scene.ready("w2")
@@ -163,7 +164,8 @@ def test_unreachable_joiner_waits_and_unreachable_member_with_state_gets_a_secon
 
 
 def test_a_membership_that_failed_is_tried_again_after_another_one_was() -> None:
-    """The other one fails, and is followed, by facts that were held until it was clear who leads."""
+    """The other one fails, and is followed, by facts that were held until it was clear who
+    leads."""
     scene = Scene(size=3, min_workers=1)
     scene.running("w1", "w2")
     scene.ready("w3")

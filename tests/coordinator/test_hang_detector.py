@@ -20,7 +20,8 @@ def training(*workers: str, step: int = 5, **rules: Any) -> Scene:
 
 
 def stay(scene: Scene, seconds: float, cpu_s: float = 0.0, **at: tuple[str, int]) -> list[str]:
-    """Heartbeats each second, that say the same. Returns who was evicted meanwhile; `cpu_s` is used in a second."""
+    """Heartbeats each second, that say the same. Returns who was evicted meanwhile; `cpu_s` is used
+    in a second."""
     all_said = len(scene.all)
     for _ in range(int(seconds)):
         scene.now += 1.0
@@ -123,7 +124,8 @@ def test_a_process_that_computes_has_longer() -> None:
 
 
 def test_the_first_step_of_a_process_has_longer() -> None:
-    """The first step may compile, in processes of its own. A joiner's first step is not the run's."""
+    """The first step may compile, in processes of its own. A joiner's first step is not the
+    run's."""
     scene = Scene(size=2, hang_timeout_s=LIMIT_S)
     scene.running("w1", "w2")
     at = {"w1": ("collective", 0), "w2": ("compute", 0)}

@@ -26,7 +26,8 @@ def test_the_evicted_get_no_answer_but_an_end() -> None:
 
 
 def alone_and_silent(**rules: object) -> Scene:
-    """The source was announced, never sent a heartbeat, and is evicted but not dead; another worker is ready."""
+    """The source was announced, never sent a heartbeat, and is evicted but not dead; another worker
+    is ready."""
     scene = Scene(size=1, lease_s=30.0, **rules)
     scene.ready("w1")
     scene.hear("w1", phase="form")

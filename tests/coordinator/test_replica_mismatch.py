@@ -1,4 +1,5 @@
-"""Members whose weights differ: all who hold a state are replaced, and the run goes back to when they agreed."""
+"""Members whose weights differ: all who hold a state are replaced, and the run goes back to when
+they agreed."""
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import ReplicaMismatch, TrainingPosition

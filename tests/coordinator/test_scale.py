@@ -1,5 +1,5 @@
-"""No event grows without bound: what concerns thousands is spread over several, and a change of members costs so many
-messages for each of them, however many there are."""
+"""No event grows without bound: what concerns thousands is spread over several, and a change of
+members costs so many messages for each of them, however many there are."""
 
 import pytest
 
@@ -8,7 +8,9 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.worker_registry import RELEASED_A_STEP
 from tests.coordinator.scenes import Scene
 
-CHANGES = {  # as shares of the size: members of generations that end, of those that are formed, and who comes or goes
+# as shares of the size: members of generations that end, of those that are formed, and who comes or
+# goes
+CHANGES = {
     "start": (0, 1, 1),
     "kill and join": (
         1.5,
@@ -38,8 +40,8 @@ class Counting(Life):
 
 @pytest.mark.parametrize("size", [500, 2000])
 def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size: int) -> None:
-    """Two for each whose generation ends (stop after this step; stop now), one for each member, two for each that comes or
-    goes."""
+    """Two for each whose generation ends (stop after this step; stop now), one for each member, two
+    for each that comes or goes."""
     life = Counting(size)
     life.run()
     for name, (messages, _) in life.changes.items():

@@ -1,4 +1,5 @@
-"""Row groups in memory, for tests of reading: they count what is alive, and fail or wait where they are told."""
+"""Row groups in memory, for tests of reading: they count what is alive, and fail or wait where they
+are told."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ def resident_bytes() -> int:
 
 
 class FakeRowGroups:
-    """`sizes`: rows of each. Columns: "id", counted through all, and "tokens" [rows, WIDTH] made of it.
+    """`sizes`: rows of each. Columns: "id", counted through all, and "tokens" [rows, WIDTH] made of
+    it.
 
-    `mapped`: its memory is not to be written to. `bad`: cannot be decoded. `before`: called with the number in the thread that reads. `live_bytes` and
-    `peak_bytes` are of what was read and is still referenced somewhere, and of what is being read.
+    `mapped`: its memory is not to be written to. `bad`: cannot be decoded. `before`: called with
+    the number in the thread that reads. `live_bytes` and `peak_bytes` are of what was read and is
+    still referenced somewhere, and of what is being read.
     """
 
     def __init__(

@@ -207,7 +207,8 @@ def test_whole_numbers_beside_doubles_are_refused_at_open(tmp_path):
 
 
 def test_parquet_beside_csv_is_read_in_the_type_of_both(tmp_path):
-    """CSV's types are guessed, so whole numbers become doubles; one that is none is no bad shard to be skipped."""
+    """CSV's types are guessed, so whole numbers become doubles; one that is none is no bad shard to
+    be skipped."""
     (tmp_path / "b.csv").write_text("x\n0.5\n")
     urls = [str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")]
     pq.write_table(pa.table({"x": [1, 2]}), urls[0])
@@ -470,7 +471,10 @@ def test_a_number_that_some_shards_lack_is_refused_or_filled(tmp_path):
     whole = pa.table({"x": [1, 2], "y": [0.5, 1.5], "at": [{"z": 1}, {"z": 2}]})
     lacks = pa.table({"x": [3], "y": pa.nulls(1)})
     write_all(tmp_path, whole, lacks)
-    said = r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has none of its values\)"
+    said = (
+        r"'at.z' \(int64\) holds 1 nulls, the first in 1.parquet \(1.parquet has none of its "
+        r"values\)"
+    )
     with pytest.raises(DataError, match=said):
         read_index(config(tmp_path, fill_nulls={"y": 0.0}))
     with pytest.raises(DataError, match=r"'y' \(double\) holds 1 nulls, the first in 1.parquet \("):

@@ -1,4 +1,5 @@
-"""What fuzzing found, one small file each: content that a decoder takes, or that ended the process."""
+"""What fuzzing found, one small file each: content that a decoder takes, or that ended the
+process."""
 
 import io
 import json
@@ -135,7 +136,8 @@ def test_parquet_text_that_is_not_utf8_is_a_bad_shard(nested, tmp_path):
 
 
 def test_parquet_page_with_a_value_too_many_does_not_shift_the_rows_of_the_next_row_group(tmp_path):
-    """pyarrow reads several row groups as one run of values: convert wrote the rest of the column one row late."""
+    """pyarrow reads several row groups as one run of values: convert wrote the rest of the column
+    one row late."""
     table = pa.table({"id": list(range(8)), "s": [None, "a", "b", "c", None, "d", "e", "f"]})
     sink = io.BytesIO()
     pq.write_table(table, sink, row_group_size=4, use_dictionary=False, compression="none")
@@ -261,7 +263,8 @@ def test_column_name_that_is_not_utf8_is_refused(tmp_path):
 
 
 def test_arrow_file_whose_footer_has_another_schema_is_refused(tmp_path):
-    """Arrow reads it by the footer, and training by its first message: a damaged name was another column."""
+    """Arrow reads it by the footer, and training by its first message: a damaged name was another
+    column."""
     batch = pa.record_batch({"name": [1, 2]})
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, batch.schema) as writer:

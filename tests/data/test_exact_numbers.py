@@ -1,4 +1,5 @@
-"""Numbers of CSV and JSON Lines are what the file says, or are refused by column, row and way out: never rounded."""
+"""Numbers of CSV and JSON Lines are what the file says, or are refused by column, row and way out:
+never rounded."""
 
 from __future__ import annotations
 

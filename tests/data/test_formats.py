@@ -126,7 +126,8 @@ odd_fields = st.lists(st.sampled_from(['"', '""', "b", "\n3,", "\r", " "]), max_
 @any_content
 @given(odd=st.lists(odd_fields, min_size=1, max_size=8), group_bytes=st.integers(1, 20))
 def test_csv_is_cut_where_pyarrow_ends_rows(odd, group_bytes, tmp_path, monkeypatch):
-    """Also where quotes stand in odd places: in the middle of a field, after a closing quote. One without end is refused."""
+    """Also where quotes stand in odd places: in the middle of a field, after a closing quote. One
+    without end is refused."""
     content = "".join(f"r{number},{field}\n" for number, field in enumerate(odd))
     monkeypatch.setattr(text, "GROUP_BYTES", group_bytes)
     (tmp_path / "a.csv").write_bytes(b"x,y\n" + content.encode())
@@ -308,9 +309,9 @@ def test_notes_and_links_in_a_tar_are_no_samples_and_are_said(where, tmp_path, c
         {"__key__": "license", "jpg": b"2", "cls": 8},
     ]
     assert (
-        "members that are no samples, since they have no ending or are notes: 4, such as LICENSE of a.tar"
-        in caplog.text
-    )
+        "members that are no samples, since they have no ending or are notes: 4, such as "
+        "LICENSE of a.tar"
+    ) in caplog.text
     assert (
         "members that are links or devices, and are not read: 1, such as LATEST of a" in caplog.text
     )
@@ -346,9 +347,9 @@ def test_key_of_a_tar_that_comes_again_later_is_said(tmp_path, caplog):
     rows, _ = rows_of(tmp_path)
     assert [row["jpg"] for row in rows] == [b"1", b"2", b"3"]
     assert (
-        "keys that come again later in their shard, and are another sample there: 1, such as a of a.tar"
-        in caplog.text
-    )
+        "keys that come again later in their shard, and are another sample there: 1, such as "
+        "a of a.tar"
+    ) in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -587,7 +588,8 @@ def test_mixed_formats_need_a_choice(tmp_path):
 
 @pytest.mark.parametrize("kept", [0, 1 << 20])
 def test_a_row_group_is_one_request(kept, tmp_path, monkeypatch):
-    """The footer comes with the first one where it is near; columns that lie far apart are asked for apart."""
+    """The footer comes with the first one where it is near; columns that lie far apart are asked
+    for apart."""
     monkeypatch.setattr("elastic_dp.data.discovery.index.FOOTER_BYTES_KEPT", kept)
     wide = pa.table({name: np.random.default_rng(0).random(1 << 17) for name in "abc"})
     pq.write_table(wide, tmp_path / "a.parquet", row_group_size=1 << 16, compression="none")

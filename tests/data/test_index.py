@@ -200,7 +200,8 @@ def test_read_index_of_several_sources_keeps_weights_and_ranges(folder, tmp_path
 
 @pytest.mark.parametrize("how", ["a folder", "a list of files"])
 def test_the_index_is_read_in_parallel(how, tmp_path, monkeypatch):
-    """A footer's read returns when 16 of them have begun; one after the other, the first would wait for ever."""
+    """A footer's read returns when 16 of them have begun; one after the other, the first would wait
+    for ever."""
     for number in range(32):
         pq.write_table(table(number, 1), tmp_path / f"{number:02}.parquet")
     together, read = threading.Barrier(16), Store.read
@@ -284,7 +285,8 @@ def made(shards):
     for n in range(shards):
         ints = np.array([1000, 1000], dtype=np.int64)
         columns.add("a", schema, lossless)
-        build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", Scan(schema, ints, ints, ints, ints, n, 900, bytes(900)))
+        scan = Scan(schema, ints, ints, ints, ints, n, 900, bytes(900))
+        build.add(f"part-{n:08d}-of-01000000.parquet", 1 << 27, f"{n:032x}", scan)
     index = build.finish(columns)
     content = index.to_bytes()
     return index, Index.from_bytes(content), len(content)

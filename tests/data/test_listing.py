@@ -1,4 +1,5 @@
-"""What a URL means: which files are shards, what is said of those that are not, and why there is none."""
+"""What a URL means: which files are shards, what is said of those that are not, and why there is
+none."""
 
 from __future__ import annotations
 

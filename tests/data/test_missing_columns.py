@@ -1,4 +1,5 @@
-"""A column that is asked for and is nowhere is refused before shards are scanned, which may take hours."""
+"""A column that is asked for and is nowhere is refused before shards are scanned, which may take
+hours."""
 
 from __future__ import annotations
 

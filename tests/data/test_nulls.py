@@ -158,7 +158,8 @@ def test_a_list_that_may_be_empty_is_not_taken_for_one_with_nulls(tmp_path):
 
 @pytest.mark.parametrize("form", ["arrow file", "jsonl"])
 def test_null_lists_are_refused_at_open_also_where_their_items_are_filled(form, tmp_path):
-    """Also where they are null because a line has no such key, or the struct around them is null."""
+    """Also where they are null because a line has no such key, or the struct around them is
+    null."""
     rows = [{"l": [1, None], "s": {"m": [[2]]}}] * 9 + [{"l": None, "s": None}] * 2
     if form == "jsonl":
         lines = [*rows[:9], {}, {"s": {"m": [None]}}]

@@ -1,4 +1,5 @@
-"""Columns that are no arrays of numbers, as user code gets them: messages, maps, lists of text, ragged lists, times."""
+"""Columns that are no arrays of numbers, as user code gets them: messages, maps, lists of text,
+ragged lists, times."""
 
 import json
 from collections import Counter
@@ -47,16 +48,30 @@ OBJECTS = {
         [None if i == 5 else [message(j) for j in range(i % 4)] for i in range(ROWS)],
         pa.list_(MESSAGE),
     ),
-    "map": pa.array([[("k", i), (f"k{i}", None)] for i in range(ROWS)], pa.map_(pa.string(), pa.int16())),
-    "maps": pa.array([[[("t", [i])]] * (i % 2) for i in range(ROWS)], pa.list_(pa.map_(pa.string(), pa.list_(pa.int8())))),
+    "map": pa.array(
+        [[("k", i), (f"k{i}", None)] for i in range(ROWS)], pa.map_(pa.string(), pa.int16())
+    ),
+    "maps": pa.array(
+        [[[("t", [i])]] * (i % 2) for i in range(ROWS)],
+        pa.list_(pa.map_(pa.string(), pa.list_(pa.int8()))),
+    ),
     "price": pa.array([Decimal(i) / 4 for i in range(ROWS)], pa.decimal128(9, 2)),
-    "prices": pa.array([[Decimal(i)] * (i % 2) for i in range(ROWS)], pa.list_(pa.decimal128(9, 2))),
-}  # fmt: skip
+    "prices": pa.array(
+        [[Decimal(i)] * (i % 2) for i in range(ROWS)], pa.list_(pa.decimal128(9, 2))
+    ),
+}
 RAGGED = {
-    "deep": pa.array([[[j] * (j % 3) for j in range(i % 5)] for i in range(ROWS)], pa.list_(pa.list_(pa.int16()))),
-    "wide": pa.array([[[i] * (i % 3), [1]] for i in range(ROWS)], pa.list_(pa.list_(pa.float32()), 2)),
-    "deeper": pa.array([[[[1], [i, 2]], []][: i % 3] for i in range(ROWS)], pa.list_(pa.list_(pa.list_(pa.uint8())))),
-}  # fmt: skip
+    "deep": pa.array(
+        [[[j] * (j % 3) for j in range(i % 5)] for i in range(ROWS)], pa.list_(pa.list_(pa.int16()))
+    ),
+    "wide": pa.array(
+        [[[i] * (i % 3), [1]] for i in range(ROWS)], pa.list_(pa.list_(pa.float32()), 2)
+    ),
+    "deeper": pa.array(
+        [[[[1], [i, 2]], []][: i % 3] for i in range(ROWS)],
+        pa.list_(pa.list_(pa.list_(pa.uint8()))),
+    ),
+}
 TIMES = {
     "ns": (pa.array([AT + timedelta(i) for i in range(ROWS)], pa.timestamp("ns", "UTC")), 10**9),
     "us": (pa.array([AT + timedelta(i) for i in range(ROWS)], pa.timestamp("us")), 10**6),
@@ -214,7 +229,8 @@ def with_draws(batch):
     ids=["plain", "transform", "process"],
 )
 def test_objects_are_the_same_on_any_fleet(workers, options, tmp_path):
-    """One that runs all virtual workers ahead in chunks, and one that is asked for single micro-batches."""
+    """One that runs all virtual workers ahead in chunks, and one that is asked for single
+    micro-batches."""
     BINARY["parquet"](tmp_path / "a", TABLE)
     shape = {"micro_batch_size": 3, "epochs": 2, "tail": "short", "collate_fn": collect, **options}
     columns = [*OBJECTS, *RAGGED]
@@ -256,15 +272,22 @@ def test_objects_made_ahead_count_towards_memory(tmp_path):
 def test_chat_messages_of_json_lines_whose_keys_come_and_go(tmp_path, monkeypatch):
     monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 100)
     rows = [
-        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "tool", "call": {"id": i}}][: 1 + i % 2]}
+        {
+            "messages": [{"role": "user", "content": f"{i}"}, {"role": "tool", "call": {"id": i}}][
+                : 1 + i % 2
+            ]
+        }
         for i in range(20)
-    ]  # fmt: skip
+    ]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = read(tmp_path)["messages"]
     whole = [
-        [{"role": m["role"], "content": m.get("content"), "call": m.get("call")} for m in row["messages"]]
+        [
+            {"role": m["role"], "content": m.get("content"), "call": m.get("call")}
+            for m in row["messages"]
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     assert found == whole
     convert(str(tmp_path / "a.jsonl"), str(tmp_path / "out"))
     assert read(tmp_path / "out")["messages"] == whole

@@ -243,7 +243,10 @@ def not_parquet(folder: Path) -> DataConfig:
         (differing_names, r"'x' \(int64\) holds .* nulls, the first in b\.parquet"),
         (
             too_few,
-            r"15 rows, fewer than one global batch of 16 \(2 virtual workers × micro_batch_size 8\)",
+            (
+                r"15 rows, fewer than one global batch of 16 \(2 virtual workers × "
+                r"micro_batch_size 8\)"
+            ),
         ),
         (not_parquet, r"cannot read the footer of a\.parquet"),
     ],

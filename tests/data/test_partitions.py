@@ -1,4 +1,5 @@
-"""Columns that only the names of folders hold: `convert` writes them, and training says that it does not read them."""
+"""Columns that only the names of folders hold: `convert` writes them, and training says that it
+does not read them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def converted(url: str | Path, to: Path, **options) -> list[dict]:
 def by_duckdb(folder: Path) -> list[dict]:
     """Four rows in three folders; "zip" begins with a zero, and one "city" is null."""
     query = (
-        "SELECT * FROM (VALUES (0, 2024, '01234', 'a b/ü'), (1, 2024, '01234', 'a b/ü'), (2, 2025, '12345', 'x=y'), "
+        "SELECT * FROM (VALUES (0, 2024, '01234', 'a b/ü'), (1, 2024, '01234', 'a b/ü'), (2, "
+        "2025, '12345', 'x=y'), "
         "(3, 2025, '12345', NULL)) t(id, year, zip, city)"
     )
     with duckdb.connect() as connection:

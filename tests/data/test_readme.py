@@ -1,4 +1,5 @@
-"""The commands of docs/preparing-data.md, as they stand there, on a source of each kind that they name."""
+"""The commands of docs/preparing-data.md, as they stand there, on a source of each kind that they
+name."""
 
 import json
 import re

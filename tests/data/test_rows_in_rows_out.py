@@ -1,5 +1,6 @@
-"""Of every kind of file: rows in are rows out, by id and value: read in place and converted, in training's order and in
-an evaluation, dealt to one worker and to three; and once with processes, one of which is killed."""
+"""Of every kind of file: rows in are rows out, by id and value: read in place and converted, in
+training's order and in an evaluation, dealt to one worker and to three; and once with processes,
+one of which is killed."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def rows_of(batch: Row) -> list[Row]:
 
 
 def dealt(config: DataConfig, workers: int) -> list[list[Row]]:
-    """The rows of each step of an epoch, from data sets of as many workers, each asked for its own virtual workers."""
+    """The rows of each step of an epoch, from data sets of as many workers, each asked for its own
+    virtual workers."""
     data = [open_data(config, virtual_workers=V) for _ in range(workers)]
     for number, one in enumerate(data):
         one.read_ahead(1, range(number, V, workers))

@@ -71,7 +71,8 @@ actions = st.lists(
 @given(actions, st.sampled_from(["none", "rows", "full"]), st.integers(0, 2), st.booleans())
 @settings(max_examples=60)
 def test_every_history_gives_the_same_micro_batches(history, shuffle, tightness, mapped):
-    """Assignments come and go, steps are repeated and jumped over, memory is enough for one micro-batch or for all."""
+    """Assignments come and go, steps are repeated and jumped over, memory is enough for one
+    micro-batch or for all."""
     groups = FakeRowGroups(SIZES, mapped=mapped)
     order = order_of(shuffle=shuffle, tail="short")
     memory = [int(groups.nbytes.sum()), 1 << 20, 1 << 30][tightness]
@@ -243,10 +244,12 @@ def test_a_budget_of_exactly_what_is_open(shuffle, at_once, reads):
 
 
 def test_the_budget_is_what_the_process_grows_by():
-    """Row groups of 16 MiB, a budget of 128: all of them pass through it. In a process without a past."""
+    """Row groups of 16 MiB, a budget of 128: all of them pass through it. In a process without a
+    past."""
     code = "from tests.data import test_sharded; print(test_sharded.growth())"
     command = [sys.executable, "-c", code]
-    # What is freed goes back at once: else it depends on the threads' turns how much libc and Arrow keep.
+    # What is freed goes back at once: else it depends on the threads' turns how much libc and Arrow
+    # keep.
     at_once = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MIMALLOC_PURGE_DELAY": "0"}
     told = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | at_once
@@ -508,7 +511,10 @@ def test_more_bad_rows_than_the_limit_are_refused():
     data = opened(groups, shuffle="none", on_bad_shard="skip", max_bad_fraction=0.1)
     data.check_bad([])
     data.check_bad([0])
-    said = r"max_bad_fraction is 0\.1, but 40 of the 100 rows of the data set, 0\.4 of them.*: row group 0 of part-0, row group"
+    said = (
+        r"max_bad_fraction is 0\.1, but 40 of the 100 rows of the data set, 0\.4 of them.*: row "
+        r"group 0 of part-0, row group"
+    )
     with pytest.raises(DataError, match=said):
         data.check_bad({0, 1})
     data.close()

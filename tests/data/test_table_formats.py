@@ -1,6 +1,8 @@
-"""Folders of Delta Lake, Iceberg and Hudi are refused, and the lines that the refusal gives read exactly the table's rows.
+"""Folders of Delta Lake, Iceberg and Hudi are refused, and the lines that the refusal gives read
+exactly the table's rows.
 
-The tables are written by `deltalake` and `pyiceberg`, but for deletion vectors and delete files, which they only read.
+The tables are written by `deltalake` and `pyiceberg`, but for deletion vectors and delete files,
+which they only read.
 """
 
 from __future__ import annotations
@@ -112,13 +114,19 @@ def test_delta_table_in_a_list_of_folders_is_refused(delta):
 
 
 def deletion_vector(rows: list[int]) -> dict:
-    """Of a file: an inline one, as the protocol of Delta lays it out: a 64-bit Roaring bitmap in Z85."""
+    """Of a file: an inline one, as the protocol of Delta lays it out: a 64-bit Roaring bitmap in
+    Z85."""
     bitmap = struct.pack("<iiHHI", 12346, 1, 0, len(rows) - 1, 16)
     bitmap += struct.pack(f"<{len(rows)}H", *rows)
     content = struct.pack("<iqi", 1681511377, 1, 0) + bitmap
     padded = content + bytes(-len(content) % 4)
     text = "".join(_z85(padded[at : at + 4]) for at in range(0, len(padded), 4))
-    return {"storageType": "i", "pathOrInlineDv": text, "sizeInBytes": len(content), "cardinality": len(rows)}  # fmt: skip
+    return {
+        "storageType": "i",
+        "pathOrInlineDv": text,
+        "sizeInBytes": len(content),
+        "cardinality": len(rows),
+    }
 
 
 def _z85(four: bytes) -> str:
@@ -207,11 +215,20 @@ def iceberg_with(content: DataFileContent, folder: Path) -> InMemoryCatalog:
         AddDeleteFiles(Operation.APPEND, transaction, made.io) as update,
     ):
         deletes = DataFile.from_args(
-            content=content, file_path=f"file://{path}", file_format=FileFormat.PARQUET, partition=Record(),
-            record_count=2, file_size_in_bytes=path.stat().st_size, column_sizes={}, value_counts={},
-            null_value_counts={}, nan_value_counts={}, lower_bounds={}, upper_bounds={},
+            content=content,
+            file_path=f"file://{path}",
+            file_format=FileFormat.PARQUET,
+            partition=Record(),
+            record_count=2,
+            file_size_in_bytes=path.stat().st_size,
+            column_sizes={},
+            value_counts={},
+            null_value_counts={},
+            nan_value_counts={},
+            lower_bounds={},
+            upper_bounds={},
             equality_ids=[1] if content == DataFileContent.EQUALITY_DELETES else None,
-        )  # fmt: skip
+        )
         deletes.spec_id = made.metadata.default_spec_id
         update.append_data_file(deletes)
     return catalog

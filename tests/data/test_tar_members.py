@@ -1,4 +1,5 @@
-"""Tars as GNU tar and Python write them: every kind of header is read, or refused with the member's name."""
+"""Tars as GNU tar and Python write them: every kind of header is read, or refused with the member's
+name."""
 
 from __future__ import annotations
 
@@ -86,8 +87,12 @@ def test_tar_with_names_beyond_ascii_is_read(format, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--format=gnu"], ["--format=oldgnu"], *(["--format=pax", f"--sparse-version={v}"] for v in ("0.0", "0.1", "1.0"))],
-)  # fmt: skip
+    [
+        ["--format=gnu"],
+        ["--format=oldgnu"],
+        *(["--format=pax", f"--sparse-version={v}"] for v in ("0.0", "0.1", "1.0")),
+    ],
+)
 def test_sparse_member_is_refused_by_name(options, tmp_path):
     def fill(folder: Path) -> None:
         with (folder / "003.bin").open("wb") as file:

@@ -1,4 +1,5 @@
-"""CSV and JSON Lines as people have them: `convert` and training read the same rows, and refuse the same files.
+"""CSV and JSON Lines as people have them: `convert` and training read the same rows, and refuse the
+same files.
 
 Beside pyarrow on the whole file and Python's csv module.
 """
@@ -58,7 +59,8 @@ texts = st.lists(
 @example(content='"""', sizes=[1])
 @example(content='x"y\n"a\nb"\n', sizes=[2])
 def test_row_ends_of_any_text_and_cut_lie_outside_of_quotes(content, sizes):
-    """Each cut is at a row end for a reader that goes character by character, and none is missed for ever."""
+    """Each cut is at a row end for a reader that goes character by character, and none is missed
+    for ever."""
     encoded, ends, cuts, at = content.encode(), RowEnds(), [], 0
 
     def is_quoted(upto: int) -> bool:
@@ -137,7 +139,8 @@ def test_csv_of_any_text_is_the_same_to_convert_training_and_pyarrow(
 
 
 def test_csv_value_that_begins_with_a_byte_order_mark_keeps_it(tmp_path, monkeypatch):
-    """pyarrow takes a mark away from the start of all that it is given, and convert gives it a file in pieces."""
+    """pyarrow takes a mark away from the start of all that it is given, and convert gives it a file
+    in pieces."""
     monkeypatch.setattr(text_format, "GROUP_BYTES", 8)
     content = "\ufeffa,b\n" + "\ufeff1,2\n" * 6
     (tmp_path / "a.csv").write_text(content, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Files of every producer are read as the producer reads them, or refused by name, as docs/data-formats.md has it.
+"""Files of every producer are read as the producer reads them, or refused by name, as
+docs/data-formats.md has it.
 
 python -m tests.data.test_zoo    # prints the table of the page
 """

@@ -1,4 +1,5 @@
-"""Rows as plain values of Python, from shards as they are read in place, and from tables of Arrow."""
+"""Rows as plain values of Python, from shards as they are read in place, and from tables of
+Arrow."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def plain(column: Any) -> list[Any]:
 
 
 def columns_of(table: pa.Table) -> Columns:
-    """Structs as their leaves; times as the whole numbers that are stored; extension types as their storage."""
+    """Structs as their leaves; times as the whole numbers that are stored; extension types as their
+    storage."""
     table.validate(full=True)
     found: Columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -63,7 +65,8 @@ def columns_of(table: pa.Table) -> Columns:
 
 
 def same(one: Any, other: Any) -> bool:
-    """`one` as training gives it, `other` as a reader of tables does: a null number is NaN, bytes of one length numbers."""
+    """`one` as training gives it, `other` as a reader of tables does: a null number is NaN, bytes
+    of one length numbers."""
     if isinstance(other, bytes) and isinstance(one, list):
         return list(other) == one
     if isinstance(one, list) and isinstance(other, list):

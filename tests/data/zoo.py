@@ -1,7 +1,7 @@
 """Files as their real producers write them, for test_zoo.py and the table in docs/data-formats.md.
 
-Each maker writes into an empty folder. `reads`: it returns what the producer's own reader gives, and what to read where
-that is not the folder. `refuses`: it may return what to read.
+Each maker writes into an empty folder. `reads`: it returns what the producer's own reader gives,
+and what to read where that is not the folder. `refuses`: it may return what to read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class At:
 
 @dataclass(frozen=True)
 class Cell:
-    """`words`: of the error where it is refused. `converts`: `convert` reads it, too, with the same outcome."""
+    """`words`: of the error where it is refused. `converts`: `convert` reads it, too, with the same
+    outcome."""
 
     producer: str
     what: str
@@ -501,7 +502,8 @@ def duckdb_json(folder):
 def duckdb_nested(folder):
     duckdb_copy(
         folder,
-        "i AS id, range(i % 3) AS l, {'a': i, 'b': i / 2} AS p, TIMESTAMP '2024-01-01' + INTERVAL (i) HOUR AS t",
+        "i AS id, range(i % 3) AS l, {'a': i, 'b': i / 2} AS p, TIMESTAMP '2024-01-01' + "
+        "INTERVAL (i) HOUR AS t",
         "a.parquet",
         "FORMAT parquet",
     )
@@ -550,7 +552,8 @@ def duckdb_ndjson(folder):
 )
 def duckdb_kinds(folder):
     columns = (
-        "i::HUGEINT AS h, ('00000000-0000-0000-0000-0000000000' || (10 + i))::UUID AS u, 'a'::ENUM('a', 'b') AS e, "
+        "i::HUGEINT AS h, ('00000000-0000-0000-0000-0000000000' || (10 + i))::UUID AS u, "
+        "'a'::ENUM('a', 'b') AS e, "
         "'\\xAA'::BLOB AS b, TIMETZ '12:00:00+01' AS z, [i, 1]::INT[2] AS v"
     )
     duckdb_copy(folder, columns, "a.parquet", "FORMAT parquet")
@@ -634,7 +637,8 @@ def datasets_splits(folder):
     return At(folder / "d")
 
 
-# ------------------------------------------------------------------------------------ tables of a lake
+# ------------------------------------------------------------------------------------ tables of a
+# lake
 
 
 def delta_with_deletes(folder: Path) -> DeltaTable:
@@ -791,7 +795,8 @@ def tar_joined(folder):
     (folder / "a.tar").write_bytes((folder / "a.tar").read_bytes() * 2)
 
 
-# ------------------------------------------------------------------------------------ Spark's layout
+# ------------------------------------------------------------------------------------ Spark's
+# layout
 
 
 def spark(folder: Path, parts: list[list[int]]) -> None:
@@ -846,7 +851,8 @@ def spark_cut(folder):
     part.write_bytes(part.read_bytes()[:-20])
 
 
-# ------------------------------------------------------------------------------------ pyarrow, Parquet
+# ------------------------------------------------------------------------------------ pyarrow,
+# Parquet
 
 
 @reads("pyarrow", "Parquet: uncompressed, snappy, gzip, brotli, zstd, lz4")
@@ -1116,7 +1122,8 @@ def parquet_no_bytes(folder):
     (folder / "b.parquet").write_bytes(b"")
 
 
-# ------------------------------------------------------------------------------------ pyarrow, others
+# ------------------------------------------------------------------------------------ pyarrow,
+# others
 
 
 def ipc(path: Path, table: pa.Table, make: Any, codec: str | None = None) -> pa.Table:

@@ -1,4 +1,5 @@
-"""What was converted is what was there: every format, in order, in bounded memory, whole or not at all."""
+"""What was converted is what was there: every format, in order, in bounded memory, whole or not at
+all."""
 
 import csv
 import hashlib
@@ -269,7 +270,8 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_how_columns_are_written(tmp_path):
-    """Dictionaries and statistics only where they help; lists and images are not compressed again."""
+    """Dictionaries and statistics only where they help; lists and images are not compressed
+    again."""
     table = pa.table({"word": ["a"] * 100, "n": range(100)})
     pq.write_table(table, tmp_path / "words.parquet")
     pq.write_table(table.append_column("list", [[[1, 2]] * 100]), tmp_path / "lists.parquet")
@@ -327,7 +329,7 @@ MEASURE = textwrap.dedent("""
     import sys
     from elastic_dp.dataprep import convert
 
-    def peak_mib():  # of this program; ru_maxrss would start with that of the process which started it
+    def peak_mib():  # ru_maxrss would start with that of the process which started it
         lines = open("/proc/self/status").read().splitlines()
         return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM"))
 
@@ -345,7 +347,8 @@ MEASURE = textwrap.dedent("""
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_does_not_grow_with_the_source(tmp_path):
-    """The growth of a process' peak over what the same takes with a small source, by sources of 60 MiB each, one row group."""
+    """The growth of a process' peak over what the same takes with a small source, by sources of 60
+    MiB each, one row group."""
     for name, rows in (("small", 2000), ("large", 16_000)):
         line = json.dumps({"id": 1, "text": "word " * 800}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text(line * rows)
@@ -380,7 +383,8 @@ def bucket(moto):
 
 @pytest.fixture
 def empty(request, tmp_path):
-    """(URL of a place where nothing is yet, its file system, the path in it): of the store that is named."""
+    """(URL of a place where nothing is yet, its file system, the path in it): of the store that is
+    named."""
     folder = {"file": tmp_path, "memory": "memory:/"}.get(request.param)
     url = f"{folder or request.getfixturevalue('bucket')}/{uuid.uuid4()}/out"
     return (url, *fsspec.core.url_to_fs(url))
@@ -556,7 +560,10 @@ def test_opening_a_folder_for_training_says_what_is_not_read_in_it(tmp_path, cap
     read_index(DataConfig(str(tmp_path), micro_batch_size=1))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    told = f"not read at {tmp_path}, since no shards: 4 files: 2 .py (such as b.py), 1 .txt (such as README.txt), 1 hidden"
+    told = (
+        f"not read at {tmp_path}, since no shards: 4 files: 2 .py (such as b.py), 1 .txt (such "
+        "as README.txt), 1 hidden"
+    )
     assert told in record.message
     caplog.clear()
     read_index(DataConfig(f"{tmp_path}/*.parquet", micro_batch_size=1))
@@ -714,10 +721,13 @@ def test_text_that_is_no_utf_8_names_the_file(tmp_path):
 @pytest.mark.parametrize(
     "state",
     [
-        *(json.dumps({"_data_files": [{"filename": name}]}) for name in ("../x.arrow", "/etc/passwd", "s3://b/x", "a\0b")),
+        *(
+            json.dumps({"_data_files": [{"filename": name}]})
+            for name in ("../x.arrow", "/etc/passwd", "s3://b/x", "a\0b")
+        ),
         *("", "[]", "{}", '{"_data_files": 5}', "[" * 100_000),
     ],
-)  # fmt: skip
+)
 def test_a_saved_dataset_that_names_files_elsewhere_is_refused(tmp_path, state):
     source = tmp_path / "source"
     source.mkdir()

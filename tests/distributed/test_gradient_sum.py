@@ -1,4 +1,5 @@
-"""The gradient sum among members that are threads of this process, in every way in which it is exchanged."""
+"""The gradient sum among members that are threads of this process, in every way in which it is
+exchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def named(parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.nn.Parame
 def summed(
     group: ProcessGroup, shares: Sequence[tuple[int, int]], exact: bool
 ) -> list[list[float]]:
-    """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones only."""
+    """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones
+    only."""
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
     gradients, count = GradientSum(named(parameters)), shares[-1][1]
     gradients.open(group, shares, count, exact)
@@ -87,14 +89,18 @@ def summed(
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("shares", [[(0, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]])  # fmt: skip
+@pytest.mark.parametrize(
+    "shares", [[(0, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]]
+)
 def test_all_members_get_the_sum(shares: list[tuple[int, int]], exact: bool) -> None:
     of_all = of_each(len(shares), lambda group: summed(group, shares, exact))
     assert of_all == [[[5.0] * 3, [3.0] * 2]] * len(shares)
 
 
 @pytest.mark.parametrize("members", [2, 3])
-@pytest.mark.parametrize(("value", "factor"), [(math.inf, 1.0), (math.nan, 0.5), (2e38, 1.0), (1e38, 9.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "factor"), [(math.inf, 1.0), (math.nan, 0.5), (2e38, 1.0), (1e38, 9.0)]
+)
 def test_all_members_see_that_the_sum_is_not_finite(
     members: int, value: float, factor: float
 ) -> None:

@@ -1,4 +1,5 @@
-"""Who has not the run's secret neither reads nor writes where a group forms, is no member of it, and stops nobody."""
+"""Who has not the run's secret neither reads nor writes where a group forms, is no member of it,
+and stops nobody."""
 
 import os
 import random
@@ -185,7 +186,8 @@ def port_of(device):
 
 
 def test_gloo_port_is_shut_while_no_group_forms(gloo):
-    """Gloo keeps each connection that anybody makes, and ends the process when no descriptor is left."""
+    """Gloo keeps each connection that anybody makes, and ends the process when no descriptor is
+    left."""
     with pytest.raises(TimeoutError):
         socket.create_connection(port_of(gloo), timeout=0.2)
     with gloo.open(), gloo.open():
@@ -197,7 +199,8 @@ def test_gloo_port_is_shut_while_no_group_forms(gloo):
 
 
 def test_group_forms_after_strangers_took_its_pairs(server, gloo):
-    """A connection that names a later pair is taken for the peer: that group fails, and the next has another port."""
+    """A connection that names a later pair is taken for the peer: that group fails, and the next
+    has another port."""
     strangers, before = [], len(os.listdir("/proc/self/fd"))
     with gloo.open():
         for number in range(100):

@@ -19,7 +19,8 @@ SECRET = b"secret"
 
 
 class Alone:
-    """A group whose one other member reads what the first one sends: in the order of the broadcasts."""
+    """A group whose one other member reads what the first one sends: in the order of the
+    broadcasts."""
 
     home = torch.device("cpu")
 

@@ -1,4 +1,5 @@
-"""The complete jobs: their data sets are written once and whole, they learn, and V sets the math."""
+"""The complete jobs: their data sets are written once and whole, they learn, and V sets the
+math."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,5 @@
-"""Users' loops fit: each port is a plain single-process script with few lines changed, and it runs."""
+"""Users' loops fit: each port is a plain single-process script with few lines changed, and it
+runs."""
 
 import dataclasses
 import difflib
@@ -50,7 +51,8 @@ def test_page_of_ports_names_the_changed_lines_that_are_counted():
 @pytest.mark.parametrize("port", PORTS.values())
 @pytest.mark.filterwarnings("default")  # of foreign libraries
 def test_the_port_runs(port, tmp_path, monkeypatch):
-    """The script as it is, but for `fit`: for a few steps, in this process, and most by a group of two workers."""
+    """The script as it is, but for `fit`: for a few steps, in this process, and most by a group of
+    two workers."""
     results = []
 
     def fit_here(trainer, local=False):

@@ -1,7 +1,9 @@
-"""Ray's KubeRay autoscaler itself, in this process, over the emulated API and nodes that are there on paper only.
+"""Ray's KubeRay autoscaler itself, in this process, over the emulated API and nodes that are there
+on paper only.
 
-All decisions are Ray's code: what it reads of the manifest, what it asks of the API, how long it waits, what it reports.
-Ray's GCS is as much of it as the autoscaler asks for: the nodes, those of running pods, and the demand, which a test sets.
+All decisions are Ray's code: what it reads of the manifest, what it asks of the API, how long it
+waits, what it reports. Ray's GCS is as much of it as the autoscaler asks for: the nodes, those of
+running pods, and the demand, which a test sets.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def _add(state: pb.ClusterResourceState, pod: Pod, has: Mapping[str, float], idl
 
 
 class Client:
-    """Ray's HTTP client of the API, without HTTP: what the server refuses is raised in the same words."""
+    """Ray's HTTP client of the API, without HTTP: what the server refuses is raised in the same
+    words."""
 
     def __init__(self, kubernetes: Kubernetes) -> None:
         self._kubernetes = kubernetes
@@ -118,7 +121,8 @@ class Client:
 
 
 class Cluster:
-    """`spec`: of the RayCluster. Waits of `waits_s` (names as in Ray's InstanceReconcileConfig) are over at once."""
+    """`spec`: of the RayCluster. Waits of `waits_s` (names as in Ray's InstanceReconcileConfig) are
+    over at once."""
 
     def __init__(self, spec: Mapping[str, Any], patch: pytest.MonkeyPatch, *waits: str) -> None:
         self.kubernetes = Kubernetes(spec, PaperNodes())

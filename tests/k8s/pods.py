@@ -1,8 +1,9 @@
-"""Pods as processes of this machine: a real Ray node started as KubeRay starts it from a group of the manifest.
+"""Pods as processes of this machine: a real Ray node started as KubeRay starts it from a group of
+the manifest.
 
-Each has the group's arguments, resources, labels and environment, in a user namespace of its own, where it is the
-manifest's user and has no capability. Their file system is this machine's, and the network: so ports are free ones, and
-no two pods have an address of their own.
+Each has the group's arguments, resources, labels and environment, in a user namespace of its own,
+where it is the manifest's user and has no capability. Their file system is this machine's, and the
+network: so ports are free ones, and no two pods have an address of their own.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Pod:
 
 
 class Machine:
-    """Where the pods of one cluster run. `spec` is the RayCluster's, `volumes` folders by mount path."""
+    """Where the pods of one cluster run. `spec` is the RayCluster's, `volumes` folders by mount
+    path."""
 
     def __init__(self, spec: Mapping[str, Any], volumes: Mapping[str, Path], code: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="k8s", dir="/tmp"))  # short: sockets lie in it
@@ -116,7 +118,8 @@ class Machine:
         self._start("autoscaler", _as_user_of(self._spec["headGroupSpec"], command), variables)
 
     def run(self, name: str, entrypoint: str) -> subprocess.Popen[bytes]:
-        """A command as Ray's job server runs it: by a shell, in the head's container. `said(name)` is what it prints."""
+        """A command as Ray's job server runs it: by a shell, in the head's container. `said(name)`
+        is what it prints."""
         head = self._spec["headGroupSpec"]
         for mount, folder in self._volumes.items():
             entrypoint = entrypoint.replace(mount, str(folder))
@@ -162,12 +165,14 @@ class Machine:
         )
 
     def _shared(self) -> dict[str, str]:
-        """What any container has: the token, and the image's paths; nothing that this test's own environment says."""
+        """What any container has: the token, and the image's paths; nothing that this test's own
+        environment says."""
         return {
             "RAY_AUTH_MODE": self._spec["authOptions"]["mode"],
             "RAY_AUTH_TOKEN": TOKEN,
             "RAY_enable_autoscaler_v2": "true",
-            # One machine for all of them: no worker is started in advance, and none is put behind other processes.
+            # One machine for all of them: no worker is started in advance, and none is put behind
+            # other processes.
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",
             "HOME": str(self.folder),
@@ -200,7 +205,8 @@ def _as_user_of(group: Mapping[str, Any], command: list[str]) -> list[str]:
 
 
 def _kill_tree(pid: int) -> None:
-    """A process that ended, and was waited for, has none under it any more: Ray's end with who started them."""
+    """A process that ended, and was waited for, has none under it any more: Ray's end with who
+    started them."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

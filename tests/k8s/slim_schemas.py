@@ -2,9 +2,10 @@
 
     python -m tests.k8s.slim_schemas CRDS KUBERNETES
 
-CRDS is a folder of CustomResourceDefinitions as their projects ship them; KUBERNETES the folder of one Kubernetes
-version in the `kubernetes-validate` wheel (`kubernetes-json-schema/v…-local-strict`). Descriptions go, and so do
-versions that are not served under the name used here. Unknown fields are refused afterwards, as `kubectl` does.
+CRDS is a folder of CustomResourceDefinitions as their projects ship them; KUBERNETES the folder of
+one Kubernetes version in the `kubernetes-validate` wheel
+(`kubernetes-json-schema/v…-local-strict`). Descriptions go, and so do versions that are not served
+under the name used here. Unknown fields are refused afterwards, as `kubectl` does.
 """
 
 import json

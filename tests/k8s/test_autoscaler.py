@@ -1,5 +1,5 @@
-"""What Ray's KubeRay autoscaler makes of the shipped manifest when Kubernetes does not give what is asked, and that what
-it says then is what a user is told.
+"""What Ray's KubeRay autoscaler makes of the shipped manifest when Kubernetes does not give what is
+asked, and that what it says then is what a user is told.
 """
 
 import logging
@@ -117,7 +117,9 @@ def test_a_kind_of_gpu_that_nobody_has(spec, monkeypatch, told):
 
 
 def test_autoscaler_without_an_on_demand_group_says_what_it_cannot_place(spec, monkeypatch, told):
-    spec["workerGroupSpecs"] = [group for group in spec["workerGroupSpecs"] if group["groupName"] == "spot"]  # fmt: skip
+    spec["workerGroupSpecs"] = [
+        group for group in spec["workerGroupSpecs"] if group["groupName"] == "spot"
+    ]
     there = Cluster(spec, monkeypatch)
     there.gcs.demand = wants("on-demand")
     said = told(there.look())
@@ -136,12 +138,18 @@ def test_a_preempted_node_is_replaced(spec, monkeypatch):
 
 
 def test_the_last_words_of_a_log():
-    ours = "2026-11-21 21:18:56,715\tINFO a.py:1 -- Update instance REQUESTED->ALLOCATION_FAILED (id=1, type=spot): "
+    ours = (
+        "2026-11-21 21:18:56,715\tINFO a.py:1 -- Update instance REQUESTED->ALLOCATION_FAILED "
+        "(id=1, type=spot): "
+    )
     failed = (
         f"{ours}launch failed with Failed to launch 2 nodes of type spot with request id a-1: 403\n"
     )
     calm = "2026-11-21 21:18:57,715\tINFO a.py:1 -- Fetched\n"
-    assert autoscaler_status.last_words(failed + calm) == "launch failed with Failed to launch 2 nodes of type spot: 403"  # fmt: skip
+    assert (
+        autoscaler_status.last_words(failed + calm)
+        == "launch failed with Failed to launch 2 nodes of type spot: 403"
+    )
     error = "2026-11-21 21:18:58,000\tERROR b.py:2 -- it broke\n"
     assert autoscaler_status.last_words(failed + error + calm) == "it broke"
     trace = "Traceback (most recent call last):\n  x\nKeyError: 'spot'\n"

@@ -1,5 +1,5 @@
-"""What the clouds, KubeRay and Kubernetes ask of a manifest. Each test names the page or file that says so; none was tried on a
-cluster."""
+"""What the clouds, KubeRay and Kubernetes ask of a manifest. Each test names the page or file that
+says so; none was tried on a cluster."""
 
 import json
 import re
@@ -32,13 +32,14 @@ def values():
     return yaml.safe_load((K8S / "admin/kuberay/values.yaml").read_text())
 
 
-# ------------------------------------------------------------------------------------------------ 15: GPUs, DNS, identity
+# ------------------------------------------------------------------------------------------------
+# 15: GPUs, DNS, identity
 
 
 @pytest.mark.parametrize("folder", ON_GKE)
 def test_a_worker_on_gke_finds_the_mounted_driver(folder):
-    """ "Run GPUs in GKE Standard node pools", about the CUDA libraries: the driver's are mounted at /usr/local/nvidia/lib64, and
-    LD_LIBRARY_PATH must name that folder."""
+    """ "Run GPUs in GKE Standard node pools", about the CUDA libraries: the driver's are mounted at
+    /usr/local/nvidia/lib64, and LD_LIBRARY_PATH must name that folder."""
     for pod in workers(folder).values():
         paths = environment(pod["containers"][0])["LD_LIBRARY_PATH"].split(":")
         assert "/usr/local/nvidia/lib64" in paths
@@ -47,8 +48,8 @@ def test_a_worker_on_gke_finds_the_mounted_driver(folder):
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_names_resolve_whatever_answers_for_the_cluster(folder):
     """NodeLocal DNSCache listens at 169.254.20.10 in its node's own network (kubernetes/kubernetes,
-    cluster/addons/dns/nodelocaldns/README.md), Cloud DNS for GKE at 169.254.169.254 (tektoncd/operator#4000): no selector of
-    pods matches either, and DNS is asked over TCP, too."""
+    cluster/addons/dns/nodelocaldns/README.md), Cloud DNS for GKE at 169.254.169.254
+    (tektoncd/operator#4000): no selector of pods matches either, and DNS is asked over TCP, too."""
     [policy] = of_kind(build(folder), "NetworkPolicy")
     allowed = {}
     for rule in policy["spec"]["egress"]:
@@ -67,7 +68,8 @@ def test_names_resolve_whatever_answers_for_the_cluster(folder):
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_storage_is_reached_over_ipv6_and_the_machines_own_identity_over_neither(folder):
-    """An ipBlock of IPv4 matches no address of IPv6. The metadata service of EC2 is 169.254.169.254 and fd00:ec2::254."""
+    """An ipBlock of IPv4 matches no address of IPv6. The metadata service of EC2 is 169.254.169.254
+    and fd00:ec2::254."""
     [policy] = of_kind(build(folder), "NetworkPolicy")
     open_to = [
         peer["ipBlock"]
@@ -84,7 +86,8 @@ def test_storage_is_reached_over_ipv6_and_the_machines_own_identity_over_neither
 
 @pytest.mark.parametrize("folder", ON_EKS)
 def test_pods_on_eks_reach_the_agent_that_gives_them_their_role(folder):
-    """ "EKS Pod Identity agent": it listens on port 80 of 169.254.170.23 and [fd00:ec2::23] of each node."""
+    """ "EKS Pod Identity agent": it listens on port 80 of 169.254.170.23 and [fd00:ec2::23] of each
+    node."""
     [policy] = of_kind(build(folder), "NetworkPolicy")
     [rule] = [
         r for r in policy["spec"]["egress"] if r.get("ports") == [{"protocol": "TCP", "port": 80}]
@@ -94,24 +97,28 @@ def test_pods_on_eks_reach_the_agent_that_gives_them_their_role(folder):
 
 
 def test_pods_on_aks_get_their_identity():
-    """ "Use Microsoft Entra Workload ID with AKS": the webhook looks at a label of the pod and an annotation of its account."""
+    """ "Use Microsoft Entra Workload ID with AKS": the webhook looks at a label of the pod and an
+    annotation of its account."""
     for template in templates(build("overlays/aks-spot")).values():
         assert template["metadata"]["labels"]["azure.workload.identity/use"] == "true"
     for account in of_kind(build("namespaces/aks"), "ServiceAccount"):
         assert account["metadata"]["annotations"]["azure.workload.identity/client-id"]
 
 
-# ------------------------------------------------------------------------------------------------ 16: times of a new node
+# ------------------------------------------------------------------------------------------------
+# 16: times of a new node
 
 
 def test_the_operator_waits_for_a_head_as_long_as_a_node_takes():
     """JobStatusCheckTimeoutExceeded is never retried (checkBackoffLimitAndUpdateStatusIfNeeded of
-    ray-operator/controllers/ray/rayjob_controller.go); DEFAULT_RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS is 300."""
+    ray-operator/controllers/ray/rayjob_controller.go); DEFAULT_RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS
+    is 300."""
     [variable] = [v for v in values()["env"] if v["name"] == "RAYJOB_STATUS_CHECK_TIMEOUT_SECONDS"]
     assert isinstance(variable["value"], str) and int(variable["value"]) == 1800
 
 
-# ------------------------------------------------------------------------------------------------ 17: kinds, gates, alerts
+# ------------------------------------------------------------------------------------------------
+# 17: kinds, gates, alerts
 
 # helm-chart/kuberay-operator/values.yaml of KubeRay v1.7.0
 GATES_OF_THE_CHART = {
@@ -127,8 +134,8 @@ GATES_OF_THE_CHART = {
 
 
 def test_the_operators_values_have_the_gate_of_each_manifest_and_the_charts_own():
-    """ValidateRayClusterSpec (ray-operator/controllers/ray/utils/validation.go) refuses backend rocksdb without its gate. Helm
-    replaces lists, so the chart's own gates must be there again."""
+    """ValidateRayClusterSpec (ray-operator/controllers/ray/utils/validation.go) refuses backend
+    rocksdb without its gate. Helm replaces lists, so the chart's own gates must be there again."""
     gates = {gate["name"]: gate["enabled"] for gate in values()["featureGates"]}
     needs = {
         "GCSFaultToleranceEmbeddedStorage"
@@ -140,8 +147,9 @@ def test_the_operators_values_have_the_gate_of_each_manifest_and_the_charts_own(
 
 
 def test_alerts_of_the_operators_metrics_are_said_to_need_its_monitor():
-    """helm-chart/kuberay-operator/values.yaml: metrics.serviceMonitor.enabled is false; with honorLabels the label namespace
-    is the RayJob's (ray-operator/controllers/ray/metrics/ray_job_metrics.go)."""
+    """helm-chart/kuberay-operator/values.yaml: metrics.serviceMonitor.enabled is false; with
+    honorLabels the label namespace is the RayJob's
+    (ray-operator/controllers/ray/metrics/ray_job_metrics.go)."""
     monitored = yaml.safe_load((K8S / "admin/kuberay/monitored.yaml").read_text())["metrics"]
     assert monitored["enabled"] and monitored["serviceMonitor"]["enabled"]
     assert monitored["serviceMonitor"]["honorLabels"]
@@ -167,7 +175,8 @@ def test_alerts_name_labels_that_their_metrics_have():
         for endpoint in monitor["spec"]["podMetricsEndpoints"]
         for label in endpoint["relabelings"]
     }
-    # The label of the pods is the RayJob's name, and the cluster's where it stays: it is no run's name then.
+    # The label of the pods is the RayJob's name, and the cluster's where it stays: it is no run's
+    # name then.
     assert set_by_us["ray_instance"] == ["__meta_kubernetes_pod_label_app_kubernetes_io_instance"]
     assert "run" not in set_by_us
     of_kuberay = {"name", "namespace", "uid", "deployment_status"}
@@ -184,7 +193,8 @@ def test_alerts_name_labels_that_their_metrics_have():
 
 @pytest.mark.parametrize("folder", ON_EKS)
 def test_all_workers_on_eks_have_one_kind_of_gpu(folder):
-    """karpenter.k8s.aws/instance-gpu-name is a label that Karpenter selects machines by ("Scheduling", well-known labels)."""
+    """karpenter.k8s.aws/instance-gpu-name is a label that Karpenter selects machines by
+    ("Scheduling", well-known labels)."""
     kinds = {
         pod["nodeSelector"]["karpenter.k8s.aws/instance-gpu-name"]
         for pod in workers(folder).values()
@@ -201,7 +211,10 @@ def test_all_workers_on_gke_have_one_kind_of_gpu(folder):
 
 
 def test_all_workers_on_aks_have_one_type_of_machine():
-    kinds = {pod["nodeSelector"]["node.kubernetes.io/instance-type"] for pod in workers("overlays/aks-spot").values()}  # fmt: skip
+    kinds = {
+        pod["nodeSelector"]["node.kubernetes.io/instance-type"]
+        for pod in workers("overlays/aks-spot").values()
+    }
     assert len(kinds) == 1
     taint = {"key": "sku", "operator": "Equal", "value": "gpu", "effect": "NoSchedule"}
     assert all(taint in pod["tolerations"] for pod in workers("overlays/aks-spot").values())
@@ -209,9 +222,9 @@ def test_all_workers_on_aks_have_one_type_of_machine():
 
 @pytest.mark.parametrize("folder", ["overlays/eks-spot", "overlays/eks-shared"])
 def test_zones_are_spread_over_by_pods_of_one_cluster(folder):
-    """KubeRay sets ray.io/group and ray.io/cluster on each pod (labelPod in ray-operator/controllers/ray/common/pod.go), and
-    the group's name is the same in every run; matchLabelKeys adds the pod's own value to the selector ("Pod Topology Spread
-    Constraints")."""
+    """KubeRay sets ray.io/group and ray.io/cluster on each pod (labelPod in
+    ray-operator/controllers/ray/common/pod.go), and the group's name is the same in every run;
+    matchLabelKeys adds the pod's own value to the selector ("Pod Topology Spread Constraints")."""
     [spread] = workers(folder)["spot"]["topologySpreadConstraints"]
     assert spread == {
         "maxSkew": 1,
@@ -265,8 +278,8 @@ def test_groups_are_named_as_the_cloud_names_them(folder, form):
 
 
 def test_an_image_is_named_in_no_second_place():
-    """`images:` matches the name that an image has by then: one that base had renamed was changed by an overlay's block only
-    under its new name, and silently not at all under the old one."""
+    """`images:` matches the name that an image has by then: one that base had renamed was changed
+    by an overlay's block only under its new name, and silently not at all under the old one."""
     for path in [*K8S.glob("base/*.yaml"), *K8S.glob("components/*/*.yaml")]:
         assert not re.search(r"^images:", path.read_text(), re.M), path
     base = yaml.safe_load((K8S / "base/rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
@@ -275,12 +288,14 @@ def test_an_image_is_named_in_no_second_place():
     assert images == {"elastic-dp"}
 
 
-# ------------------------------------------------------------------------------------------------ 19: components
+# ------------------------------------------------------------------------------------------------
+# 19: components
 
 
 @pytest.mark.parametrize("folder", ON_WHOLE_MACHINES)
 def test_all_gpus_that_nvlink_joins_are_in_one_pod(folder):
-    """NCCL reaches only GPUs of its own container by NVLink (NVIDIA/nccl#324, #945). Its shared memory grows with them."""
+    """NCCL reaches only GPUs of its own container by NVLink (NVIDIA/nccl#324, #945). Its shared
+    memory grows with them."""
     for pod in workers(folder).values():
         assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
         [shm] = [volume for volume in pod["volumes"] if volume["name"] == "shm"]
@@ -288,9 +303,10 @@ def test_all_gpus_that_nvlink_joins_are_in_one_pod(folder):
 
 
 def test_workers_get_efa():
-    """ "Run machine learning training on Amazon EKS with Elastic Fabric Adapter": a p5.48xlarge has 32, with 5120Mi of pages of
-    2 MiB. Extended resources and huge pages are asked for as limits that equal the requests (Kubernetes, "Manage HugePages").
-    EFA's traffic stays in its subnet, which is in one zone."""
+    """ "Run machine learning training on Amazon EKS with Elastic Fabric Adapter": a p5.48xlarge has
+    32, with 5120Mi of pages of 2 MiB. Extended resources and huge pages are asked for as limits
+    that equal the requests (Kubernetes, "Manage HugePages"). EFA's traffic stays in its subnet,
+    which is in one zone."""
     zones = set()
     for pod in workers("overlays/eks-efa").values():
         resources = pod["containers"][0]["resources"]
@@ -305,9 +321,9 @@ def test_workers_get_efa():
 
 
 def test_workers_get_gpudirect_rdma():
-    """ "Create a custom AI-optimized GKE cluster": annotations for eight networks, the plugin from its node, its folder before the
-    driver's, and its script before the workload. KubeRay joins command and `ray start` with && (BuildPod in
-    ray-operator/controllers/ray/common/pod.go)."""
+    """ "Create a custom AI-optimized GKE cluster": annotations for eight networks, the plugin from
+    its node, its folder before the driver's, and its script before the workload. KubeRay joins
+    command and `ray start` with && (BuildPod in ray-operator/controllers/ray/common/pod.go)."""
     for group in groups(build("overlays/gke-gpudirect")).values():
         annotations = group["template"]["metadata"]["annotations"]
         networks = json.loads(annotations["networking.gke.io/interfaces"])
@@ -334,8 +350,11 @@ def test_workers_get_gpudirect_rdma():
 
 @pytest.mark.parametrize("folder", OVERLAYS)
 def test_pods_are_let_into_their_namespace(folder):
-    """ "Pod Security Standards": restricted and baseline forbid hostPath. One namespace is made for who needs it."""
-    mounts_a_host = any("hostPath" in v for p in templates(build(folder)).values() for v in p["spec"]["volumes"])  # fmt: skip
+    """ "Pod Security Standards": restricted and baseline forbid hostPath. One namespace is made for
+    who needs it."""
+    mounts_a_host = any(
+        "hostPath" in v for p in templates(build(folder)).values() for v in p["spec"]["volumes"]
+    )
     assert mounts_a_host == (folder == "overlays/gke-gpudirect")
     for name in ("base", "eks", "gke", "aks", "gke-gpudirect"):
         [space] = of_kind(build(f"namespaces/{name}"), "Namespace")
@@ -358,7 +377,8 @@ def test_minio_overlay_takes_keys_from_a_secret_and_lets_its_address_out():
 
 
 def test_nfs_overlay_mounts_the_runs_and_goes_out_by_the_proxy():
-    """gRPC takes a proxy from https_proxy, in small letters, alone (doc/environment_variables.md of grpc/grpc)."""
+    """gRPC takes a proxy from https_proxy, in small letters, alone (doc/environment_variables.md of
+    grpc/grpc)."""
     for template in templates(build("overlays/nfs")).values():
         [container] = template["spec"]["containers"]
         assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]

@@ -1,5 +1,5 @@
-"""k8s/Dockerfile without a Docker daemon: its instructions are read, hadolint's rules that apply are checked, and its pip
-steps run in a clean environment (slow).
+"""k8s/Dockerfile without a Docker daemon: its instructions are read, hadolint's rules that apply
+are checked, and its pip steps run in a clean environment (slow).
 """
 
 import os
@@ -46,7 +46,9 @@ def argument(name: str) -> str:
 
 
 def position(pattern: str) -> int:
-    [found] = [i for i, each in enumerate(parsed()) if re.search(pattern, f"{each.word} {each.rest}")]  # fmt: skip
+    [found] = [
+        i for i, each in enumerate(parsed()) if re.search(pattern, f"{each.word} {each.rest}")
+    ]
     return found
 
 
@@ -73,7 +75,8 @@ def test_dockerfile_dependencies_are_installed_before_code_is_copied():
 
 
 def test_dockerfile_has_a_compiler_for_triton():
-    """gcc for Triton's launchers; g++ brings it and the headers along, and torch.compile needs it on a CPU."""
+    """gcc for Triton's launchers; g++ brings it and the headers along, and torch.compile needs it
+    on a CPU."""
     [apt] = [run for run in all_of("RUN") if "apt-get" in run]
     assert "g++" in shlex.split(apt)
 
@@ -176,14 +179,17 @@ def test_dockerfile_dependencies_are_the_projects_own():
 
 @pytest.mark.slow
 def test_dockerfile_steps_in_a_clean_environment(tmp_path):
-    """The steps after the system's, as they stand, in a folder that has only what COPY brought and an environment that has
-    only what RUN installed. torch comes from the index that pip has here: its own one may be out of reach.
+    """The steps after the system's, as they stand, in a folder that has only what COPY brought and
+    an environment that has only what RUN installed. torch comes from the index that pip has here:
+    its own one may be out of reach.
     """
     app, venv, tmp = tmp_path / "app", tmp_path / "venv", tmp_path / "tmp"
     app.mkdir()
     tmp.mkdir()
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    settings = {name: rest.partition("=")[2] for rest in all_of("ARG") if (name := rest.partition("=")[0])}  # fmt: skip
+    settings = {
+        name: rest.partition("=")[2] for rest in all_of("ARG") if (name := rest.partition("=")[0])
+    }
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment = {**inherited, **settings, "PATH": f"{venv}/bin:{os.environ['PATH']}"}
     for instruction in parsed():
@@ -212,6 +218,11 @@ def test_dockerfile_steps_in_a_clean_environment(tmp_path):
 
     assert "run" in output("elastic-dp", "--help")
     output("pip", "check")
-    where = output("python", "-c", "import os; os.chdir('/'); import elastic_dp, ray, gcsfs, adlfs, s3fs; print(elastic_dp.__file__, ray.__version__)")  # fmt: skip
+    where = output(
+        "python",
+        "-c",
+        "import os; os.chdir('/'); import elastic_dp, ray, gcsfs, adlfs, s3fs; "
+        "print(elastic_dp.__file__, ray.__version__)",
+    )
     assert str(venv) in where and argument("RAY") in where
     output("ray", "kuberay-autoscaler", "--help")

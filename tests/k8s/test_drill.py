@@ -1,4 +1,5 @@
-"""The restore drill of k8s/README.md, step by step: a copy of a run's folder elsewhere, some of it not there yet."""
+"""The restore drill of k8s/README.md, step by step: a copy of a run's folder elsewhere, some of it
+not there yet."""
 
 import shutil
 

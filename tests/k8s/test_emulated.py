@@ -1,9 +1,11 @@
-"""The shipped manifest, Ray's KubeRay autoscaler and our job together, on one machine: `emulator.py` stands for the rest.
+"""The shipped manifest, Ray's KubeRay autoscaler and our job together, on one machine:
+`emulator.py` stands for the rest.
 
     python -m pytest -m slow tests/k8s/test_emulated.py
 
-The test with a job is left out of the default run: it starts four Ray nodes and six processes with torch, and wants two
-cores of its own. The other has one actor. Of the manifest two numbers are changed: idle times, and the job's epochs.
+The test with a job is left out of the default run: it starts four Ray nodes and six processes with
+torch, and wants two cores of its own. The other has one actor. Of the manifest two numbers are
+changed: idle times, and the job's epochs.
 """
 
 import functools
@@ -65,7 +67,8 @@ def test_a_node_comes_is_lost_comes_again_and_goes(tmp_path):
 
         first.lose()
         wait(lambda: job.poll() == 0)
-        # The operator replaced it. A node that is not up within Ray's 30 s ends, and is replaced, too.
+        # The operator replaced it. A node that is not up within Ray's 30 s ends, and is replaced,
+        # too.
         assert {pod.group for pod in emulator.ever if pod.group != HEAD} == {"spot"}
         assert len(emulator.ever) >= 3
 
@@ -99,8 +102,8 @@ def test_the_manifest_the_autoscaler_and_the_job_together(tmp_path):
 
 @pytest.mark.slow
 def test_no_right_then_no_spot_then_a_preemption(tmp_path):
-    """First the autoscaler may not patch, and the run says so in its words; then there is one spot machine only, and
-    then that is taken back with notice."""
+    """First the autoscaler may not patch, and the run says so in its words; then there is one spot
+    machine only, and then that is taken back with notice."""
     objects = build("overlays/cpu-smoke")
     spec = cluster(objects)
     spec["autoscalerOptions"]["idleTimeoutSeconds"] = 5
@@ -126,8 +129,8 @@ def test_no_right_then_no_spot_then_a_preemption(tmp_path):
 
 
 def _start(emulator: Emulator, objects: list, *more: str) -> subprocess.Popen[bytes]:
-    """The job as the manifest starts it; but it needs both workers at any time, so that it cannot be over before what is
-    to happen to it."""
+    """The job as the manifest starts it; but it needs both workers at any time, so that it cannot
+    be over before what is to happen to it."""
     words, script = ray_object(objects)["spec"]["entrypoint"].split(" -- ")
     sets = " ".join(["--set scaling.min_workers=2", *more])
     return emulator.machine.run("job", f"{words} {sets} -- {script} {EPOCHS}")
@@ -141,9 +144,11 @@ def _is_as_undisturbed(emulator: Emulator, folder) -> None:
 
 
 def _arrival(emulator: Emulator, pod: Pod, run) -> dict[str, float]:
-    """Seconds of each stage of a pod's worker, the last that came; steps are logged once an epoch, so `logged` is at most
-    one epoch late."""
-    up = re.search(r"^(\S+ \S+)\t\w+ \S+ -- Ray runtime started", emulator.machine.said(pod.name), re.M)  # fmt: skip
+    """Seconds of each stage of a pod's worker, the last that came; steps are logged once an epoch,
+    so `logged` is at most one epoch late."""
+    up = re.search(
+        r"^(\S+ \S+)\t\w+ \S+ -- Ray runtime started", emulator.machine.said(pod.name), re.M
+    )
     at = {"node": datetime.strptime(up[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()}
     for line in map(json.loads, _events(run).splitlines()):
         if line.get("event") == "WorkerStarted":
@@ -211,7 +216,8 @@ def _until(emulator: Emulator, job: subprocess.Popen[bytes], true) -> None:
 
 def _told(emulator: Emulator) -> str:
     pods = list(emulator.pods.values())
-    return f"{pods}\n{emulator.patches}\n{emulator.machine.said('job')}\n{emulator.machine.said('autoscaler')[-3000:]}"
+    said = emulator.machine.said
+    return f"{pods}\n{emulator.patches}\n{said('job')}\n{said('autoscaler')[-3000:]}"
 
 
 def _digest(text: str) -> str:

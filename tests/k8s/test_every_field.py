@@ -1,10 +1,13 @@
-"""Nothing is in a manifest that no test would miss: each field of each overlay is taken away, and some check must fail.
+"""Nothing is in a manifest that no test would miss: each field of each overlay is taken away, and
+some check must fail.
 
     python -m pytest -m slow --assert=plain tests/k8s/test_every_field.py
 
-(plain, or pytest writes out the whole manifest for each assertion that fails as it should: ten times as slow)
+(plain, or pytest writes out the whole manifest for each assertion that fails as it should: ten
+times as slow)
 
-It calls the other tests of this folder as functions, with the changed objects in the place of what kubectl built.
+It calls the other tests of this folder as functions, with the changed objects in the place of what
+kubectl built.
 """
 
 import copy
@@ -44,8 +47,8 @@ def test_a_field_that_is_taken_away_is_missed(folder, monkeypatch):
 
 
 def _checks(folder: str, patch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
-    """The tests that need a folder at most. What fails for the whole manifest is no test of this folder, nor is what does
-    not look at it."""
+    """The tests that need a folder at most. What fails for the whole manifest is no test of this
+    folder, nor is what does not look at it."""
     built, looked = manifests._built, set()
     patch.setattr(manifests, "_built", lambda asked: looked.add(asked) or built(asked))
     for module in (test_clouds, test_fits, test_machines, test_names, test_policy, test_schemas):
@@ -78,7 +81,13 @@ def _fails(check: Callable[[], Any]) -> bool:
 
 def _paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Of everything inside of each object."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()  # fmt: skip
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, below in inside:
         if len(path) >= 1 and not (len(path) == 1 and key in IDENTITY):
             yield (*path, key)

@@ -1,4 +1,5 @@
-"""Each field that something breaks without is in every overlay, as it must be; and one that is taken away is missed."""
+"""Each field that something breaks without is in every overlay, as it must be; and one that is
+taken away is missed."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""What must fit together across fields and files: names, times, users, volumes, the image, the job's own command; and
-what Ray's autoscaler makes of the cluster, asked of Ray's own code.
+"""What must fit together across fields and files: names, times, users, volumes, the image, the
+job's own command; and what Ray's autoscaler makes of the cluster, asked of Ray's own code.
 """
 
 import importlib
@@ -67,14 +67,16 @@ def test_pods_of_a_run_are_selected_by_its_name(folder):
     budgets = of_kind(objects, "PodDisruptionBudget")
     assert {b["metadata"]["name"] for b in budgets} == {f"{name}-head", f"{name}-workers"}
     assert {b["spec"]["selector"]["matchLabels"][INSTANCE] for b in budgets} == {name}
-    # Not a percentage and not maxUnavailable: those need a scale subresource, which a RayCluster has not.
+    # Not a percentage and not maxUnavailable: those need a scale subresource, which a RayCluster
+    # has not.
     assert {b["spec"]["minAvailable"] for b in budgets} == {1}
     assert "NAME" not in yaml.safe_dump(objects)
 
 
 @pytest.mark.parametrize("folder", RUNS)
 def test_a_retry_is_the_same_run(folder):
-    """name= and storage_path= are in the command, so that a new RayCluster goes on where the lost one was."""
+    """name= and storage_path= are in the command, so that a new RayCluster goes on where the lost
+    one was."""
     objects = build(folder)
     job = ray_object(objects)
     given = _sets(job["spec"]["entrypoint"])
@@ -129,7 +131,11 @@ def test_volumes_that_are_mounted_are_there(folder):
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         for container in template["spec"]["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
-        used = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}  # fmt: skip
+        used = {
+            v["persistentVolumeClaim"]["claimName"]
+            for v in volumes.values()
+            if "persistentVolumeClaim" in v
+        }
         assert used <= claims
     for claim in of_kind(objects, "PersistentVolumeClaim"):
         on_one_node = folder == "overlays/cpu-smoke"
@@ -217,7 +223,9 @@ def test_a_cluster_that_stays_survives_its_head(folder):
         assert password == {"name": "redis", "key": "password"}  # as the README says to make it
         [policy] = of_kind(objects, "NetworkPolicy")
         port = int(options["redisAddress"].rpartition(":")[2])
-        assert port in [p["port"] for rule in policy["spec"]["egress"] for p in rule.get("ports", [])]  # fmt: skip
+        assert port in [
+            p["port"] for rule in policy["spec"]["egress"] for p in rule.get("ports", [])
+        ]
     else:
         disk = options["storage"]
         assert disk["size"] and disk["accessModes"] == ["ReadWriteOnce"]
@@ -258,6 +266,8 @@ def _outlives_pods(objects: list, path: str) -> None:
     if "://" in path:
         return
     for template in templates(objects).values():
-        mounts = {m["mountPath"]: m["name"] for m in template["spec"]["containers"][0]["volumeMounts"]}  # fmt: skip
+        mounts = {
+            m["mountPath"]: m["name"] for m in template["spec"]["containers"][0]["volumeMounts"]
+        }
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         assert "persistentVolumeClaim" in volumes[mounts[path]]

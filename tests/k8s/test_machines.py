@@ -1,4 +1,5 @@
-"""A worker's pod fits on the machines that it is meant for: what a node can give is less than what its type has."""
+"""A worker's pod fits on the machines that it is meant for: what a node can give is less than what
+its type has."""
 
 import re
 
@@ -6,7 +7,8 @@ import pytest
 
 from tests.k8s.manifests import K8S, build, groups
 
-# CPUs, memory in GiB and GPUs of a type: "GPU machine types" of Compute Engine, EC2's "Accelerated computing", "NCads A100 v4".
+# CPUs, memory in GiB and GPUs of a type: "GPU machine types" of Compute Engine, EC2's "Accelerated
+# computing", "NCads A100 v4".
 TYPES = {
     "g2-standard-4": (4, 16, 1),
     "g2-standard-8": (8, 32, 1),
@@ -56,8 +58,9 @@ DAEMONS_CPU, DAEMONS_GIB = (
 
 
 def allocatable(name):
-    """What the strictest cloud leaves: Karpenter takes 7.5 % off a type's memory (vmMemoryOverheadPercent in its settings), and
-    GKE reserves in steps ("Plan GKE Standard node sizes"), 100 MiB of them for evictions."""
+    """What the strictest cloud leaves: Karpenter takes 7.5 % off a type's memory
+    (vmMemoryOverheadPercent in its settings), and GKE reserves in steps ("Plan GKE Standard node
+    sizes"), 100 MiB of them for evictions."""
     cpus, memory, _ = TYPES[name]
     reserved = 0.06 + 0.01 * (cpus > 1) + 0.005 * min(max(cpus - 2, 0), 2)
     reserved += 0.0025 * max(cpus - 4, 0)

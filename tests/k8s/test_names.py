@@ -1,5 +1,6 @@
-"""Every environment variable and port in a manifest is one that Ray, Kubernetes or our own code reads: `known.yaml` says
-who, and this looks there. A misspelt variable is read by nobody, and nothing else would ever say so.
+"""Every environment variable and port in a manifest is one that Ray, Kubernetes or our own code
+reads: `known.yaml` says who, and this looks there. A misspelt variable is read by nobody, and
+nothing else would ever say so.
 """
 
 import functools

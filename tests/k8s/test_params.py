@@ -1,5 +1,5 @@
-"""One params.env for each kind of cluster: each value reaches every place that needs it and no other, and a value that was
-not filled in is refused by `kubectl kustomize` itself.
+"""One params.env for each kind of cluster: each value reaches every place that needs it and no
+other, and a value that was not filled in is refused by `kubectl kustomize` itself.
 """
 
 import re
@@ -129,7 +129,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def by_place(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every value by its place: "RayJob/0 spec.entrypoint". Objects of one kind are told apart by their order."""
+    """Every value by its place: "RayJob/0 spec.entrypoint". Objects of one kind are told apart by
+    their order."""
     count: dict[str, int] = {}
     found = {}
     for thing in objects:
@@ -228,7 +229,8 @@ def test_params_prepull_pulls_the_image_of_the_run(folder, tmp_path):
 
 @pytest.mark.parametrize("folder", READERS)
 def test_params_no_placeholder_is_left(folder):
-    """Of an image's name that nobody guesses, too: no other image is in a manifest than the one of params.env."""
+    """Of an image's name that nobody guesses, too: no other image is in a manifest than the one of
+    params.env."""
     text = yaml.safe_dump(build(folder))
     assert not re.search(r"\b(NAME|SCRIPT|[A-Z]+_(PATH|URL|WORKERS)|ARGUMENTS)\b", text)
     assert "ConfigMap" not in text

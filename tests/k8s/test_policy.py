@@ -1,4 +1,5 @@
-"""Who may talk to whom, who may be evicted, and where pods may run: written out, since nothing else would miss a line."""
+"""Who may talk to whom, who may be evicted, and where pods may run: written out, since nothing else
+would miss a line."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""What k8s/README.md and k8s/docs say: commands that can be run, and names, paths, labels, flags and fields that exist."""
+"""What k8s/README.md and k8s/docs say: commands that can be run, and names, paths, labels, flags
+and fields that exist."""
 
 import os
 import re
@@ -106,7 +107,8 @@ def test_readme_commands_name_verbs_flags_and_fields_that_exist():
 
 
 def test_readme_shared_job_reads_object_storage_and_asks_for_a_gpu():
-    """On a cluster that stays nothing else says so: shards on the head's disk, and training on the CPU."""
+    """On a cluster that stays nothing else says so: shards on the head's disk, and training on the
+    CPU."""
     block = block_with(README, "ray job submit")
     given = found(r"--set ([\w.]+)=(\S+)", block)
     assert dict(given)["data.url"].startswith("gs://")
@@ -159,11 +161,16 @@ def test_readme_labels_containers_and_objects_exist():
             if key == "app.kubernetes.io/instance":
                 assert value in ("$1", ray_object(build("overlays/gke-spot"))["metadata"]["name"])
     names = {c["name"] for _, c in containers(build("overlays/gke-spot")) if "name" in c}
-    assert set(found(r" -c ([\w-]+)", "".join(map("".join, map(blocks, PAGES.values()))))) - {"import", "from"} <= names | {"autoscaler"}  # fmt: skip
+    assert set(found(r" -c ([\w-]+)", "".join(map("".join, map(blocks, PAGES.values()))))) - {
+        "import",
+        "from",
+    } <= names | {"autoscaler"}
     assert set(re.findall(r"kubectl -n (\S+)", ALL)) == {"training", "kuberay-operator"}
     jobs = {ray_object(build(f))["metadata"]["name"] for f in OVERLAYS}
     assert set(found(r"\brayjob (\w+)(?=[ \n`])", ALL)) - {"and"} <= jobs
-    budgets = {b["metadata"]["name"] for b in of_kind(build("overlays/gke-spot"), "PodDisruptionBudget")}  # fmt: skip
+    budgets = {
+        b["metadata"]["name"] for b in of_kind(build("overlays/gke-spot"), "PodDisruptionBudget")
+    }
     assert set(found(r"delete pdb ([\w-]+)", ALL)) <= budgets
 
 
@@ -175,7 +182,9 @@ def test_readme_secrets_are_those_that_manifests_read():
     auth = cluster(build("overlays/gke-spot"))["authOptions"]["secretName"]
     wanted = {auth: {"auth_token"}}
     for folder in OVERLAYS:
-        for text in re.findall(r"secretKeyRef:\n((?: +\w+: .*\n){2})", yaml.safe_dump(build(folder))):  # fmt: skip
+        for text in re.findall(
+            r"secretKeyRef:\n((?: +\w+: .*\n){2})", yaml.safe_dump(build(folder))
+        ):
             reference = yaml.safe_load(text)
             wanted.setdefault(reference["name"], set()).add(reference["key"])
     assert made == wanted
@@ -197,7 +206,9 @@ def test_readme_fills_in_each_blank_param_and_the_overlay_then_builds(cloud, pag
     """The page's own commands, on the files as shipped."""
     k8s = tmp_path / "k8s"
     copy_filled(k8s)
-    (k8s / f"params/{cloud}/params.env").write_text((K8S / f"params/{cloud}/params.env").read_text())  # fmt: skip
+    (k8s / f"params/{cloud}/params.env").write_text(
+        (K8S / f"params/{cloud}/params.env").read_text()
+    )
     block = block_with(page, f"k8s/params/{cloud}/params.env\nkubectl")
     fill = block.partition("kubectl")[0]
     blank = {key for key, value in params(cloud).items() if not value}
@@ -208,7 +219,9 @@ def test_readme_fills_in_each_blank_param_and_the_overlay_then_builds(cloud, pag
     }
     subprocess.run(["bash", "-eu", "-c", fill], cwd=tmp_path, env=settings, check=True)
     for folder in (f"overlays/{cloud}-spot", f"namespaces/{cloud}", f"prepull/{cloud}"):
-        made = subprocess.run([_kubectl(), "kustomize", k8s / folder], capture_output=True, text=True)  # fmt: skip
+        made = subprocess.run(
+            [_kubectl(), "kustomize", k8s / folder], capture_output=True, text=True
+        )
         assert made.returncode == 0, made.stderr
     assert "example-training" not in made.stdout
 

@@ -1,7 +1,8 @@
 """Every kustomization is built by kubectl, and each object in it has only fields that its kind has.
 
-The schemas are KubeRay's 1.7.0, Kueue's 0.19.2, the Prometheus operator's 0.93.0 and Kubernetes' 1.37; `schemas/README.md`
-says from where. What CRDs cannot say, and KubeRay's operator refuses all the same, is here too.
+The schemas are KubeRay's 1.7.0, Kueue's 0.19.2, the Prometheus operator's 0.93.0 and Kubernetes'
+1.37; `schemas/README.md` says from where. What CRDs cannot say, and KubeRay's operator refuses all
+the same, is here too.
 """
 
 import functools

@@ -1,6 +1,8 @@
-"""A cluster on this machine that Ray's own autoscaler (v2) makes larger and smaller, by real raylets as nodes.
+"""A cluster on this machine that Ray's own autoscaler (v2) makes larger and smaller, by real
+raylets as nodes.
 
-Ray's `AutoscalingCluster` would end every Ray of the machine when it starts; this one starts and ends its own.
+Ray's `AutoscalingCluster` would end every Ray of the machine when it starts; this one starts and
+ends its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rays of a test's own, whose workers find the tests' modules.
 
-Each has the processes that a test needs, and no others: no workers started in advance (ours have an environment of their
-own, which those lack), no autoscaler, nobody who reads logs. And none stands behind the other processes of the machine.
+Each has the processes that a test needs, and no others: no workers started in advance (ours have an
+environment of their own, which those lack), no autoscaler, nobody who reads logs. And none stands
+behind the other processes of the machine.
 """
 
 from __future__ import annotations

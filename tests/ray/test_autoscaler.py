@@ -1,6 +1,8 @@
-"""A run on Ray's own autoscaler: its pending workers bring nodes, it gives whole nodes back, lost ones are replaced.
+"""A run on Ray's own autoscaler: its pending workers bring nodes, it gives whole nodes back, lost
+ones are replaced.
 
-`pytest -s` shows what each stage took, and of each worker what it waited for. On a machine that is shared these are no numbers.
+`pytest -s` shows what each stage took, and of each worker what it waited for. On a machine that is
+shared these are no numbers.
 """
 
 import itertools
@@ -63,7 +65,8 @@ def waits(folder, born):
 
 
 def pauses(folder):
-    """Milliseconds from the last step of each generation to the first of the next, beyond a median step of that."""
+    """Milliseconds from the last step of each generation to the first of the next, beyond a median
+    step of that."""
     steps = lines(folder, "metrics.jsonl")
     gaps = [
         (x["generation"], y["generation"], 1e3 * (y["time"] - x["time"]))

@@ -1,4 +1,5 @@
-"""The command line against a real run: the script of a user, asked and steered from outside, and run again."""
+"""The command line against a real run: the script of a user, asked and steered from outside, and
+run again."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The controller dies, or the driver does: the workers train on, somebody takes over, and nothing shows in the result."""
+"""The controller dies, or the driver does: the workers train on, somebody takes over, and nothing
+shows in the result."""
 
 import json
 import os

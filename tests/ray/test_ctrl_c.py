@@ -1,5 +1,5 @@
-"""Ctrl-C, or SIGTERM, of a driver whose fit() started its own Ray: a checkpoint first, and running it again goes on from
-there. What it says reads as what it is, and not as a crash."""
+"""Ctrl-C, or SIGTERM, of a driver whose fit() started its own Ray: a checkpoint first, and running
+it again goes on from there. What it says reads as what it is, and not as a crash."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from tests.runs import spec_of
 from tests.train.jobs import clipped_average_norm as plain
 spec = spec_of(workers=1, config={"body_s": 0.05})
 edp.ElasticTrainer(
-    plain, name="mine", storage_path=sys.argv[1], data=spec.data, config=spec.config, scaling=spec.scaling,
-    failure=spec.failure, max_steps=100_000,
+    plain, name="mine", storage_path=sys.argv[1], data=spec.data, config=spec.config,
+    scaling=spec.scaling, failure=spec.failure, max_steps=100_000,
 ).fit()
 """
 

@@ -1,4 +1,5 @@
-"""On a node that counts a GPU which torch does not find, as where an image lacks the driver's path: nobody trains."""
+"""On a node that counts a GPU which torch does not find, as where an image lacks the driver's path:
+nobody trains."""
 
 import pytest
 import ray

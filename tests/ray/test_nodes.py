@@ -1,4 +1,5 @@
-"""Nodes of a real Ray come, go with notice, and are where workers die again and again; then its GCS dies, too.
+"""Nodes of a real Ray come, go with notice, and are where workers die again and again; then its GCS
+dies, too.
 
 All on one cluster, whose GCS keeps what it knows in a folder; Redis would do the same.
 """

@@ -1,4 +1,5 @@
-"""The whole path on a real Ray: detached actors, a real kill, and the weights of the undisturbed run."""
+"""The whole path on a real Ray: detached actors, a real kill, and the weights of the undisturbed
+run."""
 
 import importlib
 import json
@@ -100,7 +101,8 @@ def test_user_errors_arrive_with_their_own_traceback(tmp_path):
 
 
 def test_a_name_is_one_run(tmp_path):
-    """On a cluster at a time; when one has ended, the next start goes on, and a finished one keeps its result."""
+    """On a cluster at a time; when one has ended, the next start goes on, and a finished one keeps
+    its result."""
     first = trainer(tmp_path, "one", steps=FOR_EVER).start()
     with pytest.raises(ClusterError, match=f"live on this cluster, at {tmp_path}/one"):
         trainer(tmp_path / "elsewhere", "one").start()

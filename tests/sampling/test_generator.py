@@ -50,7 +50,8 @@ def test_batch_and_forward_pass_draw_from_different_seeds():
 
 
 def test_golden_generators_are_unchanged():
-    """The bits of Philox, which NumPy keeps; no method of the generator is pinned, since it keeps none."""
+    """The bits of Philox, which NumPy keeps; no method of the generator is pinned, since it keeps
+    none."""
     words = [0xF1CED3E4AB64D674, 0x188CFF074D7E584E, 0x53A0293C6EAB2831]
     for (step, v), word in zip([(1, 0), (1, 1), (1000, 3)], words, strict=True):
         assert generator_for(7, step, v).bit_generator.random_raw() == word

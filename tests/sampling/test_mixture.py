@@ -67,7 +67,8 @@ def test_each_row_once_in_each_epoch_of_its_source(
         counts = [times.pop(row, 0) for row in every]
         epochs = mixed.source_epochs(steps)[number]
         assert sum(counts) == pytest.approx(epochs * len(every))
-        # Virtual workers differ by up to a few rows of the source, which in a tiny one are an epoch.
+        # Virtual workers differ by up to a few rows of the source, which in a tiny one are an
+        # epoch.
         apart = 1 + -(-8 * virtual_workers // len(every))
         assert epochs - apart <= min(counts) and max(counts) <= epochs + apart
         first += len(groups)
@@ -78,7 +79,8 @@ def test_each_row_once_in_each_epoch_of_its_source(
 @pytest.mark.parametrize("group_bytes", [1, OPEN_BYTES // 5])
 @pytest.mark.parametrize("slots", [50, SLOTS])
 def test_the_rows_of_one_source_are_its_epochs_end_to_end(virtual_workers, group_bytes, slots):
-    """Row j of virtual worker 0, of 1, …, then row j + 1: that is epoch 0, then epoch 1, …, exactly."""
+    """Row j of virtual worker 0, of 1, …, then row j + 1: that is epoch 0, then epoch 1, …,
+    exactly."""
     with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
         mixed = mixture(
             (0.7, [40, 3, 25]),

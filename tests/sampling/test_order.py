@@ -1,4 +1,5 @@
-"""Every row exactly once per epoch, whatever the row groups, V and b; and the order itself, pinned."""
+"""Every row exactly once per epoch, whatever the row groups, V and b; and the order itself,
+pinned."""
 
 from itertools import pairwise
 
@@ -77,7 +78,8 @@ def located(order: Order, places: list[tuple[int, int]]) -> list[list[tuple[int,
 
 
 def test_golden_order_is_unchanged():
-    """Pinned anew with "order 2": streams by the size of row groups, the turn without cuts, faster rounds."""
+    """Pinned anew with "order 2": streams by the size of row groups, the turn without cuts, faster
+    rounds."""
     settings = dict(group_rows=[5, 0, 7, 3, 9], virtual_workers=2, micro_batch_size=3, seed=42)
     order = Order(**settings)
     assert order.identity == "order 2 seed=42 b=3 V=2 shuffle=rows tail=drop streams=16"

@@ -3,9 +3,10 @@
 python -m tests.simulation --seed 17          replay one case, with its weather and a trace
 python -m tests.simulation --seeds 0 5000     a range, on all cores
 
-With --record the outcome is kept in benchmarks/results/simulation.json. A range that begins where the recorded one
-ends is added to it if the code is still the same, so a long sweep can be made in pieces. With --digest the sum of all
-traces is printed: a change of the code that changes no decision leaves it as it was.
+With --record the outcome is kept in benchmarks/results/simulation.json. A range that begins where
+the recorded one ends is added to it if the code is still the same, so a long sweep can be made in
+pieces. With --digest the sum of all traces is printed: a change of the code that changes no
+decision leaves it as it was.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What must hold, seen from outside: the checkers know every worker's true state, and trust nobody's word.
+"""What must hold, seen from outside: the checkers know every worker's true state, and trust
+nobody's word.
 
-`Checkers` watches the workers (what they commit, receive, run) and the commands; `Watched` wraps one coordinator
-and checks what it does with each event.
+`Checkers` watches the workers (what they commit, receive, run) and the commands; `Watched` wraps
+one coordinator and checks what it does with each event.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Checkers:
             must(worker.state == truth, f"{worker.id} holds {worker.state}, not {truth}")
 
     def given_up(self, worker: SimWorker) -> set[str]:
-        """Whom the controller that announced `worker`'s generation, or a later one, had given up."""
+        """Whom the controller that announced `worker`'s generation, or a later one, had given
+        up."""
         assert worker.group is not None
         announcer = self.claims[worker.group.membership.generation]
         return self.dismissed | announcer.dismissed
@@ -118,7 +120,8 @@ class Checkers:
                 must(not late or thawed, f"{name} waits in a step that the others did not enter")
 
     def lineage_id(self, worker: SimWorker) -> str:
-        """The founder formed its first generation: its initial weights are the state from now on."""
+        """The founder formed its first generation: its initial weights are the state from now
+        on."""
         must(
             worker.can_source, f"{worker.id} was told its weights do not count, and founds the run"
         )
@@ -141,8 +144,8 @@ class Checkers:
         return f"init {worker.id}"
 
     def agreed(self, worker: SimWorker, group: Group) -> None:
-        """All members hold the same; if all of it comes from one that is wrong, nobody can know: it is the run's from
-        now on, and what anybody else holds is not."""
+        """All members hold the same; if all of it comes from one that is wrong, nobody can know: it
+        is the run's from now on, and what anybody else holds is not."""
         if worker.flipped:
             self.marks["flip unseen"] += 1
             self.beginnings[self.beginning] = {worker.step: worker.state}
@@ -186,8 +189,9 @@ class Checkers:
         self.newest_committing = max(self.newest_committing, generation)
 
     def late_commit(self, worker: SimWorker, group: Group) -> None:
-        """A later generation makes steps already. Allowed is the one step that this one had in flight when its others left
-        it, to a worker that was given up, from what those others had sent before; nobody else ever has it from there."""
+        """A later generation makes steps already. Allowed is the one step that this one had in
+        flight when its others left it, to a worker that was given up, from what those others had
+        sent before; nobody else ever has it from there."""
         self.marks["late commit"] += 1
         generation, step = group.membership.generation, worker.step
         what = f"{worker.id} makes step {step} of {generation} beside a later generation"
@@ -350,7 +354,8 @@ class Checkers:
             must(False, f"{sorted(ids)} failed to form twice and is tried again")
 
     def floor_is_kept(self, ranks: list[str], by: SimController) -> None:
-        """Of the on-demand workers none loses its place below the floor while one of the others keeps its own."""
+        """Of the on-demand workers none loses its place below the floor while one of the others
+        keeps its own."""
         workers = by.coordinator._registry.workers
         before = [workers.get(member.worker) for member in self.members(by.generations[-1])]
         kept = [w for w in before if w is not None and w.id in ranks and w.has_state]
@@ -368,7 +373,8 @@ class Checkers:
             )
 
     def dealt_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
-        """Who is known to be slower runs at most one more, and all as many where nobody is known to be."""
+        """Who is known to be slower runs at most one more, and all as many where nobody is known to
+        be."""
         sizes = [member.last - member.first for member in members]
         must(min(sizes) >= 1, f"nothing to do: {sizes}")
         known = [by.coordinator._registry.workers[member.worker].virtual_s for member in members]
@@ -380,7 +386,8 @@ class Checkers:
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
 
     def dealt_anew(self, by: SimController) -> None:
-        """A running generation ends for another split: not soon after the last time, and on what was measured in it."""
+        """A running generation ends for another split: not soon after the last time, and on what
+        was measured in it."""
         if by is not self.world.controllers[-1]:
             return  # its members may be in a later generation by now
         self.marks["dealt anew"] += 1
@@ -393,7 +400,8 @@ class Checkers:
             must(told, f"{worker.id} is not measured in {generation}")
 
     def replaced(self, name: str, by: SimController) -> None:
-        """Only one that runs the least and is still the slowest by far, and has been for long; another takes its place."""
+        """Only one that runs the least and is still the slowest by far, and has been for long;
+        another takes its place."""
         self.marks["too slow"] += 1
         slow_s, now = self.world.rules.slow_s, self.world.now
         must(now >= by.measured_at[name] + slow_s, f"{name} is not known for long enough")
@@ -586,7 +594,8 @@ class Watched:
             self.joined_at = now
 
     def join_is_due(self, present: int, now: float) -> None:
-        """A burst makes one change, or two: who comes soon after a join waits for others, but not for long."""
+        """A burst makes one change, or two: who comes soon after a join waits for others, but not
+        for long."""
         joining = re.search(r"(\d+) workers? joins?$", self.coordinator.reason)
         patience_s = self.coordinator.config.stabilization_s
         if joining is None or not patience_s or present + int(joining[1]) >= self.coordinator.size:

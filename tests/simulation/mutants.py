@@ -1,12 +1,15 @@
-"""Each guard, taken out: in which function it stands, which code it is, and what stands there instead.
+"""Each guard, taken out: in which function it stands, which code it is, and what stands there
+instead.
 
-A mutant replaces one expression, or one or several statements, in the syntax tree of a function (or of a module's constant). The
-code must be there exactly once, so a guard cannot be lost unnoticed; how it is laid out and in which file it stands does
-not matter. It is caught by the scripted scenes of tests/coordinator (for guards that take a rare coincidence to matter),
-or by a seed of the simulator.
+A mutant replaces one expression, or one or several statements, in the syntax tree of a function (or
+of a module's constant). The code must be there exactly once, so a guard cannot be lost unnoticed;
+how it is laid out and in which file it stands does not matter. It is caught by the scripted scenes
+of tests/coordinator (for guards that take a rare coincidence to matter), or by a seed of the
+simulator.
 
-The table is one file, longer than others: each entry is read alone and found by the function it names, a guard often
-belongs to several parts of the coordinator, and a guard that moves to another part needs no change here.
+The table is one file, longer than others: each entry is read alone and found by the function it
+names, a guard often belongs to several parts of the coordinator, and a guard that moves to another
+part needs no change here.
 """
 
 from __future__ import annotations
@@ -176,7 +179,8 @@ self._form(self._assign(source, now), now)""",
         "the next forms while members are open",
         "Generation.is_over",
         "self.run.in_flight and (not (self.inside and self.not_finished))",
-        "self.run.phase is Phase.ENDING or (self.run.in_flight and (not (self.inside and self.not_finished)))",
+        "self.run.phase is Phase.ENDING or (self.run.in_flight and (not (self.inside and "
+        "self.not_finished)))",
     ),
     Mutant(
         "void workers can be the source",
@@ -287,7 +291,8 @@ order += [worker for worker in stopped if worker in chosen]""",
         "who slept while it took what was held goes on",
         "Coordinator.handle",
         "leadership.in_doubt(event, now, self._registry.failure_detector.waiting)",
-        "leadership.held is None and leadership.in_doubt(event, now, self._registry.failure_detector.waiting)",
+        "leadership.held is None and leadership.in_doubt(event, now, "
+        "self._registry.failure_detector.waiting)",
     ),
     Mutant(
         "a run that is over leaves held facts",
@@ -337,7 +342,8 @@ order += [worker for worker in stopped if worker in chosen]""",
         "messages are no sign of life",
         "Coordinator._take",
         "worker is not None and worker.stage not in UNTIMED_STAGES",
-        "isinstance(event, m.HeartbeatReceived) and worker is not None and (worker.stage not in UNTIMED_STAGES)",
+        "isinstance(event, m.HeartbeatReceived) and worker is not None and (worker.stage not "
+        "in UNTIMED_STAGES)",
     ),
     Mutant(
         "the silent are looked at once only",
@@ -584,9 +590,17 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     Mutant(
         "who was building at a take-over is never ready",
         "Takeover.reported",
-        """if worker.stage is Stage.BUILDING and event.signature is not None and (event.generation == 0):
+        """if (
+    worker.stage is Stage.BUILDING
+    and event.signature is not None
+    and event.generation == 0
+):
     self._admission.became_ready(worker, event.signature, event.can_source, now)""",
-        """if worker.stage is Stage.BUILDING and event.signature is not None and (event.generation == 0):
+        """if (
+    worker.stage is Stage.BUILDING
+    and event.signature is not None
+    and event.generation == 0
+):
     pass""",
     ),
     Mutant(
@@ -1382,7 +1396,8 @@ def home(mutant: Mutant) -> tuple[str, Path]:
 
 
 def defined(tree: ast.AST, prefix: str = "") -> dict[str, ast.AST]:
-    """Functions, methods, and constants of the module, by name; of a constant, what it stands in."""
+    """Functions, methods, and constants of the module, by name; of a constant, what it stands
+    in."""
     found: dict[str, ast.AST] = {}
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):

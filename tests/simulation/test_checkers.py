@@ -12,7 +12,8 @@ from tests.simulation.world import World
 
 
 class Beside:
-    """w1 froze in generation 1, step 1; w2 and w3 left it, and have made that step in generation 2."""
+    """w1 froze in generation 1, step 1; w2 and w3 left it, and have made that step in generation
+    2."""
 
     def __init__(self, given_up: str = "w1", left: str = "w2 w3") -> None:
         self.world = world = World(0)

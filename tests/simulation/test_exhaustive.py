@@ -1,9 +1,11 @@
-"""Every short history of three workers: all sequences of facts to a depth, over the coordinator alone.
+"""Every short history of three workers: all sequences of facts to a depth, over the coordinator
+alone.
 
-Where the simulator draws, this enumerates, on a small world without a network: a worker does what it was told at
-once or not at all, may die, fall silent, or fail at any point, and time may pass. In some worlds it is also drained, its
-last word comes twice, the run is resized, or another controller takes the claim. Histories that leave the coordinator
-and the workers in the same state are followed once.
+Where the simulator draws, this enumerates, on a small world without a network: a worker does what
+it was told at once or not at all, may die, fall silent, or fail at any point, and time may pass. In
+some worlds it is also drained, its last word comes twice, the run is resized, or another controller
+takes the claim. Histories that leave the coordinator and the workers in the same state are followed
+once.
 """
 
 from __future__ import annotations
@@ -256,7 +258,8 @@ class Scene:
 
 
 def begun(scene: Scene, trains: bool) -> Scene:
-    """All workers have started. `trains`: and each member has made a step, while the others wait for a place."""
+    """All workers have started. `trains`: and each member has made a step, while the others wait
+    for a place."""
     scene.obey_all(scene.coordinator.start(0.0))
     for name in list(scene.puppets):
         scene.play("start", name)

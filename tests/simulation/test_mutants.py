@@ -1,4 +1,5 @@
-"""Every guard is needed: without it, a scene of tests/coordinator fails or a seed of the simulator objects."""
+"""Every guard is needed: without it, a scene of tests/coordinator fails or a seed of the simulator
+objects."""
 
 import ast
 from pathlib import Path

@@ -22,7 +22,8 @@ def test_every_promise_holds_in_any_weather(chunk: int) -> None:
 
 
 def test_a_generation_that_fails_and_is_followed_within_one_event_has_failed() -> None:
-    """Facts were held while it was in doubt who leads; the checker overlooked the failure among them."""
+    """Facts were held while it was in doubt who leads; the checker overlooked the failure among
+    them."""
     World(1156118).run()
 
 

@@ -1,10 +1,11 @@
 """The simulated worker: what the design says a worker does, without tensors.
 
-A step has several collectives, each of which needs every member; after the last one the step is committed by a
-compare-and-swap against abort, then its body runs, which on some steps holds evaluations (collectives too). The
-state is a chain of hashes, so that holding the wrong state is visible at once. Training thread and control
-thread are one object: an abort makes the pending callback of the training thread stale (`token`), except in
-apply and body, which run to their end first.
+A step has several collectives, each of which needs every member; after the last one the step is
+committed by a compare-and-swap against abort, then its body runs, which on some steps holds
+evaluations (collectives too). The state is a chain of hashes, so that holding the wrong state is
+visible at once. Training thread and control thread are one object: an abort makes the pending
+callback of the training thread stale (`token`), except in apply and body, which run to their end
+first.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Group:
         return [w for w in workers if w.alive and w.inside and w.generation == here]
 
     def reset_by(self, gone: SimWorker) -> None:
-        """A member left or died: those blocked with it may see their connection reset, or stay blocked."""
+        """A member left or died: those blocked with it may see their connection reset, or stay
+        blocked."""
         for member in self.alive():
             if member is not gone and self.world.rng.random() < 0.8:
                 delay = self.world.rng.uniform(0.0, 0.3)
@@ -214,7 +216,8 @@ class SimWorker:
         return self.begun and not self.raised and self.phase in ("start", "compute", "body")
 
     def raises(self) -> None:
-        """The user's code. It says so, again and again, and does nothing else until it is released."""
+        """The user's code. It says so, again and again, and does nothing else until it is
+        released."""
         self.raised, self.token = True, self.token + 1
         self.say_failed()
 

@@ -1,9 +1,10 @@
 """A cluster in a box: workers, network, claims, controllers and time, all drawn from one seed.
 
-Two phases. In the first anything may happen: kills, silent deaths, freezes and thaws, one-way cuts, late, doubled
-and reordered messages, drains, scaling, controllers that crash or freeze and thaw beside their successor. Then
-faults stop and cuts heal, and the run must end within a bounded time. What cannot be shown here: that a death is
-really reported, that an abort really frees a communicator, that a claim is really create-only.
+Two phases. In the first anything may happen: kills, silent deaths, freezes and thaws, one-way cuts,
+late, doubled and reordered messages, drains, scaling, controllers that crash or freeze and thaw
+beside their successor. Then faults stop and cuts heal, and the run must end within a bounded time.
+What cannot be shown here: that a death is really reported, that an abort really frees a
+communicator, that a claim is really create-only.
 """
 
 from __future__ import annotations
@@ -370,7 +371,8 @@ class World:
                     f"size={k.size} deadline={k.deadline} {k.workers}\n     {k.reason}"
                 )
         lines += [
-            f"  {w.id} {w.phase} generation={w.generation} inside={w.inside} place={tuple(w.position)} "
+            f"  {w.id} {w.phase} generation={w.generation} inside={w.inside} "
+            f"place={tuple(w.position)} "
             f"whole={w.has_state} ended={w.ended}"
             for w in self.workers.values()
             if w.alive
@@ -483,7 +485,8 @@ class World:
             self.at(self.rng.uniform(0.0, 0.3), self.kill, worker, "evicted")
 
     def snapshot(self, worker: SimWorker) -> bool:
-        """At the head of the loop, if one is due. Committed while training goes on, if this worker lives so long."""
+        """At the head of the loop, if one is due. Committed while training goes on, if this worker
+        lives so long."""
         every = self.weather.commit_steps
         due = bool(every and worker.step and (worker.keep_wanted or worker.step % every == 0))
         if due:
@@ -604,7 +607,8 @@ class World:
             self.at(self.rng.choice((1.0, 4.0, 12.0, 40.0)), self.thaw, worker)
 
     def fault_hang(self, alive: list[SimWorker]) -> None:
-        """Its heartbeats go on. For ever, where it can be told from what users may take as long as they like for."""
+        """Its heartbeats go on. For ever, where it can be told from what users may take as long as
+        they like for."""
         for worker in self.one([w for w in alive if not w.frozen and not w.hung]):
             worker.hung = True
             endless = worker.phase in ENDLESS and self.rng.random() < 0.7

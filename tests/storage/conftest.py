@@ -1,4 +1,5 @@
-"""The stores that the contract is held against: each a kind of URL, and a way to put objects there."""
+"""The stores that the contract is held against: each a kind of URL, and a way to put objects
+there."""
 
 import itertools
 import os
@@ -25,7 +26,8 @@ _numbers = itertools.count()
 
 @dataclass
 class Place:
-    """`plant(name, content)` puts an object below `url` without the code under test, which needs no writes."""
+    """`plant(name, content)` puts an object below `url` without the code under test, which needs no
+    writes."""
 
     url: str
     options: dict[str, Any]

@@ -1,15 +1,19 @@
 """A proxy that fails as stores do, at given rates, in an order that its seed fixes.
 
-It speaks HTTP/1.1 to both sides and changes nothing but what a fault changes. Faults, each with a rate from 0 to 1:
+It speaks HTTP/1.1 to both sides and changes nothing but what a fault changes. Faults, each with a
+rate from 0 to 1:
 
     error     500, 503 or 429, the latter two with Retry-After; the request did not reach the server
-    stall     part of the answer, then nothing until the client gives up, or for `stall_s` and then the end
+    stall     part of the answer, then nothing until the client gives up, or for `stall_s` and then
+              the end
     cut       the whole answer's headers, half of its body, end of connection
-    reset     the connection is reset before the server saw the request, or after it did what was asked
-    stale     a GET is answered with the object as it was before its last PUT through here, old ETag included
+    reset     the connection is reset before the server saw the request, or after it did what was
+              asked
+    stale     a GET is answered with the object as it was before its last PUT through here, old ETag
+              included
 
-`go_away()` closes the port and every connection until `come_back()`; meanwhile nobody else can take the port. Runs
-in a thread of its own.
+`go_away()` closes the port and every connection until `come_back()`; meanwhile nobody else can take
+the port. Runs in a thread of its own.
 """
 
 import asyncio
@@ -171,7 +175,8 @@ class FaultProxy:
         return True
 
     def _draw(self, request: Message) -> str | None:
-        """At most one fault; always one draw for it, so that the order does not depend on the rates."""
+        """At most one fault; always one draw for it, so that the order does not depend on the
+        rates."""
         drawn = self._chance.random()
         for fault in FAULTS:
             drawn -= self.rates.get(fault, 0.0)

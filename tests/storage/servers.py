@@ -1,4 +1,5 @@
-"""Real servers for the tests: moto's S3 in a process of its own, and files over HTTP with ranges."""
+"""Real servers for the tests: moto's S3 in a process of its own, and files over HTTP with
+ranges."""
 
 import contextlib
 import http.server

@@ -1,7 +1,7 @@
 """Stores that fail: what is read stays exact, is counted, and a store that is away is waited for.
 
-Nothing here counts on a server being quick: whoever must be retried is given somebody to tell instead of an end of
-its patience, and where time decides, it is the test's own clock.
+Nothing here counts on a server being quick: whoever must be retried is given somebody to tell
+instead of an end of its patience, and where time decides, it is the test's own clock.
 """
 
 import random

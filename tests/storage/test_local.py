@@ -1,4 +1,5 @@
-"""Files that go to the disk from where they lie in memory: the same bytes, whatever the file system thinks of it."""
+"""Files that go to the disk from where they lie in memory: the same bytes, whatever the file system
+thinks of it."""
 
 import errno
 import os
@@ -21,7 +22,8 @@ def content(offset):
 @pytest.mark.parametrize("offset", [0, 1, 512])
 @pytest.mark.parametrize("taken", [None, 0, PAGE_BYTES, 100], ids=str)
 def test_all_bytes_are_there(tmp_path, monkeypatch, offset, taken):
-    """`taken`: of the first direct write, then it is refused; None: whatever this file system does."""
+    """`taken`: of the first direct write, then it is refused; None: whatever this file system
+    does."""
     write, direct = os.write, []
 
     def writing(descriptor, rest):

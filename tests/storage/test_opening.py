@@ -156,7 +156,10 @@ def test_options_of_s3_go_by_the_names_that_other_tools_give_them(names):
 
 
 def test_a_connection_string_of_azure_names_account_key_and_endpoint():
-    text = "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==;EndpointSuffix=core.windows.net"
+    text = (
+        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=k==;"
+        "EndpointSuffix=core.windows.net"
+    )
     assert _az("box", {"connection_string": text}) == {
         **{"account_name": "a", "account_key": "k=="},
         "endpoint": "https://a.blob.core.windows.net",

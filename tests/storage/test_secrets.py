@@ -1,4 +1,5 @@
-"""A canary is planted wherever a credential may stand; then everything goes wrong, and nobody says it."""
+"""A canary is planted wherever a credential may stand; then everything goes wrong, and nobody says
+it."""
 
 import logging
 import sys
@@ -16,8 +17,9 @@ from tests.storage.servers import answering_server
 CANARY = "canary/+9f8e7d6c5b4a"
 TOLD = "canary%2F%2B9f8e7d6c5b4a"  # as in URLs
 # What S3 sends back when a signature is wrong: the request that it was computed over.
-ECHO = f"""<?xml version="1.0"?><Error><Code>SignatureDoesNotMatch</Code><Message>The request signature we calculated
- does not match the signature you provided.</Message><AWSAccessKeyId>{CANARY}</AWSAccessKeyId><CanonicalRequest>GET
+ECHO = f"""<?xml version="1.0"?><Error><Code>SignatureDoesNotMatch</Code><Message>The request
+ signature we calculated does not match the signature you provided.</Message>
+<AWSAccessKeyId>{CANARY}</AWSAccessKeyId><CanonicalRequest>GET
 x-amz-security-token:{CANARY}</CanonicalRequest></Error>""".encode()
 PLAIN_ECHO = f"you sent Authorization: Bearer {CANARY}, {TOLD} and {CANARY}".encode()
 
@@ -188,7 +190,10 @@ def test_a_url_without_its_package_names_the_extra(url, module, extra, monkeypat
 
 
 def test_the_key_within_a_connection_string_is_hidden_alone_too():
-    text = "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=c2VjcmV0LWtleQ==;EndpointSuffix=core.windows.net"
+    text = (
+        "DefaultEndpointsProtocol=https;AccountName=acme;AccountKey=c2VjcmV0LWtleQ==;"
+        "EndpointSuffix=core.windows.net"
+    )
     said = redact("refused: c2VjcmV0LWtleQ== of acme", {"connection_string": text})
     assert said == "refused: *** of acme"
 

@@ -1,4 +1,5 @@
-"""The record of a run goes on where a killed controller left it, in the files and for those who follow."""
+"""The record of a run goes on where a killed controller left it, in the files and for those who
+follow."""
 
 import json
 import time

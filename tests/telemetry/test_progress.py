@@ -14,7 +14,8 @@ class Terminal(io.StringIO):
 
 
 def drawn(*lines, total=None):
-    """What a terminal was sent, without colors; and what a person who pressed Enter then would see of it."""
+    """What a terminal was sent, without colors; and what a person who pressed Enter then would see
+    of it."""
     stream = Terminal()
     progress = ProgressPrinter(stream, total=total)
     for line in lines:

@@ -1,4 +1,5 @@
-"""Things that training code does, one train function each, for test_habits.py and the table in docs/habits.md."""
+"""Things that training code does, one train function each, for test_habits.py and the table in
+docs/habits.md."""
 
 from __future__ import annotations
 

@@ -21,11 +21,12 @@ from tests.patience import eventually
 
 
 def hold(ctx: Any, step: Any) -> None:
-    """In the bodies of the steps named in ctx.config["hold"] (0: all), wait until the group has that size; in those
-    named in ctx.config["gates"], until that file is there; in all, while there is the file ctx.config["pause"], for what
-    is told meanwhile.
+    """In the bodies of the steps named in ctx.config["hold"] (0: all), wait until the group has
+    that size; in those named in ctx.config["gates"], until that file is there; in all, while there
+    is the file ctx.config["pause"], for what is told meanwhile.
 
-    Only bodies wait, so no result depends on it; it makes sure that things happen where a test wants them.
+    Only bodies wait, so no result depends on it; it makes sure that things happen where a test
+    wants them.
     """
     if isinstance(ctx._session.link, LocalRun):
         return
@@ -73,8 +74,8 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
-    """In a process of its own: gradients go in many collectives, as those of a large model do, and the points "sent" and
-    "gather" are passed between any two of them, too."""
+    """In a process of its own: gradients go in many collectives, as those of a large model do, and
+    the points "sent" and "gather" are passed between any two of them, too."""
 
     def cut(ctx: Any) -> None:
         for limit in ("UNCUT", "FIRST_BUCKET", "LAST_BUCKET", "BUCKET"):
@@ -139,7 +140,8 @@ class Tied(nn.Module):
 
 
 def autocast_fp16(ctx: Any) -> None:
-    """With a loss scale. Some losses are so large that the scaled gradient overflows: those steps change nothing."""
+    """With a loss scale. Some losses are so large that the scaled gradient overflows: those steps
+    change nothing."""
     model = classifier()
 
     def loss_fn(m: Any, batch: Any) -> torch.Tensor:
@@ -264,7 +266,8 @@ def lazy_optimizer_state(ctx: Any) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a count beside the state of parameters, once more in an attribute, and a list in its groups."""
+    """Keeps a count beside the state of parameters, once more in an attribute, and a list in its
+    groups."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05, "history": [0]})
@@ -382,7 +385,8 @@ def compiled(ctx: Any) -> None:
 
 
 def clipped_average_norm(ctx: Any) -> None:
-    """Reads the lazily computed gradient norm in the body, and logs it. No body sees the gradients themselves."""
+    """Reads the lazily computed gradient norm in the body, and logs it. No body sees the gradients
+    themselves."""
     model = classifier()
     optimizer = adamw(model)
     for step in ctx.steps(model, optimizer, cross_entropy):

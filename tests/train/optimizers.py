@@ -1,4 +1,5 @@
-"""Optimizers as people write them, with state in places that torch's own never use. Each depends on all of its state."""
+"""Optimizers as people write them, with state in places that torch's own never use. Each depends on
+all of its state."""
 
 import enum
 import itertools
@@ -68,7 +69,8 @@ class AutoClip(torch.optim.SGD):
 
 
 class Noisy(torch.optim.Adam):
-    """Adds noise of four generators of its own; one is made in the first step, one belongs to a group."""
+    """Adds noise of four generators of its own; one is made in the first step, one belongs to a
+    group."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.01)

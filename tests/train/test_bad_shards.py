@@ -1,4 +1,5 @@
-"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way by every fleet."""
+"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way by every
+fleet."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_every_fleet_leaves_out_the_same_rows(tmp_path):
 
 
 def test_micro_batches_of_bad_rows_only_weigh_nothing(tmp_path):
-    """Every row group but one: most micro-batches have no row left, some virtual workers none in any step."""
+    """Every row group but one: most micro-batches have no row left, some virtual workers none in
+    any step."""
     config = points(tmp_path, bad=tuple(range(1, SHARDS * GROUPS)))
     evaluation = dataclasses.replace(config, micro_batch_size=10)
     spec = job(config, min_workers=3, config={"eval": evaluation})

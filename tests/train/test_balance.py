@@ -9,7 +9,8 @@ from tests.train.jobs import adamw, classifier, cross_entropy
 
 
 def second_is_slow(ctx):
-    """By a clock that goes on with each virtual worker alone, so a busy machine makes nobody slower."""
+    """By a clock that goes on with each virtual worker alone, so a busy machine makes nobody
+    slower."""
     model, clock = classifier(), [0.0]
 
     def loss_fn(m, batch):

@@ -1,6 +1,8 @@
-"""Nodes that come within seconds of each other stop the group once or twice, and a planned stop is short.
+"""Nodes that come within seconds of each other stop the group once or twice, and a planned stop is
+short.
 
-What is asserted is how often the group stops; how long is for a quiet machine, where `pytest -s` shows it.
+What is asserted is how often the group stops; how long is for a quiet machine, where `pytest -s`
+shows it.
 """
 
 import itertools
@@ -27,7 +29,8 @@ def train(ctx):
 
 
 def pauses_ms(steps):
-    """Of each change of the group: from the last step before to the first one after, beyond a median step of that."""
+    """Of each change of the group: from the last step before to the first one after, beyond a
+    median step of that."""
     gaps = [
         (a["generation"], b["generation"], 1e3 * (b["time"] - a["time"]))
         for a, b in itertools.pairwise(steps)

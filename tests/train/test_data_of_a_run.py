@@ -1,4 +1,5 @@
-"""What a run makes of its data: the same bits from processes in any fleet, and no other data set on its second start."""
+"""What a run makes of its data: the same bits from processes in any fleet, and no other data set on
+its second start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One digest for every fleet: fixed sizes, a zoo of models through changing sizes, and random histories."""
+"""One digest for every fleet: fixed sizes, a zoo of models through changing sizes, and random
+histories."""
 
 import random
 import time
@@ -26,7 +27,8 @@ from tests.train.jobs import (
     seventeen,
 )
 
-# Once more with their gradients in many buckets: some are absent, on some ranks or on all, or come twice.
+# Once more with their gradients in many buckets: some are absent, on some ranks or on all, or come
+# twice.
 IN_BUCKETS = ("frozen_and_unused", "branching", "checkpointed_reentrant")
 
 
@@ -100,7 +102,8 @@ def test_a_compiled_model():
 
 @pytest.mark.parametrize(("rows", "train"), [(70, batch_norm), (50, batch_norm), (33, plain)])
 def test_a_short_tail(rows, train):
-    """The last batch of each epoch has fewer rows; some virtual workers get none. 3 → 2 workers after some epochs."""
+    """The last batch of each epoch has fewer rows; some virtual workers get none. 3 → 2 workers
+    after some epochs."""
     config = {"hold": {1: 3, 6: 2}}  # the end of the three may lie 8 steps behind the sixth
     spec = spec_of(steps=20, rows=rows, tail="short", config=config)
     calm = local(spec, train)
@@ -123,7 +126,8 @@ def test_a_short_tail(rows, train):
     ids=["none", "rows", "transform", "process", "collate_fn"],
 )
 def test_rows_of_an_odd_number_of_bytes(shuffle, more, tmp_path):
-    """Where a micro-batch lies in its chunk depends on the fleet, and a matrix product on the address of its input."""
+    """Where a micro-batch lies in its chunk depends on the fleet, and a matrix product on the
+    address of its input."""
     random = np.random.default_rng(0)
     for shard in range(4):
         x = pa.FixedSizeListArray.from_arrays(random.random(17 * 150, dtype=np.float32), 17)
@@ -155,7 +159,8 @@ def test_digest_differs_between_steps():
 
 
 def holders(run, now):
-    """Who is known to hold the state: who came into the group with it, and everyone after the group's first step."""
+    """Who is known to hold the state: who came into the group with it, and everyone after the
+    group's first step."""
     membership = run.controller.coordinator.membership
     began = max(member.position.step for member in membership.members)
     all_do = now["generation"] == membership.generation and now["step"] > began
@@ -168,7 +173,8 @@ def holders(run, now):
 def test_random_history_has_the_local_digest(seed):
     """Kills, joins, drains and scalings, some steps after the group has formed again, or none.
 
-    Someone who holds the state always stays: what is lost with all of them is a matter for checkpoints.
+    Someone who holds the state always stays: what is lost with all of them is a matter for
+    checkpoints.
     """
     rng = random.Random(seed)
     train = (plain, average_and_plateau, batch_norm, autocast_bf16)[seed % 4]

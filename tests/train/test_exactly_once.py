@@ -1,8 +1,10 @@
-"""Every row exactly once an epoch, in the same micro-batches, whatever happens to the fleet (I1, I10).
+"""Every row exactly once an epoch, in the same micro-batches, whatever happens to the fleet (I1,
+I10).
 
-Ragged shards of unique ids, on an S3 server and on the disk; three epochs with thirty kills, joins, drains and
-scalings, and one stop of everything in the middle of an epoch, from which another controller goes on. Each forward
-pass writes down which ids it was given, for which step and virtual worker, before it goes on.
+Ragged shards of unique ids, on an S3 server and on the disk; three epochs with thirty kills, joins,
+drains and scalings, and one stop of everything in the middle of an epoch, from which another
+controller goes on. Each forward pass writes down which ids it was given, for which step and virtual
+worker, before it goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ forkserver = multiprocessing.get_context("forkserver")
 
 
 def shards(put: Callable[[str, bytes], None]) -> int:
-    """Of 1 to 6 rows in row groups of up to 4; each worker asks for each of them once. Returns the number of rows."""
+    """Of 1 to 6 rows in row groups of up to 4; each worker asks for each of them once. Returns the
+    number of rows."""
     rng, first = random.Random(0), 0
     for number in range(SHARDS):
         rows = rng.randint(1, 6)
@@ -173,12 +176,14 @@ def test_rows_are_trained_on_exactly_once_on_every_fleet(where, tmp_path, reques
 
 
 def drive(spec: JobSpec, index: Any, run: str, disturb: list[int], stop: int, seed: str) -> None:
-    """The first half of the run, in a process of its own, which then dies with its controller and its workers."""
+    """The first half of the run, in a process of its own, which then dies with its controller and
+    its workers."""
     folder = Path(spec.config["folder"])
     disturbances = Disturbances(random.Random(seed), folder)
 
     def die(run: Any) -> None:
-        """Between two checkpoints, so that some steps are made again. From `stop` on each step waits."""
+        """Between two checkpoints, so that some steps are made again. From `stop` on each step
+        waits."""
         while (step := last()) % CHECKPOINT_EVERY != CHECKPOINT_EVERY // 2:
             go_on(folder, step)
             eventually(lambda s=step: last() > s, run.controller.status)  # type: ignore[misc]
@@ -198,7 +203,8 @@ def go_on(folder: Path, step: int) -> None:
 
 
 def test_second_process_continues_in_the_middle_of_an_epoch(tmp_path):
-    """The cursor is the step: whoever opens the data set later gets the same rows from any step on."""
+    """The cursor is the step: whoever opens the data set later gets the same rows from any step
+    on."""
     rows = shards(lambda name, content: (tmp_path / name).write_bytes(content))
     data = DataConfig(str(tmp_path), micro_batch_size=B, epochs=EPOCHS, tail="short")
     first, second = (open_data(data, virtual_workers=V) for _ in range(2))
@@ -217,8 +223,8 @@ def test_second_process_continues_in_the_middle_of_an_epoch(tmp_path):
 
 
 class Disturbances:
-    """Kills, drains and other sizes, each once two members have committed a step, so one that is left has the state;
-    and after a kill not before the group has formed again."""
+    """Kills, drains and other sizes, each once two members have committed a step, so one that is
+    left has the state; and after a kill not before the group has formed again."""
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
         self._rng, self._folder = rng, folder

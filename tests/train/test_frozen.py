@@ -1,7 +1,8 @@
 """Frozen and slow are told apart: a stopped process is left behind, a slow one is waited for.
 
-At the real lengths: 20 s frozen, 20 s with the interpreter's lock, 60 s in forward (as a compiler takes), 60 s in
-the loop's body, under the default timeouts. The groups only wait, so they run side by side.
+At the real lengths: 20 s frozen, 20 s with the interpreter's lock, 60 s in forward (as a compiler
+takes), 60 s in the loop's body, under the default timeouts. The groups only wait, so they run side
+by side.
 """
 
 import ctypes
@@ -60,7 +61,8 @@ def one_is_slow(where):
 
 
 def keeps_a_diary(folder):
-    """`plain`; each process writes down its generation, step and the time of each commit, as it makes it."""
+    """`plain`; each process writes down its generation, step and the time of each commit, as it
+    makes it."""
 
     def written(ctx):
         session = ctx._session
@@ -83,7 +85,8 @@ def diary(path):
 
 
 def nobody_reaches_who_is_frozen(run, spared):
-    """As if its host had no network: no signal arrives there, and what its sidecar should be told does not either."""
+    """As if its host had no network: no signal arrives there, and what its sidecar should be told
+    does not either."""
     kill = run.worker_group.kill
 
     def kill_others(worker):
@@ -102,7 +105,8 @@ def is_stopped(process):
 
 
 def one_is_frozen(folder):
-    """Rank 1 is stopped within a step, and goes on 20 s later, when the others are far ahead. Nobody can kill it."""
+    """Rank 1 is stopped within a step, and goes on 20 s later, when the others are far ahead.
+    Nobody can kill it."""
     frozen = folder / "frozen"
     fault = WorkerFault(
         "exchange", rank=1, world_size=3, settled=True, action="freeze", once=str(frozen)

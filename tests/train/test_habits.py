@@ -1,5 +1,5 @@
-"""Each habit of training code is exact, refused or said, as docs/habits.md has it: on one worker and on three, with a join,
-a kill, and a restore.
+"""Each habit of training code is exact, refused or said, as docs/habits.md has it: on one worker
+and on three, with a join, a kill, and a restore.
 
     python -m tests.train.test_habits    # prints the table of the page
 """
@@ -42,7 +42,8 @@ def alone(habit):
 
 
 def disturbed(habit, folder):
-    """One worker, then three, of which one dies in their first step; then all die, and the newest checkpoint is restored."""
+    """One worker, then three, of which one dies in their first step; then all die, and the newest
+    checkpoint is restored."""
     url, gate, once = folder / "run", folder / "gate", folder / "killed"
     spec = job(habit, 1, hold=dict.fromkeys(range(1, 16), 3), gates={18: str(gate)})
     script = [

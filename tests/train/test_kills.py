@@ -1,7 +1,9 @@
-"""A kill costs one step: every named instant, every rank, one victim and two, compared with the undisturbed run.
+"""A kill costs one step: every named instant, every rank, one victim and two, compared with the
+undisturbed run.
 
-The job keeps an average of the weights in the loop's body, which enters the loss: a body that ran twice, or not at
-all, in any process, changes the final weights. The evaluation inside it is logged and compared, too.
+The job keeps an average of the weights in the loop's body, which enters the loss: a body that ran
+twice, or not at all, in any process, changes the final weights. The evaluation inside it is logged
+and compared, too.
 """
 
 import functools
@@ -123,7 +125,8 @@ def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
 
 
 def test_killed_between_two_buckets_in_fast_mode(tmp_path):
-    """Two virtual workers on two workers, or on the one that is left: even there both give the same sum."""
+    """Two virtual workers on two workers, or on the one that is left: even there both give the same
+    sum."""
     deaths = [("sent", 0), ("gather", 1), ("sent", 1), ("gather", 0)]
     files = tuple(str(tmp_path / str(i)) for i in range(len(deaths)))
     faults = tuple(
@@ -140,7 +143,8 @@ def test_killed_between_two_buckets_in_fast_mode(tmp_path):
 
 @pytest.mark.parametrize("seconds", SECONDS, ids=str)
 def test_killed_while_a_generation_forms(seconds, tmp_path):
-    """A first kill makes a generation of three whole workers and a joiner form; then these die in that."""
+    """A first kill makes a generation of three whole workers and a joiner form; then these die in
+    that."""
     first = str(tmp_path / "first")
     faults = (
         WorkerFault("after_step", rank=3, world_size=4, once=first, settled=True),
@@ -154,8 +158,9 @@ def test_killed_while_a_generation_forms(seconds, tmp_path):
 
 
 def in_pieces(train, folder):
-    """State travels in many pieces; who gives or takes it passes that point once more when two of them have arrived.
-    A taker leaves a file that says so: the generation, and the step that it was at."""
+    """State travels in many pieces; who gives or takes it passes that point once more when two of
+    them have arrived. A taker leaves a file that says so: the generation, and the step that it was
+    at."""
 
     def torn(ctx):
         session, together = ctx._session, tensor_broadcast._packs
@@ -192,7 +197,8 @@ def taken_half_way(dead, folder):
 
 @pytest.mark.parametrize(("point", "rank"), [("giving_state", 0), ("taking_state", 3)])
 def test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path):
-    """What has arrived is in the joiner's own tensors; they are void until the last piece is there, from whomever."""
+    """What has arrived is in the joiner's own tensors; they are void until the last piece is there,
+    from whomever."""
     first, dead = tmp_path / "first", tmp_path / "dead"
     faults = (
         WorkerFault("after_step", rank=3, world_size=4, once=str(first), settled=True),
@@ -205,8 +211,8 @@ def test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path):
 
 
 def held_before_its_commit(train, step, rank, committed):
-    """That rank commits that step only when it has heard of a loss; then it cannot any more, unless it makes the step
-    again. Rank 2 does when the other one has, which says so by this file."""
+    """That rank commits that step only when it has heard of a loss; then it cannot any more, unless
+    it makes the step again. Rank 2 does when the other one has, which says so by this file."""
     waits = committed.with_name("waits")
 
     def held(ctx):
@@ -235,7 +241,8 @@ def held_before_its_commit(train, step, rank, committed):
     [(0, average_and_plateau), (1, average_and_plateau), (0, scheduler_in_the_body)],
 )
 def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(late, train, tmp_path):
-    """Rank `late` is held before its commit of step 22; rank 2 commits, runs the body, and dies in step 23."""
+    """Rank `late` is held before its commit of step 22; rank 2 commits, runs the body, and dies in
+    step 23."""
     fault = WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "dead"))
     held = held_before_its_commit(train, 22, late, tmp_path / "committed")
     outcome, run = with_faults(job(), held, (fault,))
@@ -252,7 +259,8 @@ def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(lat
 
 @pytest.mark.parametrize(("point", "step"), [("giving_state", 22), ("taking_state", 21)])
 def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path):
-    """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank 0 makes step 22 itself."""
+    """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank
+    0 makes step 22 itself."""
     dead = tmp_path / "dead"
     faults = (
         WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "first")),
@@ -270,10 +278,12 @@ def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_pa
 
 @pytest.mark.parametrize("exchange", [1, 4])
 def test_killed_in_an_evaluation_after_the_loop(exchange, tmp_path):
-    """The standby that takes the place knows which evaluations lay before the loop's end, and which come behind."""
+    """The standby that takes the place knows which evaluations lay before the loop's end, and which
+    come behind."""
     there = tmp_path / "there"
     spec = job(steps=40, standby_is_ready=str(there))  # in the last three train for long
-    in_body = 2  # exchanges that rank 1 makes for one evaluation of these 60 rows: 8 micro-batches, 3 workers
+    # exchanges that rank 1 makes for one evaluation of these 60 rows: 8 micro-batches, 3 workers
+    in_body = 2
     fault = WorkerFault(
         "evaluate_exchange", 40, 1, nth=in_body + exchange, once=str(tmp_path / "dead")
     )

@@ -1,4 +1,5 @@
-"""A node that will go in 30 seconds: it costs what a planned leave costs, and its replacement is asked for at once."""
+"""A node that will go in 30 seconds: it costs what a planned leave costs, and its replacement is
+asked for at once."""
 
 import time
 
@@ -13,7 +14,8 @@ def kinds(lines):
 
 
 def change(lines, generation):
-    """How a generation ended: (steps at which its members stopped and why, what was told to end it)."""
+    """How a generation ended: (steps at which its members stopped and why, what was told to end
+    it)."""
     ours = [line for line in lines if line.get("generation") == generation]
     stopped = [line for line in ours if line.get("event") == "WorkerStopped"]
     # Whoever is reminded once more says it once more.
@@ -23,7 +25,8 @@ def change(lines, generation):
 
 
 def test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path):
-    """Bodies wait until they have heard of the planned end: who hears of it late would go a step further."""
+    """Bodies wait until they have heard of the planned end: who hears of it late would go a step
+    further."""
     seen, pause = {}, tmp_path / "pause"
 
     def trains(run, size):

@@ -1,4 +1,5 @@
-"""A node that is gone without a word: its worker and the process that sends its heartbeats stop at once."""
+"""A node that is gone without a word: its worker and the process that sends its heartbeats stop at
+once."""
 
 import dataclasses
 

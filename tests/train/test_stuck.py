@@ -1,4 +1,5 @@
-"""A worker that lives and does not go on is found by where its heartbeats say it is, and replaced; its peers wait."""
+"""A worker that lives and does not go on is found by where its heartbeats say it is, and replaced;
+its peers wait."""
 
 import ctypes
 import dataclasses
@@ -31,7 +32,8 @@ def lines(run, key, name):
 
 
 def until_it_is_gone(gate):
-    """A script: no run ends before its stuck worker's stacks and its loss are known. The body of step 8 waits."""
+    """A script: no run ends before its stuck worker's stacks and its loss are known. The body of
+    step 8 waits."""
 
     def gone(run):
         known = [lines(run, "event", "StackTracesCaptured"), lines(run, "event", "WorkerLost")]

@@ -1,4 +1,5 @@
-"""What objects hold, as values: one look at them, which copies containers and refuses by name what it cannot carry."""
+"""What objects hold, as values: one look at them, which copies containers and refuses by name what
+it cannot carry."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class Capture:
         overlaps = any(first < end and start < last for start, end in self._arrays)
         if overlaps or isinstance(value.base, torch.Tensor):
             raise ModelError(
-                f"{path} is a NumPy array in the memory of another array or tensor, which is not kept so; make it a "
+                f"{path} is a NumPy array in the memory of another array or tensor, which is "
+                "not kept so; make it a "
                 "tensor, or a copy"
             )
         self._arrays.append((first, last))
@@ -142,12 +144,14 @@ class Capture:
             return value.clone() if self._clones else value
         if type(value) not in TENSORS or value.layout is not torch.strided or value.is_quantized:
             raise ModelError(
-                f"{path} is a {type(value).__name__} ({value.layout}, {value.dtype}), and only plain dense tensors are "
+                f"{path} is a {type(value).__name__} ({value.layout}, {value.dtype}), and "
+                "only plain dense tensors are "
                 "carried to a worker that joins; use to_dense() or dequantize()"
             )
         if value.grad_fn is not None:
             raise ModelError(
-                f"{path} is part of an autograd graph, which is not carried to a worker that joins; detach() it"
+                f"{path} is part of an autograd graph, which is not carried to a worker that "
+                "joins; detach() it"
             )
         self.tensors.append((path, value))
         if not value.requires_grad and not isinstance(value, nn.Parameter):
@@ -171,7 +175,8 @@ class Capture:
             return self._made(value, path, mark("enum", name=value.name))
         if isinstance(value, torch.optim.Optimizer):
             raise ModelError(
-                f"{path} is an optimizer that was not there when the loop began: a worker that joins would have none. "
+                f"{path} is an optimizer that was not there when the loop began: a worker "
+                "that joins would have none. "
                 "Make it in __init__"
             )
         if isinstance(value, CONSTANTS) or type(value) is object or self._is_of_the_model(value):
@@ -189,7 +194,8 @@ class Capture:
         return self._plain_object(value, path)
 
     def _is_of_the_model(self, value: Any) -> bool:
-        """Whether it is a module around what the model consists of, as `torch.compile` makes one."""
+        """Whether it is a module around what the model consists of, as `torch.compile` makes
+        one."""
         return isinstance(value, nn.Module) and all(
             self._references.name_of(tensor) is not None
             for tensor in [*value.parameters(), *value.buffers()]

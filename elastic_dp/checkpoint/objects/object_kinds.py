@@ -1,5 +1,5 @@
-"""Kinds of objects, and what they hold: which are values, which stay with their process, what lies in attributes,
-closures and generators."""
+"""Kinds of objects, and what they hold: which are values, which stay with their process, what lies
+in attributes, closures and generators."""
 
 from __future__ import annotations
 
@@ -43,12 +43,37 @@ SCALARS = frozenset(
 TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 # What objects of these modules hold is the process's own: handles, locks, files, kernels, loggers.
-PROCESS = frozenset({
-    *("_io", "_thread", "_weakref", "abc", "ast", "concurrent", "contextlib", "ctypes", "functools", "inspect", "io"),
-    *("logging", "multiprocessing", "operator", "os", "pathlib", "re", "select", "socket", "subprocess", "threading"),
-    *("typing", "warnings", "weakref", "elastic_dp", "torch", "triton", "numba", "ray"),
-    *("mlflow", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"),
-})  # fmt: skip
+PROCESS = frozenset(
+    {
+        *(
+            "_io",
+            "_thread",
+            "_weakref",
+            "abc",
+            "ast",
+            "concurrent",
+            "contextlib",
+            "ctypes",
+            "functools",
+            "inspect",
+            "io",
+        ),
+        *(
+            "logging",
+            "multiprocessing",
+            "operator",
+            "os",
+            "pathlib",
+            "re",
+            "select",
+            "socket",
+            "subprocess",
+            "threading",
+        ),
+        *("typing", "warnings", "weakref", "elastic_dp", "torch", "triton", "numba", "ray"),
+        *("mlflow", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"),
+    }
+)
 # Values that the checkpoint has no form for: fine as long as they stay.
 UNCHANGING = ("datetime", "decimal", "fractions", "time", "uuid")
 CONSTANTS = (
@@ -62,7 +87,8 @@ NO_ATTRIBUTES = (
 _WALKED = {"argparse", "collections", "types", "__main__"}  # of the standard library
 FOREIGN = (PROCESS | sys.stdlib_module_names) - _WALKED
 _WAY_OUT = (
-    "give its class state_dict() and load_state_dict(), build it of numbers, tensors and containers, or have it in the "
+    "give its class state_dict() and load_state_dict(), build it of numbers, tensors and "
+    "containers, or have it in the "
     'loop\'s body and pass it as state={"name": …}'
 )
 
@@ -101,14 +127,16 @@ def mark(kind: str, **fields: Any) -> dict[str, Any]:
 def refused(path: str, value: Any) -> ModelError:
     cls = type(value)
     return ModelError(
-        f"{path} is a {cls.__module__}.{cls.__qualname__}, which can be given neither to a worker that joins nor to a "
+        f"{path} is a {cls.__module__}.{cls.__qualname__}, which can be given neither to a "
+        "worker that joins nor to a "
         f"checkpoint: {_WAY_OUT}"
     )
 
 
 def cannot_make(path: str, name: str) -> ModelError:
     return ModelError(
-        f"{path} is a {name.replace(':', '.')} where the state comes from, and is not there, and its class is not defined "
+        f"{path} is a {name.replace(':', '.')} where the state comes from, and is not there, "
+        "and its class is not defined "
         "here; make it in __init__"
     )
 
@@ -174,7 +202,8 @@ def assigned_in(code: types.CodeType) -> frozenset[str]:
 
 
 def is_state(value: Any) -> bool:
-    """Whether it may change and is made of values: what else a closure sees of the program is left alone."""
+    """Whether it may change and is made of values: what else a closure sees of the program is left
+    alone."""
     if type(value) is dict:
         value = list(value.values())
     if type(value) in (list, deque, set):

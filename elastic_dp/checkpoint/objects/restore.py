@@ -29,7 +29,8 @@ from elastic_dp.errors import ModelError
 
 
 class Restore:
-    """Puts what was captured into the objects that are there. `shared`: identities of tensors that others are views of."""
+    """Puts what was captured into the objects that are there. `shared`: identities of tensors that
+    others are views of."""
 
     def __init__(
         self, references: References, shared: Iterable[int] = (), untouched: Iterable[Any] = ()
@@ -134,7 +135,8 @@ class Restore:
         return values
 
     def _claim(self, mine: Any) -> bool:
-        """Whether nothing else was put into this object: two that are one here need not be one there."""
+        """Whether nothing else was put into this object: two that are one here need not be one
+        there."""
         return self._take(id(mine), mine)
 
     def _take(self, identity: int, keep: Any = None) -> bool:

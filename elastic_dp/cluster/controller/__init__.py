@@ -1,1 +1,2 @@
-"""The process side of the controller: `controller` runs the coordinator, each other module here owns one part of its state."""
+"""The process side of the controller: `controller` runs the coordinator, each other module here
+owns one part of its state."""

@@ -1,8 +1,9 @@
 """The controller's loop: one inbox, one coordinator, commands executed.
 
-A single thread takes events from the inbox, asks the coordinator what to do, and does it; nothing here decides
-anything. Workers, heartbeats, deaths and operators only post. What the controller keeps beside the coordinator is in
-parts with one owner each: metrics, exits of workers, checkpoints, the report of the run, and the state for a successor.
+A single thread takes events from the inbox, asks the coordinator what to do, and does it; nothing
+here decides anything. Workers, heartbeats, deaths and operators only post. What the controller
+keeps beside the coordinator is in parts with one owner each: metrics, exits of workers,
+checkpoints, the report of the run, and the state for a successor.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ class Controller:
         url: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """`secret`: of the run; who has it may join, and nobody else. `state_store` outlives the controller. `url`: the
-        run's folder. `check`: whether the folder is of this job, called under the run's lease before anything is trained."""
+        """`secret`: of the run; who has it may join, and nobody else. `state_store` outlives the
+        controller. `url`: the run's folder. `check`: whether the folder is of this job, called
+        under the run's lease before anything is trained."""
         self.spec, self.journal, self.url = spec, journal, url
         self.state_store = ControllerStateStore() if state_store is None else state_store
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
@@ -206,8 +208,8 @@ class Controller:
             self._last_words = LastWordsWriter(Store(self.url))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
-        """Until the run has ended, every worker is gone, or was told to go for long enough, and the result is stored.
-        `found`: the workers of a controller that led before this one."""
+        """Until the run has ended, every worker is gone, or was told to go for long enough, and the
+        result is stored. `found`: the workers of a controller that led before this one."""
         try:
             if not self.report.has_ended:
                 self._lead(found)
@@ -263,7 +265,8 @@ class Controller:
             self._execute_all(self._decide(event))
 
     def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
-        """Go on where another controller led: with its workers, and with the requests that it had taken."""
+        """Go on where another controller led: with its workers, and with the requests that it had
+        taken."""
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
             self.exits.release(worker)
@@ -296,7 +299,8 @@ class Controller:
     def _decide(self, event: Event) -> list[Command]:
         """Without the garbage collector: it would visit all workers, and events leave no cycles.
 
-        The many objects that a forming generation of thousands allocates often trigger a collection; now it comes after.
+        The many objects that a forming generation of thousands allocates often trigger a
+        collection; now it comes after.
         """
         gc.disable()
         try:
@@ -379,7 +383,8 @@ class Controller:
         self.journal.command(command)
 
     def _release_now(self, command: ReleaseWorker) -> None:
-        """At once. The worker group is told first, so that this does not count as a failure of the worker's node."""
+        """At once. The worker group is told first, so that this does not count as a failure of the
+        worker's node."""
         self._worker_group.send(command.worker, command, None)
         self._worker_group.kill(command.worker)
 

@@ -22,7 +22,8 @@ class MetricsRecord:
             self.newest |= metrics
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        """Every worker sends the same, in order; the first one counts, and is written before the next is."""
+        """Every worker sends the same, in order; the first one counts, and is written before the
+        next is."""
         with self._lock:
             if (step, call) > self.logged_to:
                 self.logged_to = step, call

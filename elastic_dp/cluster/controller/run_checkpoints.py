@@ -31,8 +31,9 @@ from elastic_dp.train.controller_link import WrittenParts
 
 
 class RunCheckpoints:
-    """`post`: to the controller's inbox; `say`: to the journal; `fail`: ends the run; `stand_down`: another cluster has
-    it. `check`: whether the folder is of this job, called under the run's lease before anything is trained."""
+    """`post`: to the controller's inbox; `say`: to the journal; `fail`: ends the run; `stand_down`:
+    another cluster has it. `check`: whether the folder is of this job, called under the run's lease
+    before anything is trained."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class RunCheckpoints:
                 committer.log(step, logged)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """What a checkpoint of this step is to know; a step that is made once more has a new checkpoint."""
+        """What a checkpoint of this step is to know; a step that is made once more has a new
+        checkpoint."""
         if self._committer is not None:
             self._committer.log(step, metrics)
 
@@ -77,7 +79,8 @@ class RunCheckpoints:
             self._committer.lost(worker)
 
     def find(self, at_most: int | None, generation: int) -> None:
-        """Post the newest one, of step `at_most` or earlier: later ones are wrong, and rejected from now on."""
+        """Post the newest one, of step `at_most` or earlier: later ones are wrong, and rejected
+        from now on."""
         if self._committer is None:
             self._post(CheckpointFound(None))
             return

@@ -1,4 +1,5 @@
-"""How far a run has come, whether its weights are exact, and how it ended; with its stored result."""
+"""How far a run has come, whether its weights are exact, and how it ended; with its stored
+result."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class RunReport:
         self.outcome.error, self.outcome.traceback = error, traceback
 
     def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
-        """Everything has ended. Where the run did not fail, its outcome has a result from now on."""
+        """Everything has ended. Where the run did not fail, its outcome has a result from now
+        on."""
         outcome = self.outcome
         outcome.wall_s = time.time() - state.started_at
         outcome.workers_lost = state.lost
@@ -76,7 +78,8 @@ class RunReport:
             outcome.result = self._result(metrics)
 
     def write_result(self, state: ControllerState) -> None:
-        """By the controller and not by a driver: none may be attached. Raises what the store raises."""
+        """By the controller and not by a driver: none may be attached. Raises what the store
+        raises."""
         if self.outcome.result is not None and self._url is not None:
             stopped = state.stop is not None and state.stop.reason != TIME_IS_UP
             write_result(self._url, self.outcome.result, RunLimits.of(self._spec, stopped))

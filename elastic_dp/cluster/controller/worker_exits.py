@@ -1,7 +1,7 @@
 """Which workers were told to leave, which died before that, and why.
 
-Several sources report the end of one worker: its heartbeat sidecar, its pipe or Ray. The first report counts as the loss;
-a later one is news only where it knows the cause.
+Several sources report the end of one worker: its heartbeat sidecar, its pipe or Ray. The first
+report counts as the loss; a later one is news only where it knows the cause.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class WorkerExits:
         return worker in self._released
 
     def heard_death(self, worker: WorkerId) -> None:
-        """From its sidecar. The event may wait in the inbox until the worker is released; the last words come by then."""
+        """From its sidecar. The event may wait in the inbox until the worker is released; the last
+        words come by then."""
         if worker not in self._released:
             self._died.add(worker)
 
@@ -51,7 +52,8 @@ class WorkerExits:
         return worker in self._died or worker not in self._released
 
     def relabel(self, event: Event) -> Event:
-        """The end of a worker that was told to leave is no accident, whatever its sidecar, its pipe or Ray call it."""
+        """The end of a worker that was told to leave is no accident, whatever its sidecar, its pipe
+        or Ray call it."""
         match event:
             case WorkerLost(worker=worker, cause=Cause.UNKNOWN) if not self.was_unasked(worker):
                 return dataclasses.replace(event, reason=LEFT, cause=Cause.RELEASED)

@@ -1,4 +1,5 @@
-"""The controller's end of heartbeats: one socket, which hears the sidecars of all workers and answers them."""
+"""The controller's end of heartbeats: one socket, which hears the sidecars of all workers and
+answers them."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _SAID_EVERY_S = 60.0  # between two reports of datagrams that are not genuine
 class HeartbeatServer:
     """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout.
 
-    Only datagrams that are signed with the run's secret are parsed, each of them once. Others are counted, and reported by
-    `say` at most once a minute; nothing that arrives ends the thread.
+    Only datagrams that are signed with the run's secret are parsed, each of them once. Others are
+    counted, and reported by `say` at most once a minute; nothing that arrives ends the thread.
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class HeartbeatServer:
         self._thread.start()
 
     def renew(self, worker: WorkerId, beat: int) -> None:
-        """Answer one heartbeat: the lease runs from when that was sent (`beat`, in microseconds)."""
+        """Answer one heartbeat: the lease runs from when that was sent (`beat`, in
+        microseconds)."""
         self._answer(worker, {"at": beat / 1e6})
 
     def evict(self, worker: WorkerId, stuck: bool) -> None:
-        """Have the worker's sidecar kill it; of a stuck worker the sidecar sends the stacks first."""
+        """Have the worker's sidecar kill it; of a stuck worker the sidecar sends the stacks
+        first."""
         self._answer(worker, {"die": True, "stuck": stuck})
 
     def close(self) -> None:
@@ -77,7 +80,8 @@ class HeartbeatServer:
         self._socket.close()
 
     def take(self, datagram: bytes, source: Any) -> None:
-        """Pass on the message of a genuine, new datagram. Raises nothing, whatever the datagram holds."""
+        """Pass on the message of a genuine, new datagram. Raises nothing, whatever the datagram
+        holds."""
         try:
             message = self._opened(datagram, source)
         except Exception:  # of a worker of another version
@@ -114,8 +118,10 @@ class HeartbeatServer:
         if now >= self._said_at + _SAID_EVERY_S:
             self._said_at = now
             self._say(
-                f"Datagrams that no worker of this run has sent, or that repeat an earlier one, reach the heartbeat port "
-                f"{self.address.host}:{self.address.port}: {self.refused} so far, the last one from {source[0]}. "
+                "Datagrams that no worker of this run has sent, or that repeat an earlier "
+                "one, reach the heartbeat port "
+                f"{self.address.host}:{self.address.port}: {self.refused} so far, the last "
+                f"one from {source[0]}. "
                 "They are ignored"
             )
 

@@ -1,27 +1,33 @@
-"""The heartbeat sidecar of a worker: a small process beside it that needs nothing of the worker's Python.
+"""The heartbeat sidecar of a worker: a small process beside it that needs nothing of the worker's
+Python.
 
-Run as a script with only the standard library, so it starts in milliseconds. It reads where the worker stands
-from shared memory, sends that as a datagram, and writes down when the controller answered, which is the worker's
-lease. It stays silent while the worker is stopped (SIGSTOP) and ends with it. A worker whose identity is no longer
-known is killed from here, also when it is frozen or holds the GIL; of one that is stuck it first sends what its threads
-are doing, which `faulthandler` writes down on SIGUSR2 without the GIL.
+Run as a script with only the standard library, so it starts in milliseconds. It reads where the
+worker stands from shared memory, sends that as a datagram, and writes down when the controller
+answered, which is the worker's lease. It stays silent while the worker is stopped (SIGSTOP) and
+ends with it. A worker whose identity is no longer known is killed from here, also when it is frozen
+or holds the GIL; of one that is stuck it first sends what its threads are doing, which
+`faulthandler` writes down on SIGUSR2 without the GIL.
 
-It also reports the worker's death. A killed process first gives back its memory, which takes tens of
-milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux sends PR_SET_PDEATHSIG at the
-beginning of that, and once all threads are exiting none of them will run any code of its own again.
+It also reports the worker's death. A killed process first gives back its memory, which takes tens
+of milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux
+sends PR_SET_PDEATHSIG at the beginning of that, and once all threads are exiting none of them will
+run any code of its own again.
 
-Its report has what no other process knows: which micro-batch the worker ran, whether the kernel has killed
-because memory ran out since, and the last words that it printed (if its output is a file, which this process shares).
+Its report has what no other process knows: which micro-batch the worker ran, whether the kernel has
+killed because memory ran out since, and the last words that it printed (if its output is a file,
+which this process shares).
 
-Layout of the shared memory page: generation and step as int64, the phase as 16 bytes ("data 7", "compute 7" while virtual
-worker 7 is run), the seconds per virtual worker as float64, the sending time of the last answered heartbeat as float64
-(CLOCK_MONOTONIC, which all processes of a host share), and the controller's address as "host port nonce" in 128 bytes: it
-is read for each heartbeat, since a controller that took over has another one.
+Layout of the shared memory page: generation and step as int64, the phase as 16 bytes ("data 7",
+"compute 7" while virtual worker 7 is run), the seconds per virtual worker as float64, the sending
+time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host
+share), and the controller's address as "host port nonce" in 128 bytes: it is read for each
+heartbeat, since a controller that took over has another one.
 
-Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`, the MAC by keyed BLAKE2b. The
-key of each direction is derived from the run's secret, which never travels, and the nonce of the controller's socket, which
-workers are told together with its address. So a datagram that was recorded under an earlier controller is refused, and one
-that was recorded under this one is refused by its counter.
+Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
+the MAC by keyed BLAKE2b. The key of each direction is derived from the run's secret, which never
+travels, and the nonce of the controller's socket, which workers are told together with its address.
+So a datagram that was recorded under an earlier controller is refused, and one that was recorded
+under this one is refused by its counter.
 """
 
 import contextlib
@@ -56,7 +62,8 @@ def write_renewed_at(page: mmap.mmap, at: float) -> None:
 
 
 def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
-    """Host, port, and the nonce of the socket there. Raises ValueError while it is being written."""
+    """Host, port, and the nonce of the socket there. Raises ValueError while it is being
+    written."""
     host, port, nonce = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").split(b" ")
     return host.decode(), int(port), bytes.fromhex(nonce.decode())
 
@@ -72,7 +79,8 @@ MAX_DATAGRAM_BYTES = 65507  # UDP has no longer ones
 
 
 class Channel:
-    """One direction between the controller and one worker, or all of them: signs what is sent, and tells what is genuine."""
+    """One direction between the controller and one worker, or all of them: signs what is sent, and
+    tells what is genuine."""
 
     def __init__(self, secret: bytes, nonce: bytes, receiver: str) -> None:
         """`receiver`: a worker, or "" for the controller; each has a key of its own."""
@@ -86,7 +94,8 @@ class Channel:
         return self._mac(payload) + payload
 
     def open(self, datagram: bytes) -> tuple[int, dict[str, object]] | None:
-        """The counter and the message; None if it was not signed with this key. Nothing is parsed before that is known."""
+        """The counter and the message; None if it was not signed with this key. Nothing is parsed
+        before that is known."""
         payload = datagram[_MAC_BYTES:]
         if len(payload) < _COUNTER.size or not hmac.compare_digest(
             self._mac(payload), datagram[:_MAC_BYTES]
@@ -100,7 +109,8 @@ class Channel:
 
 
 class Replays:
-    """Takes each counter of one sender once; those that are overtaken by a few are taken, too (RFC 4303, 3.4.3)."""
+    """Takes each counter of one sender once; those that are overtaken by a few are taken, too (RFC
+    4303, 3.4.3)."""
 
     def __init__(self) -> None:
         self._newest, self._seen = 0, 0  # bit i of `_seen`: newest - i was taken
@@ -173,7 +183,8 @@ _STILL_S = 0.2  # after this time without a further byte nothing is missing
 
 
 def _look_at(pid: int) -> tuple[bool, float]:
-    """(stopped or dead, processor time used) as Linux says it; elsewhere a worker always counts as running."""
+    """(stopped or dead, processor time used) as Linux says it; elsewhere a worker always counts as
+    running."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             words = file.read().rpartition(")")[2].split()
@@ -197,7 +208,8 @@ def _take_stacks(pid: int, file: int) -> str:
 
 
 def _tell_when_parent_exits() -> int:
-    """A file descriptor that becomes readable when our parent's thread that started us exits; Linux only."""
+    """A file descriptor that becomes readable when our parent's thread that started us exits; Linux
+    only."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -222,20 +234,28 @@ def _is_exiting(pid: int) -> bool:
 
 
 def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -> int:
-    """How many processes of our control group (version 2 or 1) the kernel has killed for lack of memory; Linux only."""
+    """How many processes of our control group (version 2 or 1) the kernel has killed for lack of
+    memory; Linux only."""
     with contextlib.suppress(OSError, ValueError):
         with open(groups, encoding="utf-8") as file:
             lines = [line.strip().split(":", 2) for line in file]
         for _, controllers, group in sorted(lines, key=lambda line: line[1] != "memory"):
-            events = {"": f"{root}{group}/memory.events", "memory": f"{root}/memory{group}/memory.oom_control"}  # fmt: skip
-            with contextlib.suppress(OSError), open(events.get(controllers, ""), encoding="utf-8") as file:  # fmt: skip
+            events = {
+                "": f"{root}{group}/memory.events",
+                "memory": f"{root}/memory{group}/memory.oom_control",
+            }
+            with (
+                contextlib.suppress(OSError),
+                open(events.get(controllers, ""), encoding="utf-8") as file,
+            ):
                 counts = dict(line.split() for line in file)
                 return int(counts.get("oom_kill", 0))
     return 0
 
 
 def last_words(limit: int = 3000) -> str:
-    """The end of what was printed to the files that standard output and standard error are; empty if they are none."""
+    """The end of what was printed to the files that standard output and standard error are; empty
+    if they are none."""
     seen, words = set(), []
     for fd in (1, 2):
         with contextlib.suppress(OSError), open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
@@ -248,7 +268,8 @@ def last_words(limit: int = 3000) -> str:
 
 
 def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_pid: str) -> None:
-    """The files are the worker's own, by their descriptors; the run's secret comes on standard input."""
+    """The files are the worker's own, by their descriptors; the run's secret comes on standard
+    input."""
     parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
     page = mmap.mmap(int(page_file), PAGE.size)

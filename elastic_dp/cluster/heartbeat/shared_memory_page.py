@@ -1,7 +1,8 @@
 """The memory that a worker shares with its heartbeat sidecar, and the start of that process.
 
-The worker writes its step and phase there, and where its controller is; the sidecar sends them, and writes back when the
-controller last answered. `heartbeat_sidecar` has the layout, since it runs without this package.
+The worker writes its step and phase there, and where its controller is; the sidecar sends them, and
+writes back when the controller last answered. `heartbeat_sidecar` has the layout, since it runs
+without this package.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from elastic_dp.coordinator.messages import WorkerId
 
 
 class ControllerAddress(NamedTuple):
-    """Of a controller's socket. `nonce`: never used before; without it a datagram to that socket is not genuine."""
+    """Of a controller's socket. `nonce`: never used before; without it a datagram to that socket is
+    not genuine."""
 
     host: str
     port: int
@@ -30,7 +32,8 @@ class ControllerAddress(NamedTuple):
 
 
 class SharedMemoryPage:
-    """Where a worker writes its step and phase for its sidecar. Implements `train.controller_link.HeartbeatStatus`."""
+    """Where a worker writes its step and phase for its sidecar. Implements
+    `train.controller_link.HeartbeatStatus`."""
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()
@@ -55,7 +58,8 @@ class SharedMemoryPage:
     def start_sidecar(
         self, worker: WorkerId, secret: bytes, interval_s: float
     ) -> subprocess.Popen[bytes]:
-        """Start the sidecar. Call `point_at` before. The sidecar ends by itself when this process does."""
+        """Start the sidecar. Call `point_at` before. The sidecar ends by itself when this process
+        does."""
         faulthandler.register(signal.SIGUSR2, file=self._stacks)
         files = (self._file, self._stacks)
         started = subprocess.Popen(
@@ -65,7 +69,8 @@ class SharedMemoryPage:
             ],
             stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
             pass_fds=files,
-            process_group=0,  # Ray kills the group of a worker that died, and its last words are still to be said
+            # Ray kills the group of a worker that died, and its last words are still to be said
+            process_group=0,
         )
         assert started.stdin is not None
         with contextlib.suppress(BrokenPipeError), started.stdin:
@@ -76,8 +81,9 @@ class SharedMemoryPage:
 def _nameless() -> int:
     """The descriptor of a file without a name, which the sidecar inherits.
 
-    A worker that is killed before its sidecar has started leaves nothing behind. The file is in memory where the system
-    can do that: a write to a mapped page ends the process when the disk is full.
+    A worker that is killed before its sidecar has started leaves nothing behind. The file is in
+    memory where the system can do that: a write to a mapped page ends the process when the disk is
+    full.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create("elastic_dp")

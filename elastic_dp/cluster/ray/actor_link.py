@@ -1,9 +1,10 @@
 """The link from a worker to its controller, by actor calls that are not waited for.
 
-While the controller restarts, posted messages are lost; the coordinator asks again for what it needs. It does not ask for
-metrics, so they are buffered here. Each controller has a term, logged metrics carry the term that this worker knows, and a
-controller ignores those of another term. A new controller says how far its record goes, and is sent the rest first, in order.
-So no metric is recorded twice, and none is lost as long as one worker that logged it lives.
+While the controller restarts, posted messages are lost; the coordinator asks again for what it
+needs. It does not ask for metrics, so they are buffered here. Each controller has a term, logged
+metrics carry the term that this worker knows, and a controller ignores those of another term. A new
+controller says how far its record goes, and is sent the rest first, in order. So no metric is
+recorded twice, and none is lost as long as one worker that logged it lives.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class ActorLink:
         self._call("skip", tuple(row_groups))
 
     def serve(self, term: int, logged_to: tuple[int, int]) -> None:
-        """A controller has taken over. Its record ends with that step and call; the link sends it what it lacks."""
+        """A controller has taken over. Its record ends with that step and call; the link sends it
+        what it lacks."""
         with self._lock:
             self._term = term
             for step, call, metrics in self._logged:

@@ -1,11 +1,14 @@
-"""Why no node comes, in the words of Ray's autoscaler: what it could not get, what no node has, what it waits for.
+"""Why no node comes, in the words of Ray's autoscaler: what it could not get, what no node has,
+what it waits for.
 
-The autoscaler reports to the GCS whenever it has looked at the cluster. One that cannot look, because Kubernetes refuses its
-requests, reports nothing and writes the reason to its log on the head; the log is read when it has been silent for a while.
-Without an autoscaler there is nothing to say. Only the introductions of its words are ours.
+The autoscaler reports to the GCS whenever it has looked at the cluster. One that cannot look,
+because Kubernetes refuses its requests, reports nothing and writes the reason to its log on the
+head; the log is read when it has been silent for a while. Without an autoscaler there is nothing to
+say. Only the introductions of its words are ours.
 
-The GCS's message is read here and not through `ray.autoscaler.v2.sdk.get_cluster_status`, which leaves out infeasible requests
-and when the autoscaler last looked; and no API of Ray has the reason of a failed launch, so the log stays the only source.
+The GCS's message is read here and not through `ray.autoscaler.v2.sdk.get_cluster_status`, which
+leaves out infeasible requests and when the autoscaler last looked; and no API of Ray has the reason
+of a failed launch, so the log stays the only source.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class AutoscalerStatus:
         self._words, self._read_at = "", 0.0
 
     def why(self, now: float) -> str:
-        """Asked only while a worker waits for a node; empty when it has nothing to say. Raises what Ray raises."""
+        """Asked only while a worker waits for a node; empty when it has nothing to say. Raises what
+        Ray raises."""
         reply = _pb.GetClusterStatusReply()
         reply.ParseFromString(_worker.global_worker.gcs_client.get_cluster_status(timeout_s=_RPC_S))
         state = reply.autoscaling_state
@@ -61,8 +65,8 @@ class AutoscalerStatus:
 
 
 def told(state: Any, needs: Mapping[str, float], now: float, words: str) -> str:
-    """`words`: the last of its log, since the state has no reason of a failure. Of what nobody has, only what our
-    workers ask for."""
+    """`words`: the last of its log, since the state has no reason of a failure. Of what nobody has,
+    only what our workers ask for."""
     sentences = []
     if groups := _failed(state, now):
         sentences.append(f"it cannot add nodes of group {', '.join(groups)}: {words}")
@@ -79,7 +83,8 @@ def told(state: Any, needs: Mapping[str, float], now: float, words: str) -> str:
 
 
 def last_words(log: str) -> str:
-    """Of a log of Ray's, the last error (its exception, where there is one), or why a node was not to be had."""
+    """Of a log of Ray's, the last error (its exception, where there is one), or why a node was not
+    to be had."""
     starts = [*_RECORD.finditer(log)]
     for at, start in reversed([*enumerate(starts)]):
         end = starts[at + 1].start() if at + 1 < len(starts) else len(log)

@@ -1,4 +1,5 @@
-"""Why workers wait for a node: no node could hold one, none has room now, or what Ray's autoscaler says."""
+"""Why workers wait for a node: no node could hold one, none has room now, or what Ray's autoscaler
+says."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.threads import background
 
 _CHECK_EVERY_S = 5.0
-# How long a worker waits before that is said: what seems taken may be its own, while its process starts.
+# How long a worker waits before that is said: what seems taken may be its own, while its process
+# starts.
 _NO_ROOM_S = 30.0
 
 
 class CapacityMonitor:
-    """A thread that looks at the cluster while workers wait. `stages()`: of each worker, as the controller's status has it.
+    """A thread that looks at the cluster while workers wait. `stages()`: of each worker, as the
+    controller's status has it.
 
     `waits_for` is the reason now, empty when no worker waits; `say` is called once for each reason.
     """
@@ -78,7 +81,10 @@ class CapacityMonitor:
         reasons = no_room(self._scaling, ray.nodes()), self._autoscaler.why(time.time())
         said = ". ".join(reason for reason in reasons if reason)
         if not said and waited and not has_room(self._scaling.resources_per_worker):
-            return "no node has room for another worker now: what could hold one is taken. Waiting for room"
+            return (
+                "no node has room for another worker now: what could hold one is taken. Waiting "
+                "for room"
+            )
         return said
 
 
@@ -89,18 +95,22 @@ def has_room(needs: Mapping[str, float]) -> bool:
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Why no node could hold a worker of one of the kinds that the job asks for, even if it were idle; empty when one could."""
+    """Why no node could hold a worker of one of the kinds that the job asks for, even if it were
+    idle; empty when one could."""
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
         firm = [{node_labels.MARKET: "on-demand"}] * scaling.min_on_demand
-        # What those before it were asked for: the first worker, and the first that need not be firm.
+        # What those before it were asked for: the first worker, and the first that need not be
+        # firm.
         for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
             if why := node_labels.why_none_matches(node_labels.preferences(scaling, others), large):
                 return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
         return ""
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}
     return (
-        f"no node of this cluster can hold a worker: it needs {dict(needs)}, and the most that any node has is "
-        f"{largest}. Waiting for such a node; lower ScalingConfig.resources_per_worker if none will come"
+        f"no node of this cluster can hold a worker: it needs {dict(needs)}, and the most "
+        "that any node has is "
+        f"{largest}. Waiting for such a node; lower ScalingConfig.resources_per_worker if "
+        "none will come"
     )

@@ -16,7 +16,8 @@ from elastic_dp.errors import ClusterError
 
 
 def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> None:
-    """To `address`, or else to RAY_ADDRESS or the cluster on this machine; to none where a connection is there.
+    """To `address`, or else to RAY_ADDRESS or the cluster on this machine; to none where a
+    connection is there.
 
     `tell`: is told which cluster was taken, where several run on this machine.
     """
@@ -28,9 +29,12 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
         ray.init(address=address or "auto", log_to_driver=False)
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
-            f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address as HOST:6379, or set "
-            "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its token in RAY_AUTH_TOKEN or "
-            "~/.ray/auth_token. A run that has ended is found without a cluster: elastic-dp status RUN --storage-path "
+            f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address "
+            "as HOST:6379, or set "
+            "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its "
+            "token in RAY_AUTH_TOKEN or "
+            "~/.ray/auth_token. A run that has ended is found without a cluster: elastic-dp "
+            "status RUN --storage-path "
             f"URL. Ray says: {error}"
         ) from error
 
@@ -42,7 +46,8 @@ def disconnect() -> None:
 
 
 def connect_or_start() -> None:
-    """To the cluster of RAY_ADDRESS; without one, to a Ray that this process starts and that ends with it."""
+    """To the cluster of RAY_ADDRESS; without one, to a Ray that this process starts and that ends
+    with it."""
     if not ray.is_initialized():
         if "RAY_ADDRESS" in os.environ:
             ray.init(log_to_driver=False)
@@ -55,8 +60,8 @@ def connect_or_start() -> None:
 def send_token() -> None:
     """Have Ray send this user's saved token, unless RAY_AUTH_MODE says otherwise.
 
-    A Ray that a script starts requires the token by default, and a client sends it only if it is configured to. Clusters
-    without authentication ignore it.
+    A Ray that a script starts requires the token by default, and a client sends it only if it is
+    configured to. Clusters without authentication ignore it.
     """
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
     if "RAY_AUTH_MODE" not in os.environ and (
@@ -67,23 +72,27 @@ def send_token() -> None:
 
 
 def newest_on_this_machine(tell: Callable[[str], None]) -> str | None:
-    """The address of the newest cluster that has a node here; None: as Ray finds it, by RAY_ADDRESS first.
+    """The address of the newest cluster that has a node here; None: as Ray finds it, by RAY_ADDRESS
+    first.
 
-    Of several, Ray itself takes the one of the last `ray start`, also where that is gone, or else any.
+    Of several, Ray itself takes the one of the last `ray start`, also where that is gone, or else
+    any.
     """
     if os.environ.get("RAY_ADDRESS"):
         return None
     found = _newest_first()
     if len(found) > 1:
         tell(
-            f"{len(found)} Ray clusters run on this machine: this is the newest, at {found[0]}; choose another by "
+            f"{len(found)} Ray clusters run on this machine: this is the newest, at "
+            f"{found[0]}; choose another by "
             f"--address or RAY_ADDRESS: {', '.join(found[1:])}"
         )
     return found[0] if found else None
 
 
 def _newest_first() -> list[str]:
-    """Addresses of the clusters of which a node runs here: those of this user, or, without one, all."""
+    """Addresses of the clusters of which a node runs here: those of this user, or, without one,
+    all."""
     started: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for process in services.psutil.process_iter(["cmdline", "create_time", "uids"]):
         words = process.info["cmdline"] or [""]

@@ -1,4 +1,5 @@
-"""The actor that leads one run. Ray restarts it; it then finds its workers by their names and leads on from the state in the GCS."""
+"""The actor that leads one run. Ray restarts it; it then finds its workers by their names and leads
+on from the state in the GCS."""
 
 from __future__ import annotations
 
@@ -46,10 +47,11 @@ _PRINTED_S = 5.0  # how long workers may take to say what they printed
     num_cpus=0, max_restarts=-1, concurrency_groups={"events": 1, "follow": 16}
 )
 class ControllerActor:
-    """Leads one run until it has ended. It ends some minutes later, or when a driver has taken the result.
+    """Leads one run until it has ended. It ends some minutes later, or when a driver has taken the
+    result.
 
-    The actor is named after the run, so two drivers cannot lead one run. Its only argument is the run, since Ray passes the
-    same arguments to its replacement; everything else is in the GCS.
+    The actor is named after the run, so two drivers cannot lead one run. Its only argument is the
+    run, since Ray passes the same arguments to its replacement; everything else is in the GCS.
     """
 
     def __init__(self, run: str) -> None:
@@ -89,8 +91,9 @@ class ControllerActor:
             lambda text: self._journal.command(Explain(text)),
         )
         self._controller.open(self._worker_group)
-        # What torch, ray and the job's imports made is here to stay. Where each full collection walks through it, it
-        # takes 0.1 s longer; so it walks through what came later, which grows with the workers alone.
+        # What torch, ray and the job's imports made is here to stay. Where each full collection
+        # walks through it, it takes 0.1 s longer; so it walks through what came later, which grows
+        # with the workers alone.
         gc.collect()
         gc.freeze()
         background("controller", self._lead, self._controller.broke).start()
@@ -99,7 +102,8 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def about(self) -> tuple[JobSpec, str, bool]:
-        """The spec without the user's own objects, whose code a driver may not have; the folder; whether the run has ended."""
+        """The spec without the user's own objects, whose code a driver may not have; the folder;
+        whether the run has ended."""
         data = self._spec.data
         bare = DataConfig("-", micro_batch_size=data.micro_batch_size, seed=data.seed)
         if data.epochs is not None:

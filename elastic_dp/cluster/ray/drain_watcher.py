@@ -1,9 +1,12 @@
-"""Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice for each worker there.
+"""Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice
+for each worker there.
 
 Ray knows in advance: a SIGTERM to `ray start --block` (a pod that is deleted, a machine that is
-taken back), the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
+taken back), the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a
+deadline.
 
-- A notice is posted once for each worker and deadline, also for a worker that starts on a node that drains already.
+- A notice is posted once for each worker and deadline, also for a worker that starts on a node that
+  drains already.
 - A poll that fails (the head is away) is followed by another one soon.
 """
 
@@ -21,7 +24,8 @@ _EVERY_S = 0.5
 
 
 class DrainWatcher:
-    """`draining()`: node -> deadline in milliseconds of the wall clock, 0: none is known. `nodes()`: where workers are.
+    """`draining()`: node -> deadline in milliseconds of the wall clock, 0: none is known.
+    `nodes()`: where workers are.
 
     `nodes` is asked only while a node drains.
     """
@@ -44,7 +48,8 @@ class DrainWatcher:
         self._closed.set()
 
     def poll(self, now: float, wall: float) -> None:
-        """`now`: of the clock of the controller's deadlines (monotonic); `wall`: of the wall clock."""
+        """`now`: of the clock of the controller's deadlines (monotonic); `wall`: of the wall
+        clock."""
         draining = self._draining()
         nodes = self._nodes() if draining else {}
         self._told = {worker: told for worker, told in self._told.items() if worker in nodes}

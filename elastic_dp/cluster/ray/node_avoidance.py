@@ -1,8 +1,9 @@
 """Which nodes get no new worker: those where workers failed repeatedly.
 
-Three failures on one node within 30 minutes, and it is avoided for 30 minutes from the last. If every node that could hold
-a worker is bad, none is avoided, since a run must not stop where it could go on
-(and a step that ends whoever runs it makes every node look bad). Here is no clock and no Ray.
+Three failures on one node within 30 minutes, and it is avoided for 30 minutes from the last. If
+every node that could hold a worker is bad, none is avoided, since a run must not stop where it
+could go on (and a step that ends whoever runs it makes every node look bad). Here is no clock and
+no Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class NodeAvoidance:
         self._failures: dict[str, list[float]] = {}
 
     def failed(self, node: str, now: float) -> bool:
-        """A worker was lost there. Returns whether that makes the node bad, and it was not before."""
+        """A worker was lost there. Returns whether that makes the node bad, and it was not
+        before."""
         before = self._is_bad(node, now)
         self._failures.setdefault(node, []).append(now)
         return not before and self._is_bad(node, now)

@@ -1,10 +1,12 @@
-"""On which nodes a worker may run: the labels that Ray is asked for, the best first; {} is any node.
+"""On which nodes a worker may run: the labels that Ray is asked for, the best first; {} is any
+node.
 
-Pure, from what the job says and what the run's other workers were asked for. Ray takes the first of them that a node
-fulfils, and its autoscaler adds a node for the first that some group of nodes has.
+Pure, from what the job says and what the run's other workers were asked for. Ray takes the first of
+them that a node fulfils, and its autoscaler adds a node for the first that some group of nodes has.
 
-So "spot-first" is one selector for either market, and not a list of two: the autoscaler would go on asking for the first of
-a list however often that failed. Between the markets of one selector it goes by its groups' priorities and by what it got.
+So "spot-first" is one selector for either market, and not a list of two: the autoscaler would go on
+asking for the first of a list however often that failed. Between the markets of one selector it
+goes by its groups' priorities and by what it got.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Labels = dict[str, str]
 
 
 def preferences(scaling: ScalingConfig, others: Iterable[Labels]) -> list[Labels]:
-    """What a new worker asks for, in this order; `others`: what the run's present workers asked for first."""
+    """What a new worker asks for, in this order; `others`: what the run's present workers asked for
+    first."""
     others = list(others)
     firm = sum(labels.get(MARKET) == "on-demand" for labels in others)
     markets = _markets(scaling, firm)

@@ -1,8 +1,10 @@
-"""Selects nodes for the next worker: all but those where workers failed repeatedly (node_avoidance.py decides which).
+"""Selects nodes for the next worker: all but those where workers failed repeatedly
+(node_avoidance.py decides which).
 
-A label selector excludes a node, since Ray has no other way to say "anywhere but there". The worker then waits, as demand
-that the autoscaler sees, until another node has room. A selector is fixed when the actor is created, so a worker that waits
-because of a node that is no longer avoided is replaced. Ray still knows the node of an actor that has died.
+A label selector excludes a node, since Ray has no other way to say "anywhere but there". The worker
+then waits, as demand that the autoscaler sees, until another node has room. A selector is fixed
+when the actor is created, so a worker that waits because of a node that is no longer avoided is
+replaced. Ray still knows the node of an actor that has died.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class NodeSelection:
             is_new = self._avoidance.failed(node, time.monotonic())
         if is_new and node in self._avoided_nodes([]):
             self._say(
-                f"node {node} is avoided for now: {counted(self.avoided[node], 'worker')} failed on it within 30 minutes"
+                f"node {node} is avoided for now: {counted(self.avoided[node], 'worker')} "
+                "failed on it within 30 minutes"
             )
 
     def _avoided_nodes(self, asked: list[Labels]) -> list[str]:

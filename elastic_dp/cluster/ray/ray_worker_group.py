@@ -1,8 +1,8 @@
 """The worker group of a run on Ray: each worker is a detached actor.
 
-Workers are never one placement group, which cannot be resized. Each is an actor of its own that waits, as demand that the
-autoscaler sees, until it can be placed. It is named run/identity in the namespace "elastic_dp", so that a controller that
-takes over finds it.
+Workers are never one placement group, which cannot be resized. Each is an actor of its own that
+waits, as demand that the autoscaler sees, until it can be placed. It is named run/identity in the
+namespace "elastic_dp", so that a controller that takes over finds it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class RayWorkerGroup:
         self._watch(worker, actor)
 
     def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
-        """The workers of earlier controllers that are up. Those that still wait for a node are killed: they are not needed."""
+        """The workers of earlier controllers that are up. Those that still wait for a node are
+        killed: they are not needed."""
         for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
             self._controller.state_store.record(ReleaseWorker(worker, "was still pending"))
             ray.kill(actor, no_restart=True)
@@ -105,7 +106,8 @@ class RayWorkerGroup:
             _kill(actor)
 
     def withdraw_waiting_needlessly(self) -> None:
-        """End workers that wait although a node that they exclude could be used now; the coordinator replaces them."""
+        """End workers that wait although a node that they exclude could be used now; the
+        coordinator replaces them."""
         for worker in self.node_selection.waiting_needlessly(self.nodes(), self.actors()):
             self._controller.withdrawn(worker)
             self._withdrawn.add(worker)
@@ -125,7 +127,8 @@ class RayWorkerGroup:
         actor.run.remote().future().add_done_callback(lambda f: self._ended(worker, actor, f))
 
     def nodes(self) -> dict[WorkerId, str]:
-        """The node of each worker that has one. It is asked for once, since the actor is never restarted elsewhere."""
+        """The node of each worker that has one. It is asked for once, since the actor is never
+        restarted elsewhere."""
         actors = self.actors()
         known = {worker: node for worker, node in self._nodes.items() if worker in actors}
         for worker in actors.keys() - known.keys():
@@ -136,7 +139,8 @@ class RayWorkerGroup:
         return known
 
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
-        """Those for which Ray has no process yet: they wait for a node, or for their process to start there."""
+        """Those for which Ray has no process yet: they wait for a node, or for their process to
+        start there."""
         actors = self.actors()
         tables = {
             worker: ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
@@ -151,7 +155,8 @@ class RayWorkerGroup:
             self._actors.pop(worker, None)
             self._asked.pop(worker, None)
         if isinstance(error, ray.exceptions.RayTaskError):
-            # It raised, and holds its node's GPU until it is killed: not here, in Ray's own thread, where that never returns.
+            # It raised, and holds its node's GPU until it is killed: not here, in Ray's own thread,
+            # where that never returns.
             background("kill", partial(_kill, actor)).start()
         reason, cause = _death(error)
         if worker in self._withdrawn:

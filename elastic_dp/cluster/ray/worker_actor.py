@@ -1,4 +1,5 @@
-"""The actor of one worker. It is detached, so it outlives its controller; Ray never restarts it, since an identity is used once."""
+"""The actor of one worker. It is detached, so it outlives its controller; Ray never restarts it,
+since an identity is used once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _PRINTED_BYTES = 1 << 20  # at most so much at a time, the newest
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
 class WorkerActor:
-    """One worker. `run` occupies the default concurrency group for the worker's life; `deliver` runs beside it."""
+    """One worker. `run` occupies the default concurrency group for the worker's life; `deliver`
+    runs beside it."""
 
     def __init__(self, identity: WorkerId, job: WorkerJob, controller: Any, term: int) -> None:
         print_whatever_fits()
@@ -53,7 +55,8 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-        """Whole lines that were printed after these offsets of standard output and error, and the offsets of their end."""
+        """Whole lines that were printed after these offsets of standard output and error, and the
+        offsets of their end."""
         own = ray._private.worker.global_worker
         paths = {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
         return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}

@@ -1,1 +1,2 @@
-"""How a run is recorded, found and attached to: in its folder, in the GCS, and by the names of its actors."""
+"""How a run is recorded, found and attached to: in its folder, in the GCS, and by the names of its
+actors."""

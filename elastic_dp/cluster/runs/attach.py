@@ -1,6 +1,8 @@
-"""Attaching to a run: to the one that is live on the cluster, to one that has ended, or to one that is started for it.
+"""Attaching to a run: to the one that is live on the cluster, to one that has ended, or to one that
+is started for it.
 
-Starting a controller imports torch, so that import is in the function: the command line attaches without it.
+Starting a controller imports torch, so that import is in the function: the command line attaches
+without it.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def _same(one: str, other: str) -> bool:
 def find_or_start(
     spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, Any]
 ) -> tuple[Any, bool]:
-    """The controller that leads this run, and whether it is a new one. Raises ClusterError where another run has its name."""
+    """The controller that leads this run, and whether it is a new one. Raises ClusterError where
+    another run has its name."""
     cluster_connection.connect_or_start()
     live = find(spec.name)
     if live is not None and not live.ended:
@@ -101,18 +104,22 @@ def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, A
     except ray.exceptions.RayActorError as error:
         forget(run)
         raise ClusterError(
-            f"the controller of the run {spec.name!r} did not start. A module that train imports and "
-            "this process has not imported must be installed on the cluster, or sent by runtime_env. "
+            f"the controller of the run {spec.name!r} did not start. A module that train "
+            "imports and "
+            "this process has not imported must be installed on the cluster, or sent by "
+            "runtime_env. "
             f"Ray says: {error}"
         ) from error
     return controller
 
 
 def _check_is_the_same(live: LiveController, spec: JobSpec, url: str) -> None:
-    """Raises ClusterError for a run in another folder. Warns of settings that this start would change and does not."""
+    """Raises ClusterError for a run in another folder. Warns of settings that this start would
+    change and does not."""
     if live.url != url:
         raise ClusterError(
-            f"a run named {spec.name!r} is live on this cluster, at {live.url}; wait for it, stop it, or give "
+            f"a run named {spec.name!r} is live on this cluster, at {live.url}; wait for it, "
+            "stop it, or give "
             "this one another name"
         )
     now, asked = RunLimits.of(live.spec), RunLimits.of(spec)
@@ -126,5 +133,6 @@ def _check_is_the_same(live: LiveController, spec: JobSpec, url: str) -> None:
     if differing:
         warn_at_call(
             f"the run {spec.name!r} is live with other limits or settings, which stay as they are: "
-            f"{'; '.join(differing)}. Run.scale or `elastic-dp scale` changes its size, `elastic-dp restart` the rest"
+            f"{'; '.join(differing)}. Run.scale or `elastic-dp scale` changes its size, "
+            "`elastic-dp restart` the rest"
         )

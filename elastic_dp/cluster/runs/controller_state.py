@@ -1,9 +1,12 @@
-"""The state that a controller leaves to its successor when its process dies, and the generations that it claimed.
+"""The state that a controller leaves to its successor when its process dies, and the generations
+that it claimed.
 
-A successor learns everything else from the workers. The state is small and is written as one value whenever it has changed:
-when workers come and go, when an operator asks for something, at the first step, and at the end.
+A successor learns everything else from the workers. The state is small and is written as one value
+whenever it has changed: when workers come and go, when an operator asks for something, at the first
+step, and at the end.
 
-An operator's request is stored before it is acknowledged, and the outcome before any worker is released.
+An operator's request is stored before it is acknowledged, and the outcome before any worker is
+released.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from elastic_dp.coordinator.messages import (
 
 @dataclass
 class ControllerState:
-    """What a successor must know. Times are of `time.time`: who takes over may be another machine."""
+    """What a successor must know. Times are of `time.time`: who takes over may be another
+    machine."""
 
     started_at: float = field(default_factory=time.time)
     lease_token: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -56,7 +60,8 @@ class ControllerState:
 
 
 class ControllerStateStore:
-    """The newest state of a run's controller, in memory: for a controller that dies with its run."""
+    """The newest state of a run's controller, in memory: for a controller that dies with its
+    run."""
 
     def __init__(self) -> None:
         self.state = ControllerState()
@@ -76,7 +81,8 @@ class ControllerStateStore:
         return 0
 
     def record(self, message: Event | Command) -> None:
-        """Take in what has happened or is about to be done; `save` writes it if the state has changed."""
+        """Take in what has happened or is about to be done; `save` writes it if the state has
+        changed."""
         with self._lock:
             self._changed |= _update(self.state, message)
 
@@ -137,7 +143,8 @@ def _update(state: ControllerState, message: Event | Command) -> bool:
 
 
 def pending_requests(state: ControllerState, now: float) -> list[Event]:
-    """What is still to be done of what was asked of the controller before; `now` is of `time.monotonic`."""
+    """What is still to be done of what was asked of the controller before; `now` is of
+    `time.monotonic`."""
     asked: list[Event] = []
     for worker, known in state.draining.items():
         # Never longer than it was, also where the clock was set back meanwhile.

@@ -1,7 +1,8 @@
 """A run that is not live, read from its folder: how it ended, its events, what its workers printed.
 
-Nothing here imports ray or torch, so the command line answers in a fraction of a second, and on a machine that reaches
-the run's storage and no cluster. The lease says whether a cluster may still train: a run that ends releases it.
+Nothing here imports ray or torch, so the command line answers in a fraction of a second, and on a
+machine that reaches the run's storage and no cluster. The lease says whether a cluster may still
+train: a run that ends releases it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class EndedRun:
         }
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Every event, decision and metric, in the order of their time; there are no more to `follow`."""
+        """Every event, decision and metric, in the order of their time; there are no more to
+        `follow`."""
         return read_events(self.url)
 
     def logs(

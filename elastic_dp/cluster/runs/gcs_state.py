@@ -1,8 +1,10 @@
-"""What Ray's GCS keeps for a run, so that its controller may die: the job, the claims of generations, and the state.
+"""What Ray's GCS keeps for a run, so that its controller may die: the job, the claims of
+generations, and the state.
 
-The job is here and not among the actor's arguments, since those that are large live in an object store that dies with
-the driver; then Ray could not restart the controller. With GCS fault tolerance all of it survives the head node, too.
-A claim is an entry that is only ever created. Its value says who made it, so that asking twice does no harm.
+The job is here and not among the actor's arguments, since those that are large live in an object
+store that dies with the driver; then Ray could not restart the controller. With GCS fault tolerance
+all of it survives the head node, too. A claim is an entry that is only ever created. Its value says
+who made it, so that asking twice does no harm.
 """
 
 from __future__ import annotations
@@ -53,13 +55,15 @@ def load_job(run: str) -> StoredJob:
 
 
 def forget(run: str) -> None:
-    """When the run is over. The claims stay: a controller that was frozen all the time must find them."""
+    """When the run is over. The claims stay: a controller that was frozen all the time must find
+    them."""
     internal_kv._internal_kv_del(_key(run, "job"), del_by_prefix=True)
     internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
 
 
 def mark_owner() -> None:
-    """The cluster ends with this process, which started it: whoever connects from elsewhere can know."""
+    """The cluster ends with this process, which started it: whoever connects from elsewhere can
+    know."""
     internal_kv._internal_kv_put(_OWNED, b"")
 
 
@@ -90,7 +94,8 @@ class GcsStateStore(ControllerStateStore):
         return max(_numbers(self._run, "generation/"), default=0)
 
     def _write(self, state: bytes) -> None:
-        """Each term has its own entry: one who led before, and was frozen, writes where nobody looks any more."""
+        """Each term has its own entry: one who led before, and was frozen, writes where nobody
+        looks any more."""
         internal_kv._internal_kv_put(_key(self._run, f"facts/{self.state.term}"), state)
 
 

@@ -1,7 +1,8 @@
 """What the last start of a run was like, so that the next one can report permitted changes.
 
-`start.json` in the run's folder, written by each start that goes on. What must not change is in `run.json`
-(run_record.py); what the code gives the optimizer is found when a checkpoint is read (train/restoring.py).
+`start.json` in the run's folder, written by each start that goes on. What must not change is in
+`run.json` (run_record.py); what the code gives the optimizer is found when a checkpoint is read
+(train/restoring.py).
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class StartRecord:
 
 
 def last_start(store: Store) -> StartRecord | None:
-    """None before the first, or where it cannot be read: it is for saying what has changed, no more."""
+    """None before the first, or where it cannot be read: it is for saying what has changed, no
+    more."""
     try:
         stored = read_json(store, _NAME, _FORMAT, "")
         if stored is None:

@@ -1,8 +1,10 @@
-"""The record of a run in its folder: the job that it belongs to and, once finished, its result. Small JSON files.
+"""The record of a run in its folder: the job that it belongs to and, once finished, its result.
+Small JSON files.
 
-`run.json` is only ever created, so of two drivers that start at once with different jobs one is refused. It is compared by
-the driver and, once more, by whoever holds the run's lease, before anything is trained. What needs pyarrow is imported
-where it is used, since the command line reads results without it.
+`run.json` is only ever created, so of two drivers that start at once with different jobs one is
+refused. It is compared by the driver and, once more, by whoever holds the run's lease, before
+anything is trained. What needs pyarrow is imported where it is used, since the command line reads
+results without it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FORMAT = 1  # of the JSON files here
 _INDEX = "index.arrows"
 _RUN, _RESULT = "run.json", "result.json"
 _RUN_AGAIN = (
-    "Delete it and start the run again with the job that it was started with: it is written anew, and the checkpoints, "
+    "Delete it and start the run again with the job that it was started with: it is written "
+    "anew, and the checkpoints, "
     "which say what job they are of, are compared with it"
 )
 _RESULT_AGAIN = "Delete it and start the run again: it goes on from its newest checkpoint"
@@ -40,10 +43,12 @@ _LIMITS = "limits"
 class Result:
     """How a run ended.
 
-    `step`: committed steps. `reason`: why it ended. `weights_sha256`: digest of names, shapes, dtypes and bytes of the
-    final parameters and buffers. `exact`: the weights do not depend on the fleet; otherwise `inexact_because`
-    says what broke it. `skipped`: row groups that could not be decoded and were left out. `metrics`: the newest value of everything logged. `generations`: how many groups there
-    were. `workers_lost`: processes lost before the end, without those that were asked to leave. `wall_s`: from start to end.
+    `step`: committed steps. `reason`: why it ended. `weights_sha256`: digest of names, shapes,
+    dtypes and bytes of the final parameters and buffers. `exact`: the weights do not depend on the
+    fleet; otherwise `inexact_because` says what broke it. `skipped`: row groups that could not be
+    decoded and were left out. `metrics`: the newest value of everything logged. `generations`: how
+    many groups there were. `workers_lost`: processes lost before the end, without those that were
+    asked to leave. `wall_s`: from start to end.
     """
 
     name: str
@@ -62,9 +67,10 @@ class Result:
     def load_state(self) -> LoadedState:
         """The final state, from the checkpoint of the last step; tensors on the host.
 
-        `model` is the model's state dict, name to tensor, for `load_state_dict`; `optimizer` and `scheduler` are
-        theirs; `user` has the state dict of each object that was given as `state=`; `step`, `metrics`. Raises
-        CheckpointError where that checkpoint is not there any more, CheckpointDamaged, StorageError.
+        `model` is the model's state dict, name to tensor, for `load_state_dict`; `optimizer` and
+        `scheduler` are theirs; `user` has the state dict of each object that was given as `state=`;
+        `step`, `metrics`. Raises CheckpointError where that checkpoint is not there any more,
+        CheckpointDamaged, StorageError.
         """
         from elastic_dp.checkpoint.exporting import load_state
 
@@ -72,18 +78,21 @@ class Result:
         return load_state(self.path, self.step)
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the final weights to a file that opens without this package, at a path or any fsspec URL.
+        """Write the final weights to a file that opens without this package, at a path or any
+        fsspec URL.
 
-        `FILE.safetensors`: one tensor for each key of the model's `state_dict()`, under that key, so that
-        `model.load_state_dict(safetensors.torch.load_file(path))` takes it. `FILE.pt`: a dict by `torch.save` with the
-        optimizer's state, too, and the weights under "model". Raises what `load_state` raises.
+        `FILE.safetensors`: one tensor for each key of the model's `state_dict()`, under that key,
+        so that `model.load_state_dict(safetensors.torch.load_file(path))` takes it. `FILE.pt`: a
+        dict by `torch.save` with the optimizer's state, too, and the weights under "model". Raises
+        what `load_state` raises.
         """
         from elastic_dp.checkpoint.exporting import export
 
         destination = os.fspath(path)
         if not destination.endswith((".safetensors", ".pt")):
             raise CheckpointError(
-                f"path is {destination!r}, must end in .safetensors (the weights) or .pt (the optimizer's state, too)"
+                f"path is {destination!r}, must end in .safetensors (the weights) or .pt "
+                "(the optimizer's state, too)"
             )
         export(*self._final(), destination)
 
@@ -102,7 +111,8 @@ class Result:
             else "use a new name= to train it again"
         )
         raise CheckpointError(
-            f"the run {self.name!r} has no checkpoint of its last step, {self.step}: it was deleted, could not be "
+            f"the run {self.name!r} has no checkpoint of its last step, {self.step}: it was "
+            "deleted, could not be "
             f"written, or the run has gone on since. {way_out}"
         )
 
@@ -147,11 +157,13 @@ class RunRecord:
                     changed = difference(old, index)
                     if changed is not None:
                         raise RunMismatch(
-                            f"the data set is not the one that the run at {redact_url(url)} was started with: {changed}. "
+                            f"the data set is not the one that the run at {redact_url(url)} "
+                            f"was started with: {changed}. "
                             "Use a new name= for a new run, or bring the old data set back"
                         )
                 raise RunMismatch(
-                    f"{what} is {mine!r}, but the run at {redact_url(url)} was started with {then!r}. "
+                    f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "
+                    f"{then!r}. "
                     "Use a new name= for a new run, or the old value to go on with this one"
                 )
 
@@ -164,7 +176,8 @@ def virtual_workers_of(url: str) -> int | None:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What ended a run: kept beside its result, which counts until one of them is raised. None: no limit."""
+    """What ended a run: kept beside its result, which counts until one of them is raised. None: no
+    limit."""
 
     max_steps: int | None = None
     epochs: int | None = None
@@ -185,7 +198,8 @@ class RunLimits:
 
 
 def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
-    """The stored result, unless `limits` let the run go on: raised, or an operator stopped it, with steps to make."""
+    """The stored result, unless `limits` let the run go on: raised, or an operator stopped it, with
+    steps to make."""
     result, then = _read_result(url)
     if result is None:
         return None
@@ -195,7 +209,8 @@ def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result |
         return None
     if dataclasses.replace(then, stopped=False) != limits:
         warnings.warn(
-            f"the run at {redact_url(url)} ended after step {result.step} ({result.reason}) under other limits; its result is "
+            f"the run at {redact_url(url)} ended after step {result.step} ({result.reason}) "
+            "under other limits; its result is "
             "returned, since none was raised that would let it go on",
             stacklevel=2,
         )

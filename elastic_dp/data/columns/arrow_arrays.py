@@ -1,13 +1,15 @@
-"""Arrow columns to arrays, without Python per row, and without a copy where Arrow's memory is an array.
+"""Arrow columns to arrays, without Python per row, and without a copy where Arrow's memory is an
+array.
 
 - whole numbers, floats, bools: arrays [rows]
 - timestamps, dates, times of day, durations: int64 in the unit that is stored
 - fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
 - fixed-size binary: bytes as arrays uint8 [rows, size]
 - lists of those: where all have one length, arrays [rows, length]; else `Lists`, also of lists
-- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their storage
-- strings, binary, and objects (schema.py): stay Arrow's, where a null is None; nulls anywhere else are filled, or a
-  DataError (nulls.py)
+- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their
+  storage
+- strings, binary, and objects (schema.py): stay Arrow's, where a null is None; nulls anywhere else
+  are filled, or a DataError (nulls.py)
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def decode_table(
     where: str,
     fills: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Column]:
-    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is not there is all null.
-    `where` is for errors, `fills` for nulls."""
+    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is
+    not there is all null. `where` is for errors, `fills` for nulls."""
     rows = table.num_rows
     while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
         for number, field in enumerate(table.schema):
@@ -71,13 +73,16 @@ def decode_table(
 
 
 def _cast(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
-    """The shard can be read: what fails is that it holds a number that the type of all shards does not."""
+    """The shard can be read: what fails is that it holds a number that the type of all shards does
+    not."""
     try:
         return cast(column, kind)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{where} is {type_name(column.type)} and {type_name(kind)} in the data set, which does not hold all its "
-            f"values: {error}; rewrite the shards with one type, or leave the column out by DataConfig.columns"
+            f"{where} is {type_name(column.type)} and {type_name(kind)} in the data set, "
+            "which does not hold all its "
+            f"values: {error}; rewrite the shards with one type, or leave the column out by "
+            "DataConfig.columns"
         ) from error
 
 
@@ -86,7 +91,8 @@ def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:
-    """`value`: for nulls, None for none. Numbers stay views of Arrow's memory; those of memory that is no one else's can be written to."""
+    """`value`: for nulls, None for none. Numbers stay views of Arrow's memory; those of memory that
+    is no one else's can be written to."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
@@ -147,7 +153,8 @@ def _numbers(array: pa.Array, where: str) -> Array:
         bools: Array = array.to_numpy(zero_copy_only=False)
         return bools
     raise DataError(
-        f"{where} is {type_name(kind)}, which has no tensor; use numbers, dates, text, or lists, structs and maps of "
+        f"{where} is {type_name(kind)}, which has no tensor; use numbers, dates, text, or "
+        "lists, structs and maps of "
         "them, or leave it out by DataConfig.columns"
     )
 

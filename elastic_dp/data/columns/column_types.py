@@ -1,11 +1,12 @@
 """Types of columns: which ones hold the same values, and what a column is cast to as it is read.
 
-Writers spell one column in several ways: strings, large strings, views of strings and dictionaries of them; lists whose
-offsets have 32 or 64 bits; extension types, which Arrow shows as such only where somebody has registered them. A data
-set has one type for each column, whoever wrote a shard and whatever this process has imported.
+Writers spell one column in several ways: strings, large strings, views of strings and dictionaries
+of them; lists whose offsets have 32 or 64 bits; extension types, which Arrow shows as such only
+where somebody has registered them. A data set has one type for each column, whoever wrote a shard
+and whatever this process has imported.
 
-Numbers are widened only where every value stays what it is: int32 beside int64, float32 beside float64, int32 beside
-float64; int64 beside float64 is refused.
+Numbers are widened only where every value stays what it is: int32 beside int64, float32 beside
+float64, int32 beside float64; int64 beside float64 is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _SIGNIFICANT_BITS = {16: 11, 32: 24, 64: 53}  # of floats, by their width
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """What columns of this type are read as: what dictionaries stand for, views as large strings, extensions as their
-    storage. An extension of pyarrow's own stays where it is stored as numbers; every process knows it."""
+    """What columns of this type are read as: what dictionaries stand for, views as large strings,
+    extensions as their storage. An extension of pyarrow's own stays where it is stored as numbers;
+    every process knows it."""
     if isinstance(kind, pa.BaseExtensionType):
         storage = plain(kind.storage_type)
         own = not isinstance(kind, pa.ExtensionType)
@@ -55,7 +57,8 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` of formats whose shards say their types: the type that holds all values of both, which are plain."""
+    """`Format.merge` of formats whose shards say their types: the type that holds all values of
+    both, which are plain."""
     if type_name(one) == type_name(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -81,7 +84,8 @@ def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """`column` as `wanted`, which is plain. What decodes to the same arrays is left as it is: most columns."""
+    """`column` as `wanted`, which is plain. What decodes to the same arrays is left as it is: most
+    columns."""
     if column.type.equals(wanted):
         return column
     if pa.types.is_dictionary(column.type):

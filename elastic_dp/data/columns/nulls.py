@@ -1,8 +1,10 @@
-"""Nulls, which no tensor has: counted when a data set is opened, refused by name, or filled where the job says so.
+"""Nulls, which no tensor has: counted when a data set is opened, refused by name, or filled where
+the job says so.
 
-The shards' own counts are used: footers of Parquet, messages of Arrow, the one scan of the other formats. Where there
-are none (Parquet without statistics, and its lists, of which it counts the empty ones, too) nulls are found when the row
-group is read, and refused in the same words. Text and objects (schema.py) have nulls: they are None.
+The shards' own counts are used: footers of Parquet, messages of Arrow, the one scan of the other
+formats. Where there are none (Parquet without statistics, and its lists, of which it counts the
+empty ones, too) nulls are found when the row group is read, and refused in the same words. Text and
+objects (schema.py) have nulls: they are None.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from elastic_dp.data.columns.schema import has_lengths, is_object, is_text, is_t
 from elastic_dp.errors import DataError
 
 WAYS_OUT = (
-    "give a value for them by DataConfig.fill_nulls, fill them in the shards, or leave the column out by "
+    "give a value for them by DataConfig.fill_nulls, fill them in the shards, or leave the "
+    "column out by "
     "DataConfig.columns"
 )
-NULL_LISTS_WAYS_OUT = "write an empty list for each of them in the shards, or leave the column out by DataConfig.columns"
+NULL_LISTS_WAYS_OUT = (
+    "write an empty list for each of them in the shards, or leave the column out by "
+    "DataConfig.columns"
+)
 
 
 class Nulls:
@@ -50,7 +56,8 @@ class Nulls:
             self.add(shard, *(({}, counts) if has_lengths(leaf.type) else (counts, {})))
 
     def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
-        """What is wrong with a column, "" if nothing is known to be. No value fills a list of no fixed size."""
+        """What is wrong with a column, "" if nothing is known to be. No value fills a list of no
+        fixed size."""
         if may_be_null(leaf.type) or pa.types.is_null(leaf.type):
             return ""
         column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
@@ -61,7 +68,10 @@ class Nulls:
             return f"{column} {count} null lists, the first in {shard}{why}; {NULL_LISTS_WAYS_OUT}"
         if leaf.name in self._found and not filled:
             count, shard = self._found[leaf.name]
-            return f"{column} {count} nulls, the first in {shard}{why}, which a tensor cannot; {WAYS_OUT}"
+            return (
+                f"{column} {count} nulls, the first in {shard}{why}, which a tensor cannot; "
+                f"{WAYS_OUT}"
+            )
         return ""
 
 
@@ -71,12 +81,13 @@ def check_nulls(
     leaves: Iterable[pa.Field],
     parameter: str = "DataConfig.fill_nulls",
 ) -> dict[str, Any]:
-    """The values that fill nulls, as the columns have them. Raises DataError where one does not fit its column, or where
-    a column has nulls and no value for them."""
+    """The values that fill nulls, as the columns have them. Raises DataError where one does not fit
+    its column, or where a column has nulls and no value for them."""
     kinds = {leaf.name: leaf.type for leaf in leaves}
     if missing := [name for name in fills or () if name not in kinds]:
         raise DataError(
-            f"{parameter}: no column {', '.join(map(repr, missing))} is read, but {', '.join(map(repr, kinds))}"
+            f"{parameter}: no column {', '.join(map(repr, missing))} is read, but "
+            f"{', '.join(map(repr, kinds))}"
         )
     values = {}
     for name, value in (fills or {}).items():
@@ -84,7 +95,8 @@ def check_nulls(
             nones = ", whose nulls are None: replace them in transform or collate_fn"
             why = nones if is_object(kinds[name]) else ""
             raise DataError(
-                f"{parameter}: {value!r} does not fit column {name!r}, which is {type_name(kinds[name])}{why}"
+                f"{parameter}: {value!r} does not fit column {name!r}, which is "
+                f"{type_name(kinds[name])}{why}"
             )
         values[name] = fitting
     for leaf in leaves:
@@ -118,7 +130,8 @@ def _chunks(array: Any) -> list[pa.Array]:
 
 
 def fill(array: pa.Array, value: Any) -> pa.Array:
-    """`value` for each null, and for each null item of lists. A list of no fixed size that is null stays so."""
+    """`value` for each null, and for each null item of lists. A list of no fixed size that is null
+    stays so."""
     return array if count_nulls(array) == 0 else _filled(array, value, None)
 
 
@@ -148,7 +161,8 @@ def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> 
 
 
 def _fitting(value: Any, kind: pa.DataType) -> Any:
-    """As the column has it: a float is rounded to the column's own precision, anything else is kept as it is, or None."""
+    """As the column has it: a float is rounded to the column's own precision, anything else is kept
+    as it is, or None."""
     inner = _item_type(kind)
     if is_object(kind) or isinstance(value, bool) != pa.types.is_boolean(inner):
         return None

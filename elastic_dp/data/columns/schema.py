@@ -1,10 +1,10 @@
 """One schema of many shards: which columns the job reads, and whether the shards agree on them.
 
-Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be missing in some shards,
-whose rows are null there. A struct is read as its leaves, columns named "a.b"; `DataConfig.columns` may name a leaf or
-the whole struct. A column may have a dot in its own name: "a" never means the column "a.b", and a name that means two
-things is refused.
-A column that has no tensor is refused here, before anything is trained.
+Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be
+missing in some shards, whose rows are null there. A struct is read as its leaves, columns named
+"a.b"; `DataConfig.columns` may name a leaf or the whole struct. A column may have a dot in its own
+name: "a" never means the column "a.b", and a name that means two things is refused. A column that
+has no tensor is refused here, before anything is trained.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Columns:
         self._last: pa.Schema | None = None
 
     def add(self, shard: str, schema: pa.Schema, merge: Merge, rows: int = 0) -> int:
-        """The number of its kind: shards that have the same types. Raises DataError where a column is not what it is in
-        another shard."""
+        """The number of its kind: shards that have the same types. Raises DataError where a column
+        is not what it is in another shard."""
         if self._last is None or not schema.equals(self._last):
             refuse_names_that_are_no_text(shard, schema)
             if self._last is None:
@@ -72,8 +72,10 @@ class Columns:
             merged = merge(known, kind) if name in self._types else kind
             if merged is None:
                 raise DataError(
-                    f"the shards' schemas differ: column {name!r} is {type_name(known)} in {owner} and "
-                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column out by naming the "
+                    f"the shards' schemas differ: column {name!r} is {type_name(known)} in "
+                    f"{owner} and "
+                    f"{type_name(kind)} in {shard}; rewrite one of them, or leave the column "
+                    "out by naming the "
                     "others (columns)"
                 )
             self._types[name] = merged, owner
@@ -114,12 +116,13 @@ class Columns:
             shard, names = self._first
             shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
             raise DataError(
-                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, which has {shown}"
+                f"DataConfig.columns: no column {', '.join(map(repr, missing))} in {shard}, "
+                f"which has {shown}"
             )
 
     def refuse_case(self) -> None:
-        """Raises DataError where two columns differ only in case and no shard has both: one column, most likely, of which
-        a half would be null."""
+        """Raises DataError where two columns differ only in case and no shard has both: one column,
+        most likely, of which a half would be null."""
         several: dict[str, list[str]] = {}
         for name in self._types:
             several.setdefault(name.casefold(), []).append(name)
@@ -128,12 +131,14 @@ class Columns:
             if len(names) > 1 and not any(set(two) <= set(dict(here)) for here in self._shards):
                 owners = " and ".join(f"{name!r} (in {self._types[name][1]})" for name in two)
                 raise DataError(
-                    f"the shards' schemas differ: columns {owners} differ only in case, and no shard has both; rename one "
+                    f"the shards' schemas differ: columns {owners} differ only in case, and "
+                    "no shard has both; rename one "
                     "of them, or leave one out by naming the others (columns)"
                 )
 
     def costs(self) -> list[tuple[float, int]]:
-        """For each kind of shard: how many times the memory its rows take in the types of all, and bytes for each row."""
+        """For each kind of shard: how many times the memory its rows take in the types of all, and
+        bytes for each row."""
         wanted, found = self.wanted_leaves(), []
         for here in self._shards:
             types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
@@ -144,12 +149,13 @@ class Columns:
         return found
 
     def valued(self, nulls: Mapping[str, int]) -> Mapping[str, int]:
-        """Those of the last shard's nulls that are in columns with a type; the others are in `absent`."""
+        """Those of the last shard's nulls that are in columns with a type; the others are in
+        `absent`."""
         return {name: n for name, n in nulls.items() if name not in self._nulls[self._kind]}
 
     def absent(self) -> Iterator[tuple[pa.Field, str, int]]:
-        """(column, shard, rows): of the columns of which some kind of shard has no value, with the first such shard and
-        the rows of all."""
+        """(column, shard, rows): of the columns of which some kind of shard has no value, with the
+        first such shard and the rows of all."""
         if len(self._shards) == 1:
             return
         wanted = self.wanted_leaves()
@@ -165,7 +171,8 @@ class Columns:
         for name in (*(self._wanted or ()), *read):
             if there[name] > 1:
                 raise DataError(
-                    f"{name!r} names {there[name]} things in {where}: columns with a dot in their name, or fields of "
+                    f"{name!r} names {there[name]} things in {where}: columns with a dot in "
+                    "their name, or fields of "
                     "structs; rename all but one, or choose others by DataConfig.columns"
                 )
 
@@ -195,7 +202,8 @@ def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
 def leaves(
     fields: Iterable[pa.Field], wanted: Sequence[str] | None = None, prefix: str = ""
 ) -> list[pa.Field]:
-    """The columns that are no structs, named "a.b" where they lie in one. `wanted`: names of them, or of structs."""
+    """The columns that are no structs, named "a.b" where they lie in one. `wanted`: names of them,
+    or of structs."""
     found = list[pa.Field]()
     for field in fields:
         name = prefix + field.name
@@ -216,7 +224,8 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
 
 
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` of formats whose types were guessed from the values: the type that holds both."""
+    """`Format.merge` of formats whose types were guessed from the values: the type that holds
+    both."""
     try:
         fields = [pa.schema([("x", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field("x").type
@@ -237,7 +246,8 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_object(kind: pa.DataType) -> bool:
-    """What is handed out as Python's own objects: maps, decimals, and lists of these, of text or of structs."""
+    """What is handed out as Python's own objects: maps, decimals, and lists of these, of text or of
+    structs."""
     depth = 0
     while is_list(kind):
         kind, depth = kind.value_type, depth + 1
@@ -256,7 +266,8 @@ def has_lengths(kind: pa.DataType) -> bool:
 
 
 def is_time(kind: pa.DataType) -> bool:
-    """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are stored."""
+    """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are
+    stored."""
     return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)
 
 
@@ -265,7 +276,8 @@ def is_short_time(kind: pa.DataType) -> bool:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Without the kinds of which Python's objects would depend on what is installed, or that Arrow cannot pick rows of."""
+    """Without the kinds of which Python's objects would depend on what is installed, or that Arrow
+    cannot pick rows of."""
     if is_time(kind):
         return pa.int32() if is_short_time(kind) else pa.int64()
     if pa.types.is_dictionary(kind):
@@ -287,7 +299,8 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def refuse_without_tensor(leaf: pa.Field) -> None:
-    """Raises DataError, with what to do behind a semicolon. Text and objects have none, and need none."""
+    """Raises DataError, with what to do behind a semicolon. Text and objects have none, and need
+    none."""
     kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
     if is_text(kind) or is_object(kind):
         return
@@ -302,7 +315,8 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
         return
     nulls = " (every value is null)" if pa.types.is_null(kind) else ""
     raise DataError(
-        f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use numbers, dates, "
+        f"column {leaf.name!r} is {type_name(leaf.type)}{nulls}, which has no tensor; use "
+        "numbers, dates, "
         "text, or lists, structs and maps of them, or leave it out by DataConfig.columns"
     )
 

@@ -1,9 +1,10 @@
 """A map-style `torch.utils.data.Dataset` in the same order arithmetic.
 
-Access is random, so all rows are permuted freely. Items are fetched one by one (`__getitems__`, where the dataset has
-it, all at once). The random numbers of `__getitem__` and `collate_fn` are the dataset's own business, and come from
-the global generators: those of the thread that calls `batch`, or, with `workers`, those of processes that fetch
-ahead and seed theirs in the same way. So both give the same.
+Access is random, so all rows are permuted freely. Items are fetched one by one (`__getitems__`,
+where the dataset has it, all at once). The random numbers of `__getitem__` and `collate_fn` are the
+dataset's own business, and come from the global generators: those of the thread that calls `batch`,
+or, with `workers`, those of processes that fetch ahead and seed theirs in the same way. So both
+give the same.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class _NoRowGroups:
 
 
 class MapStyleDataset(_NoRowGroups):
-    """A `Dataset` (see dataset_interface.py); a `MicroBatchSource` of what its processes make ahead (see micro_batches.py)."""
+    """A `Dataset` (see dataset_interface.py); a `MicroBatchSource` of what its processes make ahead
+    (see micro_batches.py)."""
 
     def __init__(self, config: MapStyleData, *, virtual_workers: int, pin: bool = False) -> None:
         self._config, self._pin = config, pin
@@ -228,7 +230,8 @@ def _fetch_here(config: MapStyleData, indices: Ints, pin: bool) -> Any:
 
 
 def _digest(config: MapStyleData, num_rows: int, identity: str) -> str:
-    """Of what can be known without reading items, which may be slow, random, or impossible before a worker has it.
+    """Of what can be known without reading items, which may be slow, random, or impossible before a
+    worker has it.
 
     The class without its module: that is "__main__" when the same file is run as a script.
     """

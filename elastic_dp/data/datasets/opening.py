@@ -1,4 +1,5 @@
-"""Opening a data set: by the driver, which reads the index, and by the workers, which are given it."""
+"""Opening a data set: by the driver, which reads the index, and by the workers, which are given
+it."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ def open_data(
 ) -> Dataset:
     """Training data. Without an `index` it is read, for which a store may be away for `timeout_s`.
 
-    `pin`: tensors lie in memory from which a GPU copies without a stop. `on_wait`: told when the store is away
-    for longer than `timeout_s` later, and when it is back; without it, that is a StorageError. Raises DataError
-    where the data set cannot be used.
+    `pin`: tensors lie in memory from which a GPU copies without a stop. `on_wait`: told when the
+    store is away for longer than `timeout_s` later, and when it is back; without it, that is a
+    StorageError. Raises DataError where the data set cannot be used.
     """
     if isinstance(config, MapStyleData):
         return MapStyleDataset(config, virtual_workers=virtual_workers, pin=pin)
@@ -63,7 +64,8 @@ def open_evaluation(
 
 
 def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_bytes: int) -> None:
-    """One worker may have to run the whole job; what it has open then must fit. Raises DataError."""
+    """One worker may have to run the whole job; what it has open then must fit. Raises
+    DataError."""
     largest = int(np.argmax(row_groups.reading_bytes))
     shard, number, _ = row_groups.name(largest)
     size = int(row_groups.reading_bytes[largest])
@@ -73,7 +75,8 @@ def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_by
     )
     if size > memory_bytes:
         raise DataError(
-            f"{what}, more than DataConfig.memory_bytes, which is {_mib(memory_bytes)}; raise that to at least "
+            f"{what}, more than DataConfig.memory_bytes, which is {_mib(memory_bytes)}; "
+            "raise that to at least "
             f"{_mib(size + int(row_groups.nbytes[largest]))}, {way_out}"
         )
     if order is None:
@@ -82,7 +85,8 @@ def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_by
     needed = most_bytes(row_groups, count)
     if needed > memory_bytes:
         raise DataError(
-            f"a worker that runs all {order.virtual_workers} virtual workers has up to {count} row groups open, "
+            f"a worker that runs all {order.virtual_workers} virtual workers has up to "
+            f"{count} row groups open, "
             f"{_mib(needed)} (the largest: {what}), more than DataConfig.memory_bytes, which is "
             f"{_mib(memory_bytes)}; raise that to at least {_mib(needed)}, {way_out}"
         )
@@ -135,8 +139,8 @@ def _row_groups(
 
 
 def _threads(stores: list[Store]) -> int:
-    """Requests to a store wait most of the time; with files, reading is decoding, and more threads than cores
-    are in each other's way."""
+    """Requests to a store wait most of the time; with files, reading is decoding, and more threads
+    than cores are in each other's way."""
     if all(store.local_path(store.path) is not None for store in stores):
         return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
     return READ_THREADS

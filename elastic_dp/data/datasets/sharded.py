@@ -1,8 +1,10 @@
-"""Shards as micro-batches: the order says which rows, the reader brings them, here they become tensors.
+"""Shards as micro-batches: the order says which rows, the reader brings them, here they become
+tensors.
 
-Three stages, each ahead of the next: row groups are read and decoded in the order in which they are needed
-(reader.py); micro-batches are gathered from them, a few steps ahead (micro_batches.py); `batch` hands one out, and
-runs what of the user's code must run in the caller's thread. With `workers`, that runs ahead too, in processes.
+Three stages, each ahead of the next: row groups are read and decoded in the order in which they are
+needed (reader.py); micro-batches are gathered from them, a few steps ahead (micro_batches.py);
+`batch` hands one out, and runs what of the user's code must run in the caller's thread. With
+`workers`, that runs ahead too, in processes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from elastic_dp.storage import Store
 
 PRODUCERS = 2  # threads, where user code needs no processes
 AHEAD_PART = 8  # of the memory, one in so many is for micro-batches made ahead
-# And one in so many for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220 in row groups of 1 to 5 MiB.
+# And one in so many for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220
+# in row groups of 1 to 5 MiB.
 SLACK_PART = 6
 ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # made in one go, by the row groups' own estimates
 _ROWS_NAMED = 8  # in an error message, of one shard
@@ -118,7 +121,8 @@ class StreamingDataset(_OfAStream):
 
 
 class StreamingEvaluation(_OfAStream):
-    """An `EvaluationData` (see dataset_interface.py). User code runs in the caller's thread, or early: never in processes."""
+    """An `EvaluationData` (see dataset_interface.py). User code runs in the caller's thread, or
+    early: never in processes."""
 
     def __init__(
         self,
@@ -144,7 +148,8 @@ class StreamingEvaluation(_OfAStream):
         identity = f"evaluation {digest} {order.identity}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._order = order
-        # Row groups stay while there is room: `batch` may come without `read_ahead`, and evaluations come again.
+        # Row groups stay while there is room: `batch` may come without `read_ahead`, and
+        # evaluations come again.
         self._stream = _Stream(config, row_groups, order, 1, 0, True, pin, threads, stores)
         self._stream.last_step = 0
 
@@ -183,7 +188,8 @@ class _StreamCall:
 
 
 class _Stream:
-    """Micro-batches by (step, virtual worker) of an order; a `MicroBatchSource` (see micro_batches.py)."""
+    """Micro-batches by (step, virtual worker) of an order; a `MicroBatchSource` (see
+    micro_batches.py)."""
 
     last_step: int | None = None
 
@@ -280,7 +286,8 @@ class _Stream:
             self._micro_batches.remake(lambda located: not found.isdisjoint(located[0].tolist()))
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        """ "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet", rows counted in the shard from 0."""
+        """ "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet", rows counted in the
+        shard from 0."""
         by_shard: dict[str, list[int]] = {}
         groups, rows = self._order.locate(step, virtual_worker)
         for group, row in zip(groups.tolist(), rows.tolist(), strict=True):
@@ -340,7 +347,8 @@ class _Stream:
         return made, gathering.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
     def _fill(self, gathering: Gathering, key: Key) -> dict[int, BadShard]:
-        """Row groups as they come. Given back: those that cannot be decoded, where the job does not skip them."""
+        """Row groups as they come. Given back: those that cannot be decoded, where the job does not
+        skip them."""
         todo, failed = self._readable(gathering.row_groups), dict[int, BadShard]()
         for row_group in self.bad.intersection(gathering.row_groups):
             gathering.leave_out(row_group)
@@ -417,7 +425,8 @@ def most_bytes(row_groups: RowGroups, count: int) -> int:
 def _locate_each(
     order: Order | Mixture, steps: range, virtual_worker: int
 ) -> Iterable[tuple[Any, Any]]:
-    """What `order.locate` gives for each step; several steps of an epoch at once, which costs as much as one."""
+    """What `order.locate` gives for each step; several steps of an epoch at once, which costs as
+    much as one."""
     if isinstance(order, Mixture):
         yield from (order.locate(step, virtual_worker) for step in steps)
         return

@@ -7,6 +7,7 @@ INCOMPLETE = "_incomplete"  # lies in a data set while it is being written to an
 
 def not_whole(url: str) -> str:
     return (
-        f"{redact_url(url)!r} is a data set that is not whole: it holds {INCOMPLETE!r}, so its conversion is still "
+        f"{redact_url(url)!r} is a data set that is not whole: it holds {INCOMPLETE!r}, so "
+        "its conversion is still "
         "running, which can be waited for, or was killed; then remove the folder and convert again"
     )

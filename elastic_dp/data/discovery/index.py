@@ -1,9 +1,9 @@
 """The index of a data set: its shards, their row groups, where each lies, how many rows it has.
 
-Read once, by the driver, then shipped: workers list nothing. It is arrays, not objects: a million shards are
-about 150 MB, and up to 8 MiB of footers. It does not say where the data set lies, so a copy in another bucket is the same one: its digest
-covers what decides the order and the tensors, and each shard's size and check (format.py), so that a shard of
-other content is another data set.
+Read once, by the driver, then shipped: workers list nothing. It is arrays, not objects: a million
+shards are about 150 MB, and up to 8 MiB of footers. It does not say where the data set lies, so a
+copy in another bucket is the same one: its digest covers what decides the order and the tensors,
+and each shard's size and check (format.py), so that a shard of other content is another data set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Store, redact_url
 
 SCANS_IN_FLIGHT = 8
-# In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is above it is read again.
+# In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is
+# above it is read again.
 FOOTER_BYTES_KEPT = 8 << 20
 _COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -62,7 +63,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexedSource:
-    """One URL. `first_group`…`end_group` - 1 are its row groups. `weight`: None where sources are one data set."""
+    """One URL. `first_group`…`end_group` - 1 are its row groups. `weight`: None where sources are
+    one data set."""
 
     format: str
     weight: float | None
@@ -75,9 +77,10 @@ class IndexedSource:
 class Index:
     """Row groups are numbered through all shards, shards through all sources. Picklable.
 
-    `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py). `groups`: columns rows,
-    starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row groups bounds[i]…bounds[i+1]-1.
-    `columns`: (name, type, and what fills its nulls) of those that the job reads; `schema`: of the shards' columns that hold these.
+    `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py).
+    `groups`: columns rows, starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row
+    groups bounds[i]…bounds[i+1]-1. `columns`: (name, type, and what fills its nulls) of those that
+    the job reads; `schema`: of the shards' columns that hold these.
     """
 
     sources: tuple[IndexedSource, ...]
@@ -94,7 +97,8 @@ class Index:
 
     @cached_property
     def nbytes(self) -> Ints:
-        """[row group]: upper estimate of what it takes in memory, decoded and while being decoded."""
+        """[row group]: upper estimate of what it takes in memory, decoded and while being
+        decoded."""
         return self._group_array("nbytes")
 
     @cached_property
@@ -132,7 +136,8 @@ class Index:
         return str(self.shards["name"][shard])
 
     def footer(self, shard: int) -> pa.Buffer | None:
-        """None: it is not kept; there is none, or reading it costs nothing, or there are too many."""
+        """None: it is not kept; there is none, or reading it costs nothing, or there are too
+        many."""
         if "footer" not in self.shards.schema.names:  # version 1
             return None
         return self.shards["footer"][shard].as_buffer()
@@ -202,9 +207,10 @@ def read_index(
 ) -> Index:
     """Lists the shards and reads their footers, or scans them where their format has none.
 
-    `say` is told of a scan before it starts. Shards without a row are left out, and said. Raises DataError if there is
-    nothing that can be trained on, or if one shard cannot be read: `on_bad_shard` is for what goes bad later. Raises
-    StorageError if the store refuses, or is away for `timeout_s`.
+    `say` is told of a scan before it starts. Shards without a row are left out, and said. Raises
+    DataError if there is nothing that can be trained on, or if one shard cannot be read:
+    `on_bad_shard` is for what goes bad later. Raises StorageError if the store refuses, or is away
+    for `timeout_s`.
     """
     weights = config.url if isinstance(config.url, Mapping) else None
     urls, sources = config.urls, _open_all(config, timeout_s)
@@ -366,7 +372,8 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
 
 
 def _scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
-    """(source, shard in it, scan), in order, some ahead of the one that is asked for; never a future per shard."""
+    """(source, shard in it, scan), in order, some ahead of the one that is asked for; never a
+    future per shard."""
 
     def scan(number: int, shard: int) -> Scan:
         source = sources[number]
@@ -395,7 +402,8 @@ def _scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple
 def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
     if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
         raise DataError(
-            f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it was lost; write it again, or "
+            f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it "
+            "was lost; write it again, or "
             "remove it from the data set"
         )
     try:

@@ -10,7 +10,8 @@ _CHUNK = 1 << 14  # shards whose names are Python strings at one time
 
 
 def difference(old: Index, new: Index) -> str | None:
-    """What makes the two different data sets, in words that name the shard or the column; None if they are one."""
+    """What makes the two different data sets, in words that name the shard or the column; None if
+    they are one."""
     if old.digest == new.digest:
         return None
     if [s.weight for s in old.sources] != [s.weight for s in new.sources]:
@@ -65,7 +66,8 @@ def _groups_difference(old: Index, new: Index) -> str:
         )
         if was != now:
             return (
-                f"shard {old.name(shard)} was rewritten: it had {sum(was[0])} rows in {len(was[0])} row "
+                f"shard {old.name(shard)} was rewritten: it had {sum(was[0])} rows in "
+                f"{len(was[0])} row "
                 f"groups, and has {sum(now[0])} in {len(now[0])}, or they lie elsewhere in it"
             )
     return "the formats of the sources differ"

@@ -1,9 +1,10 @@
 """Which files of a URL are shards, and of what format.
 
-A folder's shards are the files directly in it whose ending is a format's; a glob's are those that it matches;
-one file is itself. Hidden names (".part-0.parquet", "_temporary/…") are half-written files of other writers.
-A folder that holds `_incomplete` is a conversion that has not finished, and no data set, also for a glob.
-Whatever else lies there is counted and named, and a table's folder is refused (table_formats.py).
+A folder's shards are the files directly in it whose ending is a format's; a glob's are those that
+it matches; one file is itself. Hidden names (".part-0.parquet", "_temporary/…") are half-written
+files of other writers. A folder that holds `_incomplete` is a conversion that has not finished, and
+no data set, also for a glob. Whatever else lies there is counted and named, and a table's folder is
+refused (table_formats.py).
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ _SPLIT = re.compile(rf"(?:^|[^a-z])({'|'.join(_SPLITS)})(?![a-z])")
 
 @dataclass(frozen=True)
 class Listed:
-    """Of one source, in the order of the names. `is_file`: the URL is that of the one shard. `skipped`: files that lie
-    there and are no shards. `remarks`: what the user should be told of it, each a sentence."""
+    """Of one source, in the order of the names. `is_file`: the URL is that of the one shard.
+    `skipped`: files that lie there and are no shards. `remarks`: what the user should be told of
+    it, each a sentence."""
 
     format: str
     is_file: bool
@@ -61,8 +63,8 @@ class Listed:
 
 @dataclass
 class _Found:
-    """What a URL means. `entries`: hidden ones, too. `root`: what names are relative to; `folder`: what was looked into,
-    `look` what is there; `is_deep`: all below it."""
+    """What a URL means. `entries`: hidden ones, too. `root`: what names are relative to; `folder`:
+    what was looked into, `look` what is there; `is_deep`: all below it."""
 
     root: str
     folder: str
@@ -134,8 +136,8 @@ def format_of(name: str) -> str:
 
 
 def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
-    """Files that several names lead to, also by links, are read as often; "" if there are none. With each source: what
-    goes before its names."""
+    """Files that several names lead to, also by links, are read as often; "" if there are none.
+    With each source: what goes before its names."""
     sources = list(sources)
     count = sum(len(listed.entries) for _, listed, _ in sources)
     each = (_facts(entry) for _, listed, _ in sources for entry in listed.entries)
@@ -155,7 +157,8 @@ def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
     more = "; …" if len(twice) > _NAMED else ""
     files = "1 file is" if len(twice) == 1 else f"{len(twice):,} files are"
     return (
-        f"DataConfig.url: {files} read several times, and the rows count as often: {some}{more}. Name each file once, and "
+        f"DataConfig.url: {files} read several times, and the rows count as often: "
+        f"{some}{more}. Name each file once, and "
         "no link beside what it leads to"
     )
 
@@ -164,7 +167,8 @@ def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
 
 
 def _find(config: DataConfig, url: str, store: Store) -> _Found:
-    """One listing; of a folder and of a glob in its last part only what is directly in the folder."""
+    """One listing; of a folder and of a glob in its last part only what is directly in the
+    folder."""
     path = store.path
     if not store.lists:
         return _file(store.find(path)[0])
@@ -195,8 +199,10 @@ def _find_glob(url: str, store: Store, mark: int) -> _Found:
     if (is_folder or is_file) and matched:
         what = "file" if is_file else "folder"
         raise DataError(
-            f"DataConfig.url: {redact_url(url)!r} is the name of a {what}, and also a pattern that matches "
-            f"{_name(root, matched[0])}. In a pattern write '[[]' for '[', '[*]' for '*' and '[?]' for '?'; or rename it"
+            f"DataConfig.url: {redact_url(url)!r} is the name of a {what}, and also a "
+            "pattern that matches "
+            f"{_name(root, matched[0])}. In a pattern write '[[]' for '[', '[*]' for '*' and "
+            "'[?]' for '?'; or rename it"
         )
     if is_file:
         return _file(is_file[0])
@@ -219,7 +225,8 @@ def _pattern(url: str, pattern: str) -> Callable[[str], object]:
         mended = re.sub(r"(?<=[^/*])\*\*+", "*", shown)
         mended = re.sub(r"\*\*+(?=[^/*])", "**/*", mended)
         raise DataError(
-            f"DataConfig.url: in {shown!r} '**' is part of a name, and must stand alone between two '/'; for the files in "
+            f"DataConfig.url: in {shown!r} '**' is part of a name, and must stand alone "
+            "between two '/'; for the files in "
             f"all folders below write {mended!r}"
         ) from None
 
@@ -241,7 +248,8 @@ def _name(root: str, entry: Entry) -> str:
 
 
 def _without_query(path: str) -> str:
-    """Only in a URL of http, as chained URLs hold one, "?" begins a query; elsewhere it is part of a name."""
+    """Only in a URL of http, as chained URLs hold one, "?" begins a query; elsewhere it is part of
+    a name."""
     return path.split("?", 1)[0] if path.startswith(("http://", "https://")) else path
 
 
@@ -263,7 +271,8 @@ def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
 def _refuse_table(
     config: DataConfig, url: str, store: Store, found: _Found, kept: list[Entry]
 ) -> None:
-    """Not of a file that is one of a list: that is how a table's own library names what is to be read."""
+    """Not of a file that is one of a list: that is how a table's own library names what is to be
+    read."""
     if not store.lists or (found.is_file and not isinstance(config.url, str)):
         return
 
@@ -362,7 +371,11 @@ def _remarks(
 def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
     """Programs write folders that are named as files are, such as Spark's "part.parquet/"."""
     matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else None
-    names = [path[len(found.folder) :].lstrip("/") for path in found.look.folders if not matches or matches(path)]  # fmt: skip
+    names = [
+        path[len(found.folder) :].lstrip("/")
+        for path in found.look.folders
+        if not matches or matches(path)
+    ]
     names = [name for name in names if name[:1] not in (".", "_")]
     if names:
         base = shown_folder(redact_url(url), store.path, found.folder)
@@ -370,7 +383,8 @@ def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
         more = ", …" if len(names) > _NAMED else ""
         folders = "1 folder" if len(names) == 1 else f"{len(names):,} folders"
         yield (
-            f"DataConfig.url: not read at {store.url}: {folders}, with whatever lies below ({some}{more}). '{base}**' "
+            f"DataConfig.url: not read at {store.url}: {folders}, with whatever lies below "
+            f"({some}{more}). '{base}**' "
             "reads all of it"
         )
 
@@ -382,7 +396,8 @@ def _splits(url: str, store: Store, found: _Found, kept: list[Entry]) -> Iterabl
 
 
 def splits_words(names: Iterable[str], base: str) -> str:
-    """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names, with a "/"."""
+    """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names,
+    with a "/"."""
     names = list(names)
     # All at once: of a million names that is a tenth of the time.
     if len({_SPLITS[word] for word in _SPLIT.findall("\n".join(names).lower())}) < 2:
@@ -399,13 +414,15 @@ def splits_words(names: Iterable[str], base: str) -> str:
     name, end = examples.get("train", next(iter(examples.values())))
     glob = name[:end] + ("/**" if name[end : end + 1] == "/" else "*")
     return (
-        f"holds files of several splits, and all of them are read as one data set: {there}. Name one split by a glob, such "
+        f"holds files of several splits, and all of them are read as one data set: {there}. "
+        "Name one split by a glob, such "
         f"as '{base}{glob}'"
     )
 
 
 def _facts(entry: Entry) -> int:
-    """Equal for one file by several names, and seldom else; a number, since a data set may have a million of them."""
+    """Equal for one file by several names, and seldom else; a number, since a data set may have a
+    million of them."""
     return hash((entry.size, entry.version))
 
 

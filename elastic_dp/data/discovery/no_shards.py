@@ -25,8 +25,9 @@ def why_nothing(
     is_shard: IsShard,
     given_format: str | None,
 ) -> str:
-    """The cause and the way out. `shown`: the URL without secrets. `look`: into `folder`, all below it for a deep glob;
-    nothing of it could be taken. `skipped`: what the URL means and is not read."""
+    """The cause and the way out. `shown`: the URL without secrets. `look`: into `folder`, all below
+    it for a deep glob; nothing of it could be taken. `skipped`: what the URL means and is not
+    read."""
     base = shown_folder(shown, store.path, folder)
     if not look.entries and not look.folders and not look.unreadable:
         return _empty(shown, store, folder, base)
@@ -40,24 +41,35 @@ def why_nothing(
         return f"no file matches the pattern; {some}. Mend the pattern"
     if skipped and all(one.ending == "hidden" for one in skipped):
         return (
-            f"only {skipped_words(skipped)}. Names that begin with '.' or '_' are files that are not finished, or notes "
+            f"only {skipped_words(skipped)}. Names that begin with '.' or '_' are files that "
+            "are not finished, or notes "
             "of the program that wrote them; rename them if they are shards"
         )
     if skipped and not any(one.ending == "" or one.ending.startswith(".") for one in skipped):
-        return f"nothing there can be read: {skipped_words(skipped)}. Mend the links, or rename the keys"
+        return (
+            f"nothing there can be read: {skipped_words(skipped)}. Mend the links, or rename the "
+            "keys"
+        )
     if skipped:
         words = f"none of the files has such an ending: {skipped_words(skipped)}"
         if given_format is not None:
-            return f"{words}. Name the files by a glob, and those that match are read as DataConfig.format says"
+            return (
+                f"{words}. Name the files by a glob, and those that match are read as "
+                "DataConfig.format says"
+            )
         return (
-            f"{words}. Where they are of one of these formats, name them by a glob, such as '{base}*', and set "
+            f"{words}. Where they are of one of these formats, name them by a glob, such as "
+            f"'{base}*', and set "
             "DataConfig.format; `elastic-dp data convert` makes shards of images and text"
         )
     if all(map(_is_hidden, look.folders)):
         hidden = _some(base, [f"{path}/" for path in look.folders], folder)
         return f"{hidden}. Names that begin with '.' or '_' are not read"
     subfolders = _some(base, [f"{path}/" for path in look.folders], folder)
-    return f"{subfolders}, and no shard was found in {_LOOKS} of the folders below; name the one that has them"
+    return (
+        f"{subfolders}, and no shard was found in {_LOOKS} of the folders below; name the one "
+        "that has them"
+    )
 
 
 class IsShard:
@@ -88,8 +100,14 @@ def _empty(shown: str, store: Store, folder: str, base: str) -> str:
     if itself is not None and os.path.islink(itself):
         return f"it is a link to {os.readlink(itself)!r}, where nothing is"
     if local is not None:
-        return "there is no such file or folder; look at its spelling, and whether it is mounted on this machine"
-    return "there is no object of that name or below it; look at the spelling of the bucket and the folder"
+        return (
+            "there is no such file or folder; look at its spelling, and whether it is mounted on "
+            "this machine"
+        )
+    return (
+        "there is no object of that name or below it; look at the spelling of the bucket and the "
+        "folder"
+    )
 
 
 def _subfolders(base: str, folder: str, below: Entry) -> str:
@@ -100,10 +118,14 @@ def _subfolders(base: str, folder: str, below: Entry) -> str:
     lost = ""
     if keys:
         lost = (
-            f", without the column{'s' * (len(keys) > 1)} {', '.join(map(repr, keys))}, which only the names of the "
+            f", without the column{'s' * (len(keys) > 1)} {', '.join(map(repr, keys))}, "
+            "which only the names of the "
             "folders hold (`elastic-dp data convert` writes them as columns)"
         )
-    return f"the shards lie in its subfolders, such as {name}. '{base}**/*{_last(ending)}' reads them{lost}"
+    return (
+        f"the shards lie in its subfolders, such as {name}. '{base}**/*{_last(ending)}' reads "
+        f"them{lost}"
+    )
 
 
 def _last(ending: str) -> str:
@@ -135,4 +157,7 @@ def _is_hidden(path: str) -> bool:
 def _some(base: str, paths: Sequence[str], folder: str) -> str:
     names = sorted(path.removeprefix(folder).lstrip("/") for path in paths)
     more = ", …" if len(names) > 3 else ""
-    return f"{base!r} holds {len(names):,} other name{'s' * (len(names) > 1)}: {', '.join(names[:3])}{more}"
+    return (
+        f"{base!r} holds {len(names):,} other name{'s' * (len(names) > 1)}: "
+        f"{', '.join(names[:3])}{more}"
+    )

@@ -1,5 +1,5 @@
-"""Sources of a data set whose shards are listed, and what is wrong with the columns that are asked for, as far as their
-names and first rows tell."""
+"""Sources of a data set whose shards are listed, and what is wrong with the columns that are asked
+for, as far as their names and first rows tell."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class OpenedSource:
 
 
 def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
-    """Raises DataError for a column that no shard has in its first rows, where a scan of all rows, which may take hours,
-    would be needed to know more. Mostly the first shard has all of them."""
+    """Raises DataError for a column that no shard has in its first rows, where a scan of all rows,
+    which may take hours, would be needed to know more. Mostly the first shard has all of them."""
     missing = list(config.columns or ())
     if not missing or not all(source.format.scans_content for source in sources):
         return
@@ -68,10 +68,12 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
     assert first is not None
     name, schema = first
     raise DataError(
-        f"DataConfig.columns: no column {', '.join(map(repr, missing))} in the first rows of {name}, which have "
+        f"DataConfig.columns: no column {', '.join(map(repr, missing))} in the first rows of "
+        f"{name}, which have "
         f"{', '.join(map(repr, schema.names[:_NAMES_SHOWN]))}"
         + (f", nor in those of {looked - 1:,} more" if looked > 1 else "")
-        + "; a column that only later rows have is found by `elastic-dp data convert`, which reads all of them"
+        + "; a column that only later rows have is found by `elastic-dp data convert`, which "
+        "reads all of them"
     )
 
 
@@ -90,7 +92,8 @@ def say_partitions(config: DataConfig, sources: Sequence[OpenedSource], columns:
     if not names:
         return
     said = (
-        f"only the names of folders hold the column{'s' * (len(names) > 1)} {', '.join(map(repr, names))}, which are not "
+        f"only the names of folders hold the column{'s' * (len(names) > 1)} "
+        f"{', '.join(map(repr, names))}, which are not "
         "read; `elastic-dp data convert` writes them as columns"
     )
     if config.columns is not None:

@@ -1,7 +1,9 @@
-"""Columns that only the names of folders hold, as Hive, Spark, DuckDB and Polars write them: `year=2024/month=01/a.parquet`.
+"""Columns that only the names of folders hold, as Hive, Spark, DuckDB and Polars write them:
+`year=2024/month=01/a.parquet`.
 
-`convert` writes them as columns. Training does not read them, and says so. A value is a whole number if it is written as
-one in every folder, without zeros in front, and text otherwise; escapes such as `%20` are what they stand for.
+`convert` writes them as columns. Training does not read them, and says so. A value is a whole
+number if it is written as one in every folder, without zeros in front, and text otherwise; escapes
+such as `%20` are what they stand for.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Partitions:
         self._types = {key: self._type(key) for key in keys}
 
     def fields(self, there: pa.Schema, wanted: Sequence[str] | None = None) -> list[pa.Field]:
-        """Those that are wanted and that the files, whose columns are `there`, do not have themselves."""
+        """Those that are wanted and that the files, whose columns are `there`, do not have
+        themselves."""
         return [
             pa.field(key, kind)
             for key, kind in self._types.items()
@@ -54,8 +57,9 @@ def parts_of(folder: str) -> dict[str, str | None]:
 
 
 def partition_names(folders: Iterable[tuple[str, str]]) -> list[str]:
-    """The columns in the names of these folders, of which each is split where the data set begins. What is above that
-    counts only if it is not the same for all, as in a list of files of several partitions."""
+    """The columns in the names of these folders, of which each is split where the data set begins.
+    What is above that counts only if it is not the same for all, as in a list of files of several
+    partitions."""
     below = dict[str, None]()
     above: dict[str, set[str | None]] = {}
     for root, folder in folders:

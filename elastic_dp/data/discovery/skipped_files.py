@@ -1,4 +1,5 @@
-"""Files that lie where a data set is read and are not part of it: counted by ending, so that it can be said."""
+"""Files that lie where a data set is read and are not part of it: counted by ending, so that it can
+be said."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
 
 @dataclass(frozen=True)
 class Skipped:
-    """`ending`: such as ".py", "" for names without one, "hidden" for what begins with "." or "_", of any ending, or
-    another reason. `examples`: the first names, at most three."""
+    """`ending`: such as ".py", "" for names without one, "hidden" for what begins with "." or "_",
+    of any ending, or another reason. `examples`: the first names, at most three."""
 
     ending: str
     files: int
@@ -28,7 +29,8 @@ def count_skipped(
     hidden: Sequence[str] = (),
     reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Skipped, ...]:
-    """The most frequent ending first. `reasons`: names that are skipped for another reason, by its words."""
+    """The most frequent ending first. `reasons`: names that are skipped for another reason, by its
+    words."""
     found: dict[str, list[str]] = {}
     for name in names:
         file = name.rpartition("/")[2]

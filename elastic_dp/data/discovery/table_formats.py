@@ -1,11 +1,12 @@
 """Folders that belong to a table of Delta Lake, Apache Iceberg or Apache Hudi.
 
-Such a folder also holds the files of deleted and of replaced rows: which files make up the table is in its log, not in a
-listing. So it is refused, with the line of Python that gives exactly the table's rows: a list of files only where the log
-says that no row in them is marked as deleted.
+Such a folder also holds the files of deleted and of replaced rows: which files make up the table is
+in its log, not in a listing. So it is refused, with the line of Python that gives exactly the
+table's rows: a list of files only where the log says that no row in them is marked as deleted.
 
-A table is known by its log: `_delta_log/`, `.hoodie/`, or `metadata/*.metadata.json`. It lies in the folder that is
-read, or above it where that is a partition (`date=2026-01-01/`) or Iceberg's `data/`.
+A table is known by its log: `_delta_log/`, `.hoodie/`, or `metadata/*.metadata.json`. It lies in
+the folder that is read, or above it where that is a partition (`date=2026-01-01/`) or Iceberg's
+`data/`.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def refuse_table(
     read: Callable[[str], bytes],
     field: str = "",
 ) -> None:
-    """Raises DataError where there is one. `url`: as the user gave it, in `field`; `root_url`: of the table. `names_in`:
-    as in `table_in`; `read`: a file."""
+    """Raises DataError where there is one. `url`: as the user gave it, in `field`; `root_url`: of
+    the table. `names_in`: as in `table_in`; `read`: a file."""
     if table is not None:
         is_live = _has_only_live_rows(table, names_in, read)
         ways_out = _LIVE_WAYS_OUT if is_live else _WAYS_OUT
         raise DataError(
-            f"{field}{url!r} belongs to the {table.kind} table {root_url!r}, whose folders also hold files of "
+            f"{field}{url!r} belongs to the {table.kind} table {root_url!r}, whose folders "
+            "also hold files of "
             f"deleted and replaced rows. {ways_out[table.kind].format(root=repr(root_url))}"
         )
 
@@ -77,7 +79,8 @@ def tables_among(paths: Iterable[str]) -> set[Table]:
 def table_in(
     folder: str, folders: Iterable[str], names_in: Callable[[str], list[str]]
 ) -> Table | None:
-    """The one whose log is one of `folders`, names directly in `folder`. `names_in(path)`: of a folder."""
+    """The one whose log is one of `folders`, names directly in `folder`. `names_in(path)`: of a
+    folder."""
     there = set(folders)
     for name, kind in _FOLDERS.items():
         if name in there and names_in(_join(folder, name)):
@@ -111,13 +114,15 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-# ----------------------------------------------------------------------------- rows that are marked as deleted
+# ----------------------------------------------------------------------------- rows that are marked
+# as deleted
 
 
 def _has_only_live_rows(
     table: Table, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
 ) -> bool:
-    """Whether the log says that no file of the table's newest version holds deleted rows. False if it does not say."""
+    """Whether the log says that no file of the table's newest version holds deleted rows. False if
+    it does not say."""
     says = {"Delta": _no_deletion_vectors, "Iceberg": _no_delete_files}.get(table.kind)
     try:
         return says is not None and says(table.root, names_in, read)
@@ -128,7 +133,8 @@ def _has_only_live_rows(
 def _no_deletion_vectors(
     root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
 ) -> bool:
-    """A table has them only where its protocol names the feature, in a commit or in the checkpoint before."""
+    """A table has them only where its protocol names the feature, in a commit or in the checkpoint
+    before."""
     log = _join(root, "_delta_log")
     names = names_in(log)
     checkpoints = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
@@ -165,26 +171,36 @@ def _no_delete_files(
 _WRITE_DELTA = (
     "pyarrow.parquet.write_table(pyarrow.table(DeltaTable({root}).scan()), 'rows.parquet')"
 )
-_WRITE_ICEBERG = "pyarrow.parquet.write_table(catalog.load_table('namespace.name').scan().to_arrow(), 'rows.parquet')"
+_WRITE_ICEBERG = (
+    "pyarrow.parquet.write_table(catalog.load_table('namespace.name').scan().to_arrow(), "
+    "'rows.parquet')"
+)
 _LIVE_WAYS_OUT = {
     "Delta": (
-        "Name the files of its newest version, a list that is one data set: DataConfig(DeltaTable({root}).file_uris()), "
-        "of the package deltalake. Columns that partition the table are in none of them; to read these, write the rows "
+        "Name the files of its newest version, a list that is one data set: "
+        "DataConfig(DeltaTable({root}).file_uris()), "
+        "of the package deltalake. Columns that partition the table are in none of them; to "
+        "read these, write the rows "
         f"out, and name that file: {_WRITE_DELTA}"
     ),
     "Iceberg": (
-        "Name the files of its newest snapshot, a list that is one data set: DataConfig([task.file.file_path for task in "
-        "catalog.load_table('namespace.name').scan().plan_files()]), with a catalog of the package pyiceberg"
+        "Name the files of its newest snapshot, a list that is one data set: "
+        "DataConfig([task.file.file_path for task in "
+        "catalog.load_table('namespace.name').scan().plan_files()]), with a catalog of the "
+        "package pyiceberg"
     ),
 }
 _WAYS_OUT = {
     "Delta": (
-        "Its newest files may also hold deleted rows (deletion vectors). Write the rows out, and name that file: "
+        "Its newest files may also hold deleted rows (deletion vectors). Write the rows out, "
+        "and name that file: "
         f"{_WRITE_DELTA}, of the package deltalake"
     ),
     "Iceberg": (
-        "Its newest files may also hold deleted rows (delete files). Write the rows out, and name that file: "
-        f"{_WRITE_ICEBERG}, with a catalog of the package pyiceberg. Where that says that it does not read equality "
+        "Its newest files may also hold deleted rows (delete files). Write the rows out, and "
+        "name that file: "
+        f"{_WRITE_ICEBERG}, with a catalog of the package pyiceberg. Where that says that it "
+        "does not read equality "
         "deletes, Spark does: spark.table('namespace.name').write.parquet('rows')"
     ),
     "Hudi": (

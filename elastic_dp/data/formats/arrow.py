@@ -1,16 +1,17 @@
 """Arrow IPC, the file format and the stream format: a record batch is a row group.
 
-Both are the same messages in a row; a file has a footer that says where they are, a stream is walked. What
-comes before the first record batch (schema, dictionaries) is its head, and a record batch is read as a stream of
-head and batch. A file of this machine is memory mapped, and uncompressed numbers are used where they lie. A mapped
-file that is cut short in place kills the process; one that is replaced is noticed.
+Both are the same messages in a row; a file has a footer that says where they are, a stream is
+walked. What comes before the first record batch (schema, dictionaries) is its head, and a record
+batch is read as a stream of head and batch. A file of this machine is memory mapped, and
+uncompressed numbers are used where they lie. A mapped file that is cut short in place kills the
+process; one that is replaced is noticed.
 
-A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own libraries write both
-before the first record batch too; Polars writes no schema message there, and its dictionaries at the end. The head of
-such a file is made from its footer.
+A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own
+libraries write both before the first record batch too; Polars writes no schema message there, and
+its dictionaries at the end. The head of such a file is made from its footer.
 
-pyarrow does not say where messages are, so the few numbers needed are taken out of their flatbuffers here
-(format/Message.fbs and format/File.fbs of Apache Arrow).
+pyarrow does not say where messages are, so the few numbers needed are taken out of their
+flatbuffers here (format/Message.fbs and format/File.fbs of Apache Arrow).
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Arrow:
             head = _head_of_footer(shard, footer)
         elif are_late:
             raise OSError(
-                "its dictionaries change between record batches; write it as an Arrow file, with a footer"
+                "its dictionaries change between record batches; write it as an Arrow file, "
+                "with a footer"
             )
         else:
             head = bytes(shard.read(0, batches[0].start))
@@ -239,7 +241,8 @@ def _footer(shard: ShardAt) -> bytes:
 
 
 def _head_of_footer(shard: ShardAt, content: bytes = b"") -> bytes:
-    """The messages that a stream would begin with: the schema that the footer has, and the dictionaries."""
+    """The messages that a stream would begin with: the schema that the footer has, and the
+    dictionaries."""
     content = content or _footer(shard)
     places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
     dictionaries = [bytes(shard.read(start, end)) for start, end in places]
@@ -250,8 +253,8 @@ def _message_of_footer(content: bytes) -> bytes:
     """A schema message with the schema that the footer has."""
     footer = _Table.root(content, 0)
     schema = _HEADER_BYTES + footer.table(1).at
-    # A Message: where its table is; the places of version, type and header in it; the table; then the whole footer, into
-    # which the header points.
+    # A Message: where its table is; the places of version, type and header in it; the table; then
+    # the whole footer, into which the header points.
     message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
     message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
     message += content + bytes(-len(content) % 8)
@@ -262,7 +265,8 @@ def refuse_old_feather(name: str, first: bytes) -> None:
     """`first`: the file's first bytes. Raises DataError."""
     if first[:4] == _OLD_FEATHER:
         raise DataError(
-            f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again as version 2 "
+            f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again "
+            "as version 2 "
             "(`pyarrow.feather.write_feather(pyarrow.feather.read_table(path), new_path)`)"
         )
 
@@ -290,7 +294,8 @@ def _walked(shard: ShardAt) -> Iterator[_Message]:
 
 
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
-    """Those of the columns `names` that a record batch has; nothing is copied that is not compressed, packed or in dictionaries."""
+    """Those of the columns `names` that a record batch has; nothing is copied that is not
+    compressed, packed or in dictionaries."""
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(_stream(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
@@ -331,7 +336,8 @@ def _stream(head: bytes) -> pa.Buffer:
 
 
 def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: _Message) -> int:
-    """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of it."""
+    """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of
+    it."""
     size = message.end - message.start
     if any(made_anew):
         lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
@@ -347,7 +353,8 @@ def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: _Message) -
 def _null_counts(
     schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the most."""
+    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the
+    most."""
     wanted = {leaf.name for leaf in leaves(schema, columns) if not may_be_null(leaf.type)}
     nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
     nulls, null_lists = Counter[str](), Counter[str]()
@@ -362,8 +369,8 @@ def _null_counts(
 def _leaf_nodes(
     fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of which a null is a null
-    list, and the others."""
+    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of
+    which a null is a null list, and the others."""
     for field in fields:
         kinds = list(_node_types(field.type))
         if pa.types.is_struct(field.type):
@@ -387,8 +394,9 @@ def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
 
 
 def _made_anew(kind: pa.DataType) -> list[int]:
-    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The offsets of lists in lists
-    are left out: the order of a run's rows follows from these sizes, and runs made before go on."""
+    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The
+    offsets of lists in lists are left out: the order of a run's rows follows from these sizes, and
+    runs made before go on."""
     return [8 * is_short_time(node) for node in _node_types(kind)]
 
 

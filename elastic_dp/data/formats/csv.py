@@ -1,8 +1,9 @@
 """CSV with a header line, commas, and RFC 4180's double quotes, as pyarrow reads it.
 
-A newline inside quotes does not end a row. A quote opens a quoted field only at the field's start; a quoted
-field ends at the first quote that is not doubled. That is pyarrow's rule, so shards are cut where it cuts rows.
-A quote that is never closed would make one value of all that follows, and is refused. See docs/csv-and-jsonl.md.
+A newline inside quotes does not end a row. A quote opens a quoted field only at the field's start;
+a quoted field ends at the first quote that is not doubled. That is pyarrow's rule, so shards are
+cut where it cuts rows. A quote that is never closed would make one value of all that follows, and
+is refused. See docs/csv-and-jsonl.md.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _BLANK_LINES = (
 _BLANK = re.compile(rb"[\r\n]*")
 _SHOWN = 80  # characters of a row
 _BLOCK_LIMIT = (1 << 31) - 1
-# Without "1" and "0": beside "true", a column of them would be bools in one row group and numbers in another.
+# Without "1" and "0": beside "true", a column of them would be bools in one row group and numbers
+# in another.
 _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 
 # By the byte before a quote
@@ -118,7 +120,8 @@ class CsvRows:
             return end
         if is_all or len(content) > _HEADER_BYTES:
             raise DataError(
-                f"{self._name} has no header line of column names with rows below it; add one, or remove the file"
+                f"{self._name} has no header line of column names with rows below it; add "
+                "one, or remove the file"
             )
         return None
 
@@ -155,27 +158,31 @@ class CsvRows:
     def _check_header(self) -> None:
         if b"\0" in self._header:
             raise DataError(
-                f"{self._name} has zero bytes in its header line, so it is UTF-16 or no text; if UTF-16, write it as "
+                f"{self._name} has zero bytes in its header line, so it is UTF-16 or no "
+                "text; if UTF-16, write it as "
                 f"UTF-8: {iconv('UTF-16LE', self._name)}"
             )
         try:
             names = self.names = _parse(self._header).column_names
         except UnicodeDecodeError:
             raise DataError(
-                f"{self._name} has a header line that is not UTF-8; if it is Latin-1, write it as UTF-8: "
+                f"{self._name} has a header line that is not UTF-8; if it is Latin-1, write "
+                "it as UTF-8: "
                 f"{iconv('LATIN1', self._name)}"
             ) from None
         line = self._header.removeprefix(BYTE_ORDER_MARK).decode().strip("\r\n")
         if _EXCEL_LINE.fullmatch(line):
             raise DataError(
-                f"{self._name} begins with {line!r}, which Excel reads and others take for column names; remove the line: "
+                f"{self._name} begins with {line!r}, which Excel reads and others take for "
+                "column names; remove the line: "
                 f"sed 1d {quote(self._name)} > rows.csv"
             )
         wanted = names if self._columns is None else self._columns
         twice = dict.fromkeys(name for name in names if names.count(name) > 1 and name in wanted)
         if twice:
             raise DataError(
-                f"{self._name} has several columns named {', '.join(map(repr, twice))}; rename all but one in its header "
+                f"{self._name} has several columns named {', '.join(map(repr, twice))}; "
+                "rename all but one in its header "
                 "line, or choose columns without them"
             )
         if len(names) == 1:
@@ -188,10 +195,13 @@ class CsvRows:
                 quoted = '"' + name.replace('"', '""') + '"'
                 sep = separator.replace("\t", r"\t")
                 raise DataError(
-                    f"{self._name} has {word} and no comma in its header line, and is read with commas; rewrite it: "
-                    f'python -c \'import pandas; pandas.read_csv("{self._name}", sep="{sep}", dtype=str, '
+                    f"{self._name} has {word} and no comma in its header line, and is read "
+                    "with commas; rewrite it: "
+                    f'python -c \'import pandas; pandas.read_csv("{self._name}", '
+                    f'sep="{sep}", dtype=str, '
                     'keep_default_na=False).to_csv("commas.csv", index=False)\'. If '
-                    f"{line[:_SHOWN]!r} is the name of one column, quote it in the file: {quoted[:_SHOWN]}"
+                    f"{line[:_SHOWN]!r} is the name of one column, quote it in the file: "
+                    f"{quoted[:_SHOWN]}"
                 )
 
     def _refuse_ragged(self, row: Any) -> None:
@@ -199,14 +209,17 @@ class CsvRows:
         if self._ends.is_quoted:
             self._refuse_open_quote(number)
         raise DataError(
-            f"cannot read {self._name}: row {number} has {row.actual_columns} field(s), and the header line has "
-            f"{row.expected_columns}; mend or remove the row, and quote a field that holds a comma. It begins with "
+            f"cannot read {self._name}: row {number} has {row.actual_columns} field(s), and "
+            "the header line has "
+            f"{row.expected_columns}; mend or remove the row, and quote a field that holds a "
+            "comma. It begins with "
             f"{row.text[:_SHOWN]!r}"
         )
 
     def _refuse_open_quote(self, row: int) -> None:
         raise DataError(
-            f'{self._name}: a quote (") in row {row} is never closed, so all that follows would be one value; was the '
+            f'{self._name}: a quote (") in row {row} is never closed, so all that follows '
+            "would be one value; was the "
             "file cut off? Close the quote, or double it and quote the whole field"
         )
 
@@ -229,8 +242,10 @@ class CsvRows:
                 add_written(name, written, row, self._name, self.rounded)
                 if _HEXADECIMAL.match(written) and name in top_level(table.schema, self._columns):
                     raise DataError(
-                        f"{self._name}: column {name!r} of row {row} is {written!r}, which does not fit into int64; "
-                        "write it as a decimal number or with a letter that makes it text, or leave the column out"
+                        f"{self._name}: column {name!r} of row {row} is {written!r}, which "
+                        "does not fit into int64; "
+                        "write it as a decimal number or with a letter that makes it text, "
+                        "or leave the column out"
                     )
 
     def _count_blank_lines(self, content: bytes) -> None:
@@ -264,22 +279,26 @@ class CsvRows:
                 except UnicodeDecodeError:
                     shown = content.to_pybytes()[:_SHOWN]
                     raise DataError(
-                        f"{self._name}: column {field.name!r} of row {number} is not UTF-8: {shown!r}; if it is Latin-1, "
+                        f"{self._name}: column {field.name!r} of row {number} is not UTF-8: "
+                        f"{shown!r}; if it is Latin-1, "
                         f"write it as UTF-8: {iconv('LATIN1', self._name)}"
                     ) from None
 
 
 class RowEnds:
-    """Where rows end in a file that is given to it chunk by chunk: which quotes open a field, and which close it.
+    """Where rows end in a file that is given to it chunk by chunk: which quotes open a field, and
+    which close it.
 
-    A run of quotes acts as a whole. At a field's start, one of odd length opens a quoted field, or closes it where one is
-    open. Anywhere else, one of odd length closes it, or is text. One of even length changes nothing. So the state
-    behind a run is the parity of the odd runs at field starts since the last odd one elsewhere.
+    A run of quotes acts as a whole. At a field's start, one of odd length opens a quoted field, or
+    closes it where one is open. Anywhere else, one of odd length closes it, or is text. One of even
+    length changes nothing. So the state behind a run is the parity of the odd runs at field starts
+    since the last odd one elsewhere.
     """
 
     def __init__(self) -> None:
         self._quoted = False  # before the quotes at the end of `_tail`
-        self._tail = b"\n"  # the last byte that is no quote, and one or two quotes for the odd or even run after it
+        # the last byte that is no quote, and one or two quotes for the odd or even run after it
+        self._tail = b"\n"
 
     @property
     def is_quoted(self) -> bool:
@@ -357,7 +376,8 @@ def _parse(
     *,
     fill_missing: bool = False,
 ) -> pa.Table:
-    """In this thread, as one block, so that a row may be of any length. `names`: None if the header is part of `content`."""
+    """In this thread, as one block, so that a row may be of any length. `names`: None if the header
+    is part of `content`."""
     if names is not None and content.startswith(BYTE_ORDER_MARK):
         content = BYTE_ORDER_MARK + content  # pyarrow takes one away, and here it is of a value
     types = {} if schema is None else {field.name: field.type for field in schema}

@@ -1,8 +1,9 @@
 """Encrypted and damaged Parquet footers, which are refused: no keys are known here.
 
-An encrypted footer is told by the file's last bytes. A plain footer with encrypted columns, or with columns that
-contradict its schema, must be found out before anything else is asked of it: pyarrow ends the process (an uncaught C++
-exception) when it is asked for the metadata of such a column chunk.
+An encrypted footer is told by the file's last bytes. A plain footer with encrypted columns, or with
+columns that contradict its schema, must be found out before anything else is asked of it: pyarrow
+ends the process (an uncaught C++ exception) when it is asked for the metadata of such a column
+chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def refuse_encrypted_footer(name: str, end: Any) -> None:
 
 
 def unreadable_chunks(footer: pq.FileMetaData, numbers: Sequence[int]) -> dict[int, Exception]:
-    """What is wrong with the leaf columns `numbers` in some row group. Call this before anything is asked of them."""
+    """What is wrong with the leaf columns `numbers` in some row group. Call this before anything is
+    asked of them."""
     if not numbers or not footer.num_row_groups or _probe(footer, numbers) is None:
         return {}
     return {number: error for number in numbers if (error := _probe(footer, [number]))}
@@ -50,7 +52,8 @@ def refuse_unreadable(
         )
         if "decrypt" in str(error):
             raise DataError(
-                f"{column} is encrypted, and no keys are known here; leave it out by DataConfig.columns, or {_WAY_OUT}"
+                f"{column} is encrypted, and no keys are known here; leave it out by "
+                f"DataConfig.columns, or {_WAY_OUT}"
             )
         raise DataError(
             f"the footer of {name} is damaged: {column}: {type(error).__name__}: {error}"
@@ -84,7 +87,8 @@ class _WithoutBytes(io.RawIOBase):
 
 
 def codec_of(footer: pq.FileMetaData, number: int) -> str:
-    """Of a leaf column in the first row group; pyarrow ends the process when it is asked for one that it does not know."""
+    """Of a leaf column in the first row group; pyarrow ends the process when it is asked for one
+    that it does not know."""
     return (
         "unknown"
         if _probe_codec(footer, number)
@@ -100,8 +104,8 @@ def _probe_codec(footer: pq.FileMetaData, number: int) -> Exception | None:
 
 
 def _probe(footer: pq.FileMetaData, numbers: Sequence[int]) -> Exception | None:
-    """Reading columns raises what asking for their metadata does not survive, and reads no byte before that: with
-    `pre_buffer` all chunks are looked at first."""
+    """Reading columns raises what asking for their metadata does not survive, and reads no byte
+    before that: with `pre_buffer` all chunks are looked at first."""
     source = pa.PythonFile(_WithoutBytes(), mode="r")
     file = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
     every = len(numbers) == footer.num_columns

@@ -1,9 +1,10 @@
 """Numbers in text that the type of their column would change: CSV and JSON Lines say no types.
 
-A column is float64 if one of its values has a fraction, or a whole number does not fit into int64. float64 holds whole
-numbers exactly up to 2**53, and only some beyond. Those that it would round are found while a file is scanned, by the
-name of their leaf ("a.b" also within lists). They are refused once the type that the column has in all shards is known:
-as int64 or as text they stay what they are.
+A column is float64 if one of its values has a fraction, or a whole number does not fit into int64.
+float64 holds whole numbers exactly up to 2**53, and only some beyond. Those that it would round are
+found while a file is scanned, by the name of their leaf ("a.b" also within lists). They are refused
+once the type that the column has in all shards is known: as int64 or as text they stay what they
+are.
 """
 
 from __future__ import annotations
@@ -30,20 +31,25 @@ _Row = Callable[[int], int]  # of a table, by the place in a flat array
 
 
 def refuse_rounded(rounded: Mapping[str, str], leaves: Iterable[pa.Field]) -> None:
-    """Raises DataError where a column that is read is float64 and holds a number that this rounds."""
+    """Raises DataError where a column that is read is float64 and holds a number that this
+    rounds."""
     for leaf in leaves:
         for name, kind in _leaves(leaf.name, leaf.type):
             if name in rounded and pa.types.is_floating(kind):
                 raise DataError(
-                    f"column {name!r} is {type_name(kind)}, which does not hold {rounded[name]}: whole numbers must "
-                    "fit into int64, and beside numbers with a fraction lie within 2**53. Write them as text (in JSON "
-                    "in quotes), or the file as Parquet, which has uint64 and text, or leave the column out by "
+                    f"column {name!r} is {type_name(kind)}, which does not hold "
+                    f"{rounded[name]}: whole numbers must "
+                    "fit into int64, and beside numbers with a fraction lie within 2**53. "
+                    "Write them as text (in JSON "
+                    "in quotes), or the file as Parquet, which has uint64 and text, or leave "
+                    "the column out by "
                     "naming the others (columns)"
                 )
 
 
 def add_whole_numbers(table: pa.Table, before: int, name: str, rounded: Rounded) -> None:
-    """Those of int64 columns that float64 rounds. `before`: how many rows of the file `name` came before."""
+    """Those of int64 columns that float64 rounds. `before`: how many rows of the file `name` came
+    before."""
     for leaf, values, row in _numbers(table, pa.types.is_integer):
         if leaf in rounded:
             continue

@@ -1,7 +1,9 @@
-"""What a file format must do to be a data set: say once where its rows are, and read some of them later.
+"""What a file format must do to be a data set: say once where its rows are, and read some of them
+later.
 
-`scan` runs when the index is made, `read` in reader threads, in any process, with what the index kept. Neither
-decides what an error means: whatever a decoder raises is turned into words where the shard is known.
+`scan` runs when the index is made, `read` in reader threads, in any process, with what the index
+kept. Neither decides what an error means: whatever a decoder raises is turned into words where the
+shard is known.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ ShardKey = tuple[int, str]
 
 @dataclass(frozen=True)
 class ShardAt:
-    """One shard in a store. `name` is for people. The last four are what the index kept of its scan."""
+    """One shard in a store. `name` is for people. The last four are what the index kept of its
+    scan."""
 
     store: Store
     path: str
@@ -53,14 +56,16 @@ class ShardAt:
 
 @dataclass(frozen=True, slots=True)  # of a million shards, some thousands are kept at a time
 class Scan:
-    """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read` asks for.
+    """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read`
+    asks for.
 
     `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
-    decoded. `check`: a number that content of another making would not have. `tail`: bytes at the shard's
-    end that say where everything is, 0 if there are none. `footer`: these, where asking for them again would take a
-    request. `nulls`: of each leaf column ("a.b" in a struct) that may hold some, as far as the shard tells;
-    `null_lists`: lists of no fixed size that are null themselves. `remarks`: what the user should know of it: how many
-    of what, and the first one's name. `rounded`: see exact.py.
+    decoded. `check`: a number that content of another making would not have. `tail`: bytes at the
+    shard's end that say where everything is, 0 if there are none. `footer`: these, where asking for
+    them again would take a request. `nulls`: of each leaf column ("a.b" in a struct) that may hold
+    some, as far as the shard tells; `null_lists`: lists of no fixed size that are null themselves.
+    `remarks`: what the user should know of it: how many of what, and the first one's name.
+    `rounded`: see exact.py.
     """
 
     schema: pa.Schema
@@ -95,16 +100,19 @@ class Format(Protocol):
     growth: float  # how often `nbytes` is taken at once while a row group is read
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of these."""
+        """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of
+        these."""
 
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
         """Of a shard whose content `scan` reads: the columns of its first rows. None: not known."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """The type under which two shards' columns are read, which are plain (kinds.py); None: they are not the same data."""
+        """The type under which two shards' columns are read, which are plain (kinds.py); None: they
+        are not the same data."""
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        """Those of the columns of `schema` that the shard has, or of each struct in it at least the `leaves` ("a.b").
+        """Those of the columns of `schema` that the shard has, or of each struct in it at least the
+        `leaves` ("a.b").
 
         Raises ObjectRewritten where the shard is not the one that the index was made of.
         """

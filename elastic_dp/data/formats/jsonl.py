@@ -1,7 +1,7 @@
 """JSON Lines: one object a line. A newline is never inside a value, since JSON escapes it.
 
-What is no object of its own on its line is refused by the line's number; NaN and Infinity are numbers, as Python
-writes them. See docs/csv-and-jsonl.md.
+What is no object of its own on its line is refused by the line's number; NaN and Infinity are
+numbers, as Python writes them. See docs/csv-and-jsonl.md.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from elastic_dp.errors import DataError
 
 FIRST_BYTES = 1 << 20  # in which a column that is asked for is looked for
 _BLOCK_LIMIT = (1 << 31) - 1
-# A null that is the value of no key and in no list, most likely: the literal comes first, which re finds fast.
+# A null that is the value of no key and in no list, most likely: the literal comes first, which re
+# finds fast.
 _ODD_NULL = re.compile(rb"null(?<![:,\[]null)(?<![:,\[] null)")
 _BEFORE_NULL = 64  # bytes
 _NOT_UTF_8 = re.compile(r"\\udc[89a-f]")
 _SHOWN = 80  # bytes of a line
-# Lists and objects inside each other. Parquet and Arrow files that nest deeper cannot be read either.
+# Lists and objects inside each other. Parquet and Arrow files that nest deeper cannot be read
+# either.
 MAX_NESTING = 100
-# Brackets that pyarrow may be given to descend into. It takes about 420 bytes of stack for each, and the process ends
-# where the stack does. A row with fewer bytes is not looked at.
+# Brackets that pyarrow may be given to descend into. It takes about 420 bytes of stack for each,
+# and the process ends where the stack does. A row with fewer bytes is not looked at.
 _OPEN_BRACKETS = 500
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _AT_ONCE = 1 << 20  # bytes of a row, so that a long one costs little memory
@@ -130,7 +132,8 @@ class JsonRows:
                 if reason := _why_no_object(line):
                     self._refuse_line(number, line, reason)
             raise DataError(
-                f"cannot read {self._name}: {error}, counted from 0 at row {self._rows + 1}; make the column one type"
+                f"cannot read {self._name}: {error}, counted from 0 at row {self._rows + 1}; "
+                "make the column one type"
             ) from None
 
     def _check_utf_8(self, content: bytes) -> None:
@@ -144,7 +147,8 @@ class JsonRows:
             line = content[start : content.find(b"\n", error.start) % (len(content) + 1)]
             number = self._number_at(content, start)
             raise DataError(
-                f"{self._name}: {_column_not_utf_8(line)}row {number} is not UTF-8; if it is Latin-1, write it as "
+                f"{self._name}: {_column_not_utf_8(line)}row {number} is not UTF-8; if it is "
+                "Latin-1, write it as "
                 f"UTF-8: {iconv('LATIN1', self._name)}"
             ) from None
 
@@ -164,7 +168,8 @@ class JsonRows:
 
     def _too_deep(self, what: str) -> DataError:
         return DataError(
-            f"cannot read {self._name}: {what} has more than {MAX_NESTING} lists and objects inside each other; write its "
+            f"cannot read {self._name}: {what} has more than {MAX_NESTING} lists and objects "
+            "inside each other; write its "
             "value as text, or remove it"
         )
 
@@ -174,15 +179,17 @@ class JsonRows:
 
     def _refuse_line(self, number: int, line: bytes, reason: str) -> None:
         raise DataError(
-            f"cannot read {self._name}: row {number} is no JSON object on a line ({reason}); mend or remove it, "
-            f"and if objects go over several lines: jq -c . {quote(self._name)} > rows.jsonl. It begins with "
+            f"cannot read {self._name}: row {number} is no JSON object on a line ({reason}); "
+            "mend or remove it, "
+            f"and if objects go over several lines: jq -c . {quote(self._name)} > "
+            "rows.jsonl. It begins with "
             f"{line[:_SHOWN]!r}"
         )
 
 
 def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """In this thread, as one block, so that a line may be of any length. `schema`: of content that was parsed without one
-    before, which raises _TooDeep for what would end the process."""
+    """In this thread, as one block, so that a line may be of any length. `schema`: of content that
+    was parsed without one before, which raises _TooDeep for what would end the process."""
     if schema is None:
         _refuse_deep_rows(content)
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
@@ -218,8 +225,8 @@ def _refuse_deep_rows(content: bytes) -> None:
 
 
 def _is_between_rows(content: bytes, at: int) -> bool:
-    """Whether pyarrow is in no list and no object at this line break, unless it has given up before: there is no comma
-    between "}" and "{", and no line break in a text."""
+    """Whether pyarrow is in no list and no object at this line break, unless it has given up
+    before: there is no comma between "}" and "{", and no line break in a text."""
     if content[at - 1 : at + 2] == b"}\n{":
         return True
     before, behind = content[max(0, at - _AROUND) : at], content[at : at + _AROUND]

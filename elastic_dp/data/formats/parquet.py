@@ -1,9 +1,10 @@
-"""Parquet: the footer says everything, a row group is read by one range request of the wanted columns.
+"""Parquet: the footer says everything, a row group is read by one range request of the wanted
+columns.
 
-A footer is taken from the index, where that has kept it, or read once per process; it is kept, within a number of
-bytes, and must be the one that the index saw. Of
-a file of this machine the handles stay open too, one for each thread that reads it at the time. Nothing is
-memory mapped: a mapped file that somebody cuts short kills the process.
+A footer is taken from the index, where that has kept it, or read once per process; it is kept,
+within a number of bytes, and must be the one that the index saw. Of a file of this machine the
+handles stay open too, one for each thread that reads it at the time. Nothing is memory mapped: a
+mapped file that somebody cuts short kills the process.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Parquet:
     name = "parquet"
     endings: tuple[str, ...] = (".parquet", ".pq", ".parq")
     scans_content = False
-    # Arrow's buffers of lists and texts grow by doubling, and those before are there until its allocator gives them back:
-    # measured with pyarrow 26 up to 2.2 times, for lengths just above a power of two.
+    # Arrow's buffers of lists and texts grow by doubling, and those before are there until its
+    # allocator gives them back: measured with pyarrow 26 up to 2.2 times, for lengths just above a
+    # power of two.
     growth = 2.25
     merge = staticmethod(lossless)
 
@@ -81,7 +83,8 @@ class Parquet:
             check=zlib.crc32(tail),
             tail=len(tail),
             nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),
-            # What the index keeps is as good as the shard's own only where each read asks for the same version.
+            # What the index keeps is as good as the shard's own only where each read asks for the
+            # same version.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
 
@@ -263,7 +266,8 @@ def _read_group(
     leaves: list[str],
     fetch: Callable[[list[str]], None] = lambda columns: None,
 ) -> pa.Table:
-    """Arrow reads no part of a struct that is an extension type registered in this process; then all of it is read."""
+    """Arrow reads no part of a struct that is an extension type registered in this process; then
+    all of it is read."""
     try:
         return file.read_row_group(number, columns=leaves, use_threads=False)
     except pa.ArrowInvalid:
@@ -305,7 +309,8 @@ def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
 def open_footer(
     raw: Any, name: str, columns: Sequence[str] | None
 ) -> tuple[pq.FileMetaData, frozenset[int]]:
-    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns` are among these."""
+    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns`
+    are among these."""
     raw.seek(-8, os.SEEK_END)
     end = raw.read(8)
     refuse_encrypted_footer(name, end)
@@ -348,8 +353,8 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
 def countable(
     footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
 ) -> list[tuple[str, int]]:
-    """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the numbers of their chunks.
-    Lists of any length are left out: their empty ones are counted, too."""
+    """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the
+    numbers of their chunks. Lists of any length are left out: their empty ones are counted, too."""
     fields = plain_schema(schema)
     wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
     for leaf in leaves(fields):
@@ -400,7 +405,8 @@ def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int:
-    """Of the chunks `wanted`, by number. Encoded and decoded columns are in memory at once; those in lists with a level of 2 + 2 bytes a value."""
+    """Of the chunks `wanted`, by number. Encoded and decoded columns are in memory at once; those
+    in lists with a level of 2 + 2 bytes a value."""
     total = 0
     for number in wanted:
         chunk, column = group.column(number), footer.schema.column(number)

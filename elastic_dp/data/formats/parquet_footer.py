@@ -1,8 +1,9 @@
-"""A Parquet footer is checked before pyarrow is asked about its column chunks, since some answers would end the process.
+"""A Parquet footer is checked before pyarrow is asked about its column chunks, since some answers
+would end the process.
 
-`RowGroupMetaData.column` and `ColumnChunkMetaData.statistics` call C++ code whose exceptions nobody catches. A damaged
-footer, or one by a writer with an error, would kill the worker without a word. The footer is Thrift's compact protocol;
-field numbers are those of parquet.thrift.
+`RowGroupMetaData.column` and `ColumnChunkMetaData.statistics` call C++ code whose exceptions nobody
+catches. A damaged footer, or one by a writer with an error, would kill the worker without a word.
+The footer is Thrift's compact protocol; field numbers are those of parquet.thrift.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ import pyarrow.parquet as pq
 
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)
-_TYPES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")  # fmt: skip
+_TYPES = (
+    "BOOLEAN",
+    "INT32",
+    "INT64",
+    "INT96",
+    "FLOAT",
+    "DOUBLE",
+    "BYTE_ARRAY",
+    "FIXED_LEN_BYTE_ARRAY",
+)
 _BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _CODECS = 8
 _MOST = 1 << 48
@@ -40,7 +50,8 @@ def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaDa
             for chunk, leaf, fact in zip(chunks, leaves, facts, strict=True):
                 if said := _amiss(chunk.get(3), group.get(3, 0), *fact):
                     raise OSError(
-                        f"its footer contradicts itself: column {leaf.path!r} of row group {number} has {said}"
+                        f"its footer contradicts itself: column {leaf.path!r} of row group "
+                        f"{number} has {said}"
                     )
     except (AttributeError, IndexError, RecursionError, TypeError) as error:
         raise OSError(f"its footer is not as Parquet has it: {error}") from error

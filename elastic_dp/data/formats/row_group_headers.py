@@ -1,4 +1,5 @@
-"""The bytes that every row group of a shard is read with, most often those before the first; kept, within a limit."""
+"""The bytes that every row group of a shard is read with, most often those before the first; kept,
+within a limit."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """WebDataset tar: a sample is a run of members with one key, its columns are their endings.
 
-`images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and `cls`. A key goes
-up to the first dot of the file's name. Columns are bytes, but `txt` and `json` are text, and `cls` is a whole number.
-Samples are cut into row groups of about 4 MiB in the order of the tar; one range of it is one row group.
+`images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and
+`cls`. A key goes up to the first dot of the file's name. Columns are bytes, but `txt` and `json`
+are text, and `cls` is a whole number. Samples are cut into row groups of about 4 MiB in the order
+of the tar; one range of it is one row group.
 
-As for webdataset, members without an ending (LICENSE) are no samples; nor are notes such as README.md. What is passed
-over is counted, and which members are is a matter of their names alone, so that `scan` and `read` agree. A link that would
-be a column of a sample is refused, and so is what follows the end of the archive.
+As for webdataset, members without an ending (LICENSE) are no samples; nor are notes such as
+README.md. What is passed over is counted, and which members are is a matter of their names alone,
+so that `scan` and `read` agree. A link that would be a column of a sample is refused, and so is
+what follows the end of the archive.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ _NOTE_ENDINGS = {"md", "txt", "rst", "html", "cff", "bib"}
 _NOTES = "members that are no samples, since they have no ending or are notes"
 _LINKS = "members that are links or devices, and are not read"
 _APART = "keys that come again later in their shard, and are another sample there"
-_NO_END = "members behind which their shard ends without a tar's end mark, so that more may have been cut off"
+_NO_END = (
+    "members behind which their shard ends without a tar's end mark, so that more may have been "
+    "cut off"
+)
 _SHOWN = 40  # bytes of a value, in an error message
 
 
@@ -83,7 +88,8 @@ class Tar:
                 names[_KEY] += 1
             if ending in here:
                 raise DataError(
-                    f"{shard.name} has {member.name!r} twice (the sample {key!r} has two columns {ending!r}), and which one is "
+                    f"{shard.name} has {member.name!r} twice (the sample {key!r} has two "
+                    f"columns {ending!r}), and which one is "
                     "meant is not known; write the shard again with one of them"
                 )
             groups[-1][2] = min(end, shard.size)
@@ -165,7 +171,8 @@ class _Scanned(io.RawIOBase):
 def _members(
     file: Any, remarks: dict[str, tuple[int, str]] | None = None
 ) -> Iterator[tarfile.TarInfo]:
-    """The files in it that belong to samples. `remarks` counts the others, but for hidden ones. Long names and extended headers are tarfile's business.
+    """The files in it that belong to samples. `remarks` counts the others, but for hidden ones.
+    Long names and extended headers are tarfile's business.
 
     tarfile takes a broken header for the end, so what it stopped at is looked at again.
     """
@@ -181,12 +188,14 @@ def _members(
                 continue
             if member.issparse():
                 raise tarfile.ReadError(
-                    f"{member.name} is a sparse member, whose bytes do not lie there as they are; write the tar "
+                    f"{member.name} is a sparse member, whose bytes do not lie there as they "
+                    "are; write the tar "
                     "without --sparse"
                 )
             if (member.islnk() or member.issym()) and not _is_note(name):
                 raise tarfile.ReadError(
-                    f"{member.name} is a link to {member.linkname}, and its bytes do not lie there; write the tar with "
+                    f"{member.name} is a link to {member.linkname}, and its bytes do not lie "
+                    "there; write the tar with "
                     "`tar --dereference --hard-dereference`"
                 )
             if member.isfile() and not _is_note(name):
@@ -206,7 +215,8 @@ def _members(
         while rest := buffered.read(_READ_BYTES):
             if rest.strip(b"\0"):
                 raise tarfile.ReadError(
-                    f"more follows its end, which is at byte {members.offset}, most likely another tar; to join tars use "
+                    f"more follows its end, which is at byte {members.offset}, most likely "
+                    "another tar; to join tars use "
                     "`tar --concatenate`, not cat, or leave them apart"
                 )
 
@@ -235,7 +245,8 @@ def _value(kind: pa.DataType, content: memoryview, what: str) -> Any:
         except ValueError:
             shown = bytes(content[:_SHOWN]).decode("utf-8", "replace")
             raise DataError(
-                f"{what} holds {shown!r}, and '.cls' must be a whole number; name such members '.txt', or leave the column "
+                f"{what} holds {shown!r}, and '.cls' must be a whole number; name such "
+                "members '.txt', or leave the column "
                 "out by DataConfig.columns"
             ) from None
         if not -(1 << 63) <= number < 1 << 63:
@@ -247,6 +258,7 @@ def _value(kind: pa.DataType, content: memoryview, what: str) -> Any:
         return str(content, "utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{what} is no text in UTF-8 ({error.reason} at byte {error.start}); write it so, or give it an ending that is "
+            f"{what} is no text in UTF-8 ({error.reason} at byte {error.start}); write it "
+            "so, or give it an ending that is "
             "not read as text"
         ) from None

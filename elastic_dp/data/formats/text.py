@@ -1,8 +1,9 @@
-"""Shards of text rows: cut once into row groups of about 4 MiB, parsed once to learn what the columns are.
+"""Shards of text rows: cut once into row groups of about 4 MiB, parsed once to learn what the
+columns are.
 
-A row group is a range of bytes that begins and ends between rows, so it is parsed alone later, with the types
-pinned that hold for all shards. A compressed shard cannot be cut: it is one row group. `convert` cuts and parses
-with the same code, so that it reads the rows that training reads.
+A row group is a range of bytes that begins and ends between rows, so it is parsed alone later, with
+the types pinned that hold for all shards. A compressed shard cannot be cut: it is one row group.
+`convert` cuts and parses with the same code, so that it reads the rows that training reads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextRows(Protocol):
-    """The rows of one file, which is given to it from front to back. `rounded`, `remarks`: see Scan.
+    """The rows of one file, which is given to it from front to back. `rounded`, `remarks`: see
+    Scan.
 
     What is wrong with the file is a DataError that names the file, the row or line, and what to do.
     """
@@ -45,14 +47,16 @@ class TextRows(Protocol):
     remarks: dict[str, tuple[int, str]]
 
     def head(self, content: bytes, is_all: bool) -> int | None:
-        """How many bytes come before the first row. `content`: the file's first bytes; None: more are needed."""
+        """How many bytes come before the first row. `content`: the file's first bytes; None: more
+        are needed."""
 
     def last_row_end(self, content: bytes) -> int:
-        """How many bytes of `content`, the next ones, come before the end of the last row that ends there; 0 if none
-        does."""
+        """How many bytes of `content`, the next ones, come before the end of the last row that ends
+        there; 0 if none does."""
 
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-        """The next rows, whole ones. `schema`: of the columns that are wanted; None: all, with types by their values."""
+        """The next rows, whole ones. `schema`: of the columns that are wanted; None: all, with
+        types by their values."""
 
     def end(self) -> None:
         """After the last row is parsed: raises DataError if the file ends within a row."""
@@ -74,7 +78,8 @@ def decompress(shard: ShardAt, content: bytes) -> bytes:
             nbytes += len(piece)
             if nbytes > UNPACKED_BYTES:
                 raise DataError(
-                    f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, which training reads as one row group; "
+                    f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, which "
+                    "training reads as one row group; "
                     "write it in parts (elastic-dp data convert does)"
                 )
         return b"".join(pieces)
@@ -140,9 +145,11 @@ def scan_rows(
 
 
 def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:
-    """Whole rows, end to end: of each chunk up to its last row end, with what was left of those before it.
+    """Whole rows, end to end: of each chunk up to its last row end, with what was left of those
+    before it.
 
-    A row longer than a chunk makes a longer piece. Every byte is looked at once, however long the rows are.
+    A row longer than a chunk makes a longer piece. Every byte is looked at once, however long the
+    rows are.
     """
     kept: list[bytes | memoryview] = []
     kept_bytes = 0
@@ -155,7 +162,8 @@ def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:
         kept_bytes += len(chunk) - end
         if kept_bytes > ROW_BYTES:
             raise DataError(
-                f"{name} has a row of more than {ROW_BYTES >> 20} MiB, or a quote that is never closed; look at what "
+                f"{name} has a row of more than {ROW_BYTES >> 20} MiB, or a quote that is "
+                "never closed; look at what "
                 "follows its last short row"
             )
     if rest := b"".join(kept):
@@ -182,7 +190,8 @@ def flat_columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
 
 
 def without_times(kind: pa.DataType) -> pa.DataType:
-    """Which texts are dates is a guess for each row group; as text they are what the shard says, in every one."""
+    """Which texts are dates is a guess for each row group; as text they are what the shard says, in
+    every one."""
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):

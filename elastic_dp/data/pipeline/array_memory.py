@@ -1,12 +1,13 @@
 """Memory of the arrays that are handed out: where it begins, and that of old ones for the next.
 
-Every array begins at a multiple of 64 bytes, as torch's own memory does. MKL computes a matrix product in another
-order of additions where its input does not begin at one of 16, and where a micro-batch lies in a larger array depends
-on the fleet; so the last bits of a result would.
+Every array begins at a multiple of 64 bytes, as torch's own memory does. MKL computes a matrix
+product in another order of additions where its input does not begin at one of 16, and where a
+micro-batch lies in a larger array depends on the fleet; so the last bits of a result would.
 
-The kernel's price for fresh memory is more than that of the copy into it: with the same memory again, mapped Arrow
-arrives a fifth faster, and shuffled Parquet too. A block comes back when the last array or tensor that lies in it is
-gone, and not before; whoever keeps a micro-batch keeps its block.
+The kernel's price for fresh memory is more than that of the copy into it: with the same memory
+again, mapped Arrow arrives a fifth faster, and shuffled Parquet too. A block comes back when the
+last array or tensor that lies in it is gone, and not before; whoever keeps a micro-batch keeps its
+block.
 """
 
 from __future__ import annotations

@@ -44,11 +44,14 @@ class BadRowLimit:
             return
         if left_out == rows:
             raise DataError(
-                f"DataConfig.url: no row of {what} can be decoded{names}. Nothing is left to read; mend the shards"
+                f"DataConfig.url: no row of {what} can be decoded{names}. Nothing is left to "
+                "read; mend the shards"
             )
         if left_out > self._fraction * rows:
             raise DataError(
-                f"DataConfig.max_bad_fraction is {self._fraction:g}, but {left_out:,} of the {rows:,} rows of {what}, "
-                f"{left_out / rows:.2g} of them, lie in row groups that cannot be decoded{names}. Mend or remove the "
+                f"DataConfig.max_bad_fraction is {self._fraction:g}, but {left_out:,} of the "
+                f"{rows:,} rows of {what}, "
+                f"{left_out / rows:.2g} of them, lie in row groups that cannot be "
+                f"decoded{names}. Mend or remove the "
                 "shards; or raise max_bad_fraction, if these rows are not needed"
             )

@@ -1,11 +1,13 @@
 """Rows of many micro-batches, copied out of row groups as these come.
 
-All micro-batches that are made together share one array for each column; each is a piece of it. A row is copied
-once, straight from the decoded column, and a row group is let go of as soon as its rows are copied: no two need to
-be here at one time. A call of NumPy copies all that is wanted of a row group, so nothing is done row by row but
-for strings, other objects of Python, and lists of several lengths.
+All micro-batches that are made together share one array for each column; each is a piece of it. A
+row is copied once, straight from the decoded column, and a row group is let go of as soon as its
+rows are copied: no two need to be here at one time. A call of NumPy copies all that is wanted of a
+row group, so nothing is done row by row but for strings, other objects of Python, and lists of
+several lengths.
 
-A micro-batch that is some rows on end of one row group needs no copy, if the row group may be kept for it.
+A micro-batch that is some rows on end of one row group needs no copy, if the row group may be kept
+for it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _PIECES = 8  # rows in a row of one row group, on average, from which on they ar
 
 
 class _Whole(NamedTuple):
-    """A micro-batch that needs no copy: its first row, the one behind its last, and where the first is in the row group."""
+    """A micro-batch that needs no copy: its first row, the one behind its last, and where the first
+    is in the row group."""
 
     start: int
     stop: int
@@ -45,7 +48,8 @@ class _Whole(NamedTuple):
 
 
 class Gathering:
-    """Row `rows[i]` of row group `groups[i]` becomes row i. Micro-batch j is rows bounds[j] to bounds[j+1] - 1."""
+    """Row `rows[i]` of row group `groups[i]` becomes row i. Micro-batch j is rows bounds[j] to
+    bounds[j+1] - 1."""
 
     def __init__(
         self, groups: Ints, rows: Ints, blocks: Blocks, bounds: Sequence[int] = ()
@@ -70,7 +74,8 @@ class Gathering:
         columns: Mapping[str, Column],
         own: Callable[[int], int | None] = lambda row_group: None,
     ) -> None:
-        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has; None: it is not to be had."""
+        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has;
+        None: it is not to be had."""
         pieces = self._pieces[row_group]
         whole = self._whole(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
         nbytes = own(row_group) if whole and _are_enough(whole, columns) else None
@@ -82,8 +87,9 @@ class Gathering:
                 self._copy(name, column, rows, places)
 
     def _whole(self, pieces: Pieces, aligned_rows: int) -> list[_Whole]:
-        """Micro-batches that are rows on end of the row group. No two have a row in common, though several epochs of
-        a small data set may be made at once. `aligned_rows`: a multiple of it is the first row."""
+        """Micro-batches that are rows on end of the row group. No two have a row in common, though
+        several epochs of a small data set may be made at once. `aligned_rows`: a multiple of it is
+        the first row."""
         found, end = list[_Whole](), 0
         for rows, places in pieces:
             if not _is_run(places):
@@ -129,7 +135,8 @@ class Gathering:
         return self._kept_bytes + self._object_bytes + sum(arrays)
 
     def cut(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Rows start…stop - 1: arrays that nobody else uses, or lists. None: all of them were left out."""
+        """Rows start…stop - 1: arrays that nobody else uses, or lists. None: all of them were left
+        out."""
         if start in self._kept:
             return self._kept[start]
         if self._left_out:
@@ -141,7 +148,8 @@ class Gathering:
         return {name: _regular(out[start:stop]) for name, out in self._out.items()}
 
     def _room(self, name: str, column: Column) -> Array | list[Any]:
-        """Where rows of this column go. From the first that has no place in an array on, a list of objects."""
+        """Where rows of this column go. From the first that has no place in an array on, a list of
+        objects."""
         out = self._out.get(name)
         fixed = isinstance(column, np.ndarray)
         if out is None:
@@ -154,7 +162,8 @@ class Gathering:
 
 
 def _pieces(groups: Ints, rows: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-    """(row group, rows of it, their places), one for each row group, or, where that is as good, several."""
+    """(row group, rows of it, their places), one for each row group, or, where that is as good,
+    several."""
     places = np.arange(len(groups))
     cuts = np.flatnonzero(groups[1:] != groups[:-1]) + 1
     if len(cuts) * _PIECES > len(groups):

@@ -1,8 +1,9 @@
-"""From the arrays of a micro-batch to the micro-batch: the user's `transform` and `collate_fn`, and tensors.
+"""From the arrays of a micro-batch to the micro-batch: the user's `transform` and `collate_fn`, and
+tensors.
 
-What may draw from global generators (`transform(batch)`, `collate_fn`) runs *late*: in the thread, or the process,
-whose generators were seeded for this micro-batch. `transform(batch, rng)` and the making of tensors run *early*,
-in any thread.
+What may draw from global generators (`transform(batch)`, `collate_fn`) runs *late*: in the thread,
+or the process, whose generators were seeded for this micro-batch. `transform(batch, rng)` and the
+making of tensors run *early*, in any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _OBJECT_BYTES = 64  # that Python takes for one, beside its content
 
 
 class Collating:
-    """What a `DataConfig` asks to be done with the arrays of a micro-batch. Pickles if the user's functions do."""
+    """What a `DataConfig` asks to be done with the arrays of a micro-batch. Pickles if the user's
+    functions do."""
 
     def __init__(self, config: DataConfig, *, pin: bool = False) -> None:
         self._transform, self._collate_fn = config.transform, config.collate_fn
@@ -52,7 +54,8 @@ class Collating:
     def _to_tensors(self, arrays: Any) -> Any:
         if not isinstance(arrays, dict):
             raise DataError(
-                f"DataConfig.transform returned a {type(arrays).__name__}, must return the dict of arrays; "
+                f"DataConfig.transform returned a {type(arrays).__name__}, must return the "
+                "dict of arrays; "
                 "what makes the micro-batch itself is collate_fn"
             )
         tensors = {name: _to_tensor(name, value) for name, value in arrays.items()}
@@ -71,7 +74,8 @@ def takes_rng(transform: Callable[..., Any]) -> bool:
     if _fits(signature, 2):
         return True
     raise SpecError(
-        f"DataConfig.transform takes {signature}, must take (batch), or (batch, rng) with a NumPy generator"
+        f"DataConfig.transform takes {signature}, must take (batch), or (batch, rng) with a "
+        "NumPy generator"
     )
 
 
@@ -107,7 +111,8 @@ def pinned(batch: Any) -> Any:
 
 
 def aligned_tensors(batch: Any) -> Any:
-    """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see blocks.py."""
+    """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see
+    blocks.py."""
     return _each_tensor(batch, _aligned)
 
 
@@ -150,7 +155,8 @@ def _to_tensor(name: str, value: Any) -> Any:
         first = first[0]
     if isinstance(value, list) and isinstance(first, np.ndarray):
         raise DataError(
-            f"column {name!r} holds lists of different lengths ({len(first)}, …) in one micro-batch; pad "
+            f"column {name!r} holds lists of different lengths ({len(first)}, …) in one "
+            "micro-batch; pad "
             "them in DataConfig.collate_fn, or leave the column out by DataConfig.columns"
         )
     return value

@@ -11,7 +11,8 @@ import torch
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    # Not torch.manual_seed: where a device is not in use yet, it formats a stack trace for it (0.4 ms).
+    # Not torch.manual_seed: where a device is not in use yet, it formats a stack trace for it (0.4
+    # ms).
     torch.default_generator.manual_seed(seed % (1 << 63))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed % (1 << 63))

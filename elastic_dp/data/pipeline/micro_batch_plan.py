@@ -1,7 +1,8 @@
-"""Which micro-batches will be taken, in which chunks they are made, and how many may wait: `MicroBatches` without its threads.
+"""Which micro-batches will be taken, in which chunks they are made, and how many may wait:
+`MicroBatches` without its threads.
 
-Micro-batches are planned and made in *chunks* of some that follow each other, because both cost by the call: a small
-micro-batch costs little more than its bytes do.
+Micro-batches are planned and made in *chunks* of some that follow each other, because both cost by
+the call: a small micro-batch costs little more than its bytes do.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Chunk:
 
 
 class ChunkPacker:
-    """Micro-batches to chunks of at most `rows_at_once`, or of one micro-batch. `parts(work, next work)`: whether the two
-    better lie in different chunks."""
+    """Micro-batches to chunks of at most `rows_at_once`, or of one micro-batch. `parts(work, next
+    work)`: whether the two better lie in different chunks."""
 
     def __init__(self, rows_at_once: int, parts: Callable[[Any, Any], bool]) -> None:
         self._rows_at_once, self._parts = rows_at_once, parts
@@ -89,7 +90,8 @@ class ChunkPacker:
 
 @dataclass(slots=True)
 class WaitingChunks:
-    """Chunks that are made, or being made, and of which something is to be taken: at most so many, and so many bytes."""
+    """Chunks that are made, or being made, and of which something is to be taken: at most so many,
+    and so many bytes."""
 
     limit_bytes: int
     count: int = 0
@@ -153,8 +155,9 @@ class MicroBatchPlan:
     def move(
         self, step: int, virtual_workers: set[int]
     ) -> tuple[list[tuple[int, int]], list[MicroBatch], list[Key]]:
-        """From `step` on, these are taken. Returns what is to be planned again: (step, virtual worker) that were taken, since
-        the step is redone, and micro-batches of chunks that are torn; and the keys of chunks that nobody wants any more."""
+        """From `step` on, these are taken. Returns what is to be planned again: (step, virtual
+        worker) that were taken, since the step is redone, and micro-batches of chunks that are
+        torn; and the keys of chunks that nobody wants any more."""
         gone = [m for m in self if m.step < step or m.virtual_worker not in virtual_workers]
         stale = self.discard(gone)
         self.step = step
@@ -227,7 +230,8 @@ class MicroBatchPlan:
     # ------------------------------------------------------------------------- whether to plan more
 
     def look_for_room(self) -> None:
-        """Whether it is full is decided when more may be planned, and holds until a quarter is taken."""
+        """Whether it is full is decided when more may be planned, and holds until a quarter is
+        taken."""
         self._full = self._rows >= self._rows_planned
 
     @property

@@ -1,8 +1,10 @@
-"""Micro-batches made ahead of the step that takes them, by threads, in the order in which they are taken.
+"""Micro-batches made ahead of the step that takes them, by threads, in the order in which they are
+taken.
 
-`read_ahead` says which (step, virtual worker) will be taken; `take` gives one, and waits while it is made. What is
-given does not depend on what was planned or taken before. How many wait to be taken is bounded, in number and in
-bytes. What is planned is in `micro_batch_plan`; here are the threads that make it.
+`read_ahead` says which (step, virtual worker) will be taken; `take` gives one, and waits while it
+is made. What is given does not depend on what was planned or taken before. How many wait to be
+taken is bounded, in number and in bytes. What is planned is in `micro_batch_plan`; here are the
+threads that make it.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class MicroBatchSource(Protocol):
 
 
 class MicroBatches:
-    """`producers` threads, which start with the first plan. `rows_at_once`: of a chunk of several micro-batches."""
+    """`producers` threads, which start with the first plan. `rows_at_once`: of a chunk of several
+    micro-batches."""
 
     def __init__(
         self,

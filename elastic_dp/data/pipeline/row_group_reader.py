@@ -1,8 +1,10 @@
-"""Row groups on their way into memory: many in flight, in the order in which they are needed, within a budget.
+"""Row groups on their way into memory: many in flight, in the order in which they are needed,
+within a budget.
 
-`plan` says that somebody will need some row groups; threads read those meanwhile, the ones needed first before the
-others. `take` gives those that are here, and waits for one if none is; `release` lets go of them, and `own` keeps
-one for good, if nobody else needs it. What is read next and what is dropped is decided in `row_group_residency`.
+`plan` says that somebody will need some row groups; threads read those meanwhile, the ones needed
+first before the others. `take` gives those that are here, and waits for one if none is; `release`
+lets go of them, and `own` keeps one for good, if nobody else needs it. What is read next and what
+is dropped is decided in `row_group_residency`.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ class Moved(Exception):
 
 
 class RowGroupReader:
-    """Of one data set in one process; called by several threads. Threads start with the first plan or take.
+    """Of one data set in one process; called by several threads. Threads start with the first plan
+    or take.
 
-    `more` is called, in a reading thread, while what is planned and not met takes less than the memory: it may plan
-    more, and returns whether it did. So what is needed again within that is known, and stays.
+    `more` is called, in a reading thread, while what is planned and not met takes less than the
+    memory: it may plan more, and returns whether it did. So what is needed again within that is
+    known, and stays.
     """
 
     def __init__(
@@ -79,7 +83,8 @@ class RowGroupReader:
             self._work.notify()
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These need nothing any more. Whoever waits looks at the plan again: it may have become another's turn."""
+        """These need nothing any more. Whoever waits looks at the plan again: it may have become
+        another's turn."""
         with self._lock:
             for key in keys:
                 self._resident.forget(key)
@@ -89,8 +94,8 @@ class RowGroupReader:
             self._work.notify()
 
     def take(self, key: Key, groups: Sequence[int]) -> dict[int, Columns | BadShard]:
-        """Those of the row groups that are here, at least one; they stay until `release`. One that cannot be
-        decoded is its BadShard. Raises what reading raised, and Moved after `forget`."""
+        """Those of the row groups that are here, at least one; they stay until `release`. One that
+        cannot be decoded is its BadShard. Raises what reading raised, and Moved after `forget`."""
         with self._lock:
             self._start()
             self._resident.add(key, groups)
@@ -115,7 +120,8 @@ class RowGroupReader:
             self._look_for_work()
 
     def own(self, key: Key, number: int) -> int | None:
-        """After `take`: a row group that nobody else needs is the caller's from now on, who does not release it.
+        """After `take`: a row group that nobody else needs is the caller's from now on, who does
+        not release it.
 
         Given back: its bytes, which do not count here any more; None if it is not the caller's.
         """
@@ -168,7 +174,8 @@ class RowGroupReader:
             self._resident.waiting.discard(key)
 
     def _raise_unless_bad(self, group: ResidentRowGroup) -> None:
-        """A row group that cannot be decoded stays so; anything else may go better the next time."""
+        """A row group that cannot be decoded stays so; anything else may go better the next
+        time."""
         error = group.content
         if isinstance(error, Exception) and not isinstance(error, BadShard):
             self._resident.unread(group)

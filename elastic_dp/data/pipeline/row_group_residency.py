@@ -1,13 +1,16 @@
-"""Which row groups are needed, by whom, and which are in memory: what to read next, and what to let go of for it.
+"""Which row groups are needed, by whom, and which are in memory: what to read next, and what to let
+go of for it.
 
-The state of a `RowGroupReader`, without its threads: the reader calls all of this under its lock. Three things always hold:
+The state of a `RowGroupReader`, without its threads: the reader calls all of this under its lock.
+Three things always hold:
 
-- The bytes of decoded row groups plus the estimates of those being read stay within the budget, unless an
-  estimate was too low.
-- A row group that nobody needs any more is dropped. (`keep`: it stays for as long as nothing else wants
-  its memory, which is for orders that come back to it.)
-- Whoever needs something first gets memory for it: from what is needed later, which is then read again. Row groups
-  are let go of one by one, so nothing waits for ever, however small the budget, as long as each one fits.
+- The bytes of decoded row groups plus the estimates of those being read stay within the budget,
+  unless an estimate was too low.
+- A row group that nobody needs any more is dropped. (`keep`: it stays for as long as nothing else
+  wants its memory, which is for orders that come back to it.)
+- Whoever needs something first gets memory for it: from what is needed later, which is then read
+  again. Row groups are let go of one by one, so nothing waits for ever, however small the budget,
+  as long as each one fits.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class ResidentRowGroup:
 
 @dataclass(slots=True)
 class MemoryBudget:
-    """Bytes of row groups. `held`: decoded or being read; `needed`: of all that somebody needs, here or not."""
+    """Bytes of row groups. `held`: decoded or being read; `needed`: of all that somebody needs,
+    here or not."""
 
     limit: int
     held: int = 0
@@ -67,7 +71,8 @@ class RowGroupResidency:
         return self._groups[number]
 
     def look(self) -> bool:
-        """Whether there may be something to read: unread row groups, or memory that came free since the last look."""
+        """Whether there may be something to read: unread row groups, or memory that came free since
+        the last look."""
         found = bool(self._queue) or self._freed
         self._freed = False
         return found
@@ -193,7 +198,8 @@ class RowGroupResidency:
         return int(self._row_groups.reading_bytes[group.number])
 
     def _make_room(self, nbytes: int, key: Key) -> bool:
-        """Whether there is memory to read something of `nbytes` that `key` needs, after letting go of as much as is right."""
+        """Whether there is memory to read something of `nbytes` that `key` needs, after letting go
+        of as much as is right."""
         while self.budget.held + nbytes > self.budget.limit:
             victim = self._victim(key)
             if victim is None:
@@ -206,8 +212,9 @@ class RowGroupResidency:
         return True
 
     def _victim(self, key: Key) -> ResidentRowGroup | None:
-        """What to let go of next for `key`: what nobody needs; then, where `key` is waited for, what is needed last; and
-        where `key` is the first of all and no memory is on its way, whatever is not its own."""
+        """What to let go of next for `key`: what nobody needs; then, where `key` is waited for,
+        what is needed last; and where `key` is the first of all and no memory is on its way,
+        whatever is not its own."""
         if self._unneeded:
             return self._groups[next(iter(self._unneeded))]
         if not self.waiting or key > max(self.waiting):
@@ -229,8 +236,8 @@ class RowGroupResidency:
         )
 
     def _never_fits(self, key: Key) -> bool:
-        """Nothing is here that could be let go of, and nothing of its own that is about to be taken: it is read all the
-        same."""
+        """Nothing is here that could be let go of, and nothing of its own that is about to be
+        taken: it is read all the same."""
         waited_for = bool(self.waiting) and key <= max(self.waiting)
         return waited_for and self._is_stuck(key) and not any(True for _ in self._evictable())
 

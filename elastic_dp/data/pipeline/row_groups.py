@@ -1,8 +1,9 @@
-"""Row groups of a data set, whatever the shards' format: the port that reading goes through, and its one real side.
+"""Row groups of a data set, whatever the shards' format: the port that reading goes through, and
+its one real side.
 
-`read` runs in many threads at once. It is the place where what a decoder says becomes an error with a name: a
-shard that is not what the index saw is a DataError, bytes that cannot be decoded are a BadShard, and what the
-store says stays as it is.
+`read` runs in many threads at once. It is the place where what a decoder says becomes an error with
+a name: a shard that is not what the index saw is a DataError, bytes that cannot be decoded are a
+BadShard, and what the store says stays as it is.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
 
-# What Arrow used to decode a row group of this size goes back at once. Its allocator would keep it for a second, in which
-# the next ones come: with 64 MiB each a worker grew by up to 1.14 of its budget, and by 0.97 so. Smaller ones fit into
-# what smaller ones left.
+# What Arrow used to decode a row group of this size goes back at once. Its allocator would keep it
+# for a second, in which the next ones come: with 64 MiB each a worker grew by up to 1.14 of its
+# budget, and by 0.97 so. Smaller ones fit into what smaller ones left.
 GIVEN_BACK_BYTES = 64 << 20
 SHARDS_KNOWN = 1024  # whose part of the index is looked up once
 
@@ -38,7 +39,8 @@ class RowGroups(Protocol):
     reading_bytes: Ints  # [row group]: upper estimate of what it takes at once while it is read
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
-        """Decoded columns, and the bytes of memory that they hold. Raises BadShard, DataError, StorageError."""
+        """Decoded columns, and the bytes of memory that they hold. Raises BadShard, DataError,
+        StorageError."""
 
     def name(self, row_group: int) -> tuple[str, int, int]:
         """The shard's name, the row group's number in it, and that of its first row."""
@@ -50,7 +52,8 @@ class ShardRowGroups:
     """Those of an index, in the stores of `config`'s URLs. Thread safe."""
 
     def __init__(self, config: DataConfig, index: Index, stores: list[Store]) -> None:
-        """`stores`: one for each of `config.urls`, which must be the ones that the index was made of."""
+        """`stores`: one for each of `config.urls`, which must be the ones that the index was made
+        of."""
         assert len(stores) == len(config.urls) == len(index.sources), "an index of another config"
         self.rows, self.nbytes = index.rows, index.nbytes
         self.reading_bytes = index.nbytes.copy()
@@ -140,7 +143,8 @@ class ShardRowGroups:
 
 
 def _held_bytes(column: Column) -> int:
-    """Its buffers grew by doubling: all of a small one was in use before, of a large one only what was written counts."""
+    """Its buffers grew by doubling: all of a small one was in use before, of a large one only what
+    was written counts."""
     if isinstance(column, Lists):
         return _held_bytes(column.values) + column.offsets.nbytes
     if isinstance(column, pa.Array):
@@ -158,6 +162,7 @@ def _bad(shard: ShardAt, place: Place, error: Exception) -> BadShard:
 
 def _rewritten(shard: ShardAt) -> DataError:
     return DataError(
-        f"{shard.name} was rewritten while the run used it, or is not what the index was made of; a data set "
+        f"{shard.name} was rewritten while the run used it, or is not what the index was "
+        "made of; a data set "
         "must not change under a run"
     )

@@ -1,10 +1,11 @@
-"""A process beside the worker that runs user code which draws from global generators, one call at a time.
+"""A process beside the worker that runs user code which draws from global generators, one call at a
+time.
 
-It is started with a fresh interpreter (never forked: the worker has threads) which does not import the user's
-main module, so scripts need no `if __name__ == "__main__"`. What it runs is sent once, by cloudpickle. Arrays
-and tensors travel outside of the pickle, through a socket, into memory that the receiver then owns: two copies in
-the kernel, no shared memory to run out of or to leave behind. It ends when the socket closes, so it never
-outlives the worker.
+It is started with a fresh interpreter (never forked: the worker has threads) which does not import
+the user's main module, so scripts need no `if __name__ == "__main__"`. What it runs is sent once,
+by cloudpickle. Arrays and tensors travel outside of the pickle, through a socket, into memory that
+the receiver then owns: two copies in the kernel, no shared memory to run out of or to leave behind.
+It ends when the socket closes, so it never outlives the worker.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from elastic_dp.threads import background
 
 _SOCKET_BYTES = 4 << 20
 _LEAVE_S = 5.0  # for what it is running when it is closed
-_START = "import sys; from elastic_dp.data.pipeline.user_code_process import serve; serve(int(sys.argv[1]))"
+_START = (
+    "import sys; from elastic_dp.data.pipeline.user_code_process import serve; "
+    "serve(int(sys.argv[1]))"
+)
 
 
 class Process:
@@ -101,8 +105,10 @@ class Process:
                 f"{self._name} (pid {self.pid}) ended with exit code {code}; its output says why"
             )
         return ClusterError(
-            f"{self._name} (pid {self.pid}) was killed by {signal.Signals(-code).name}, perhaps for the memory "
-            "that it took; lower DataConfig.workers or MapStyleData.workers, or give the node more memory"
+            f"{self._name} (pid {self.pid}) was killed by {signal.Signals(-code).name}, "
+            "perhaps for the memory "
+            "that it took; lower DataConfig.workers or MapStyleData.workers, or give the "
+            "node more memory"
         )
 
 

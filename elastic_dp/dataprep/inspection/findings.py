@@ -1,5 +1,5 @@
-"""What in a data set will read badly, why, and the command that mends it. Each rule is a function of the survey and
-of the job's shape.
+"""What in a data set will read badly, why, and the command that mends it. Each rule is a function
+of the survey and of the job's shape.
 
 The numbers that they judge by are the constants below.
 """
@@ -37,7 +37,8 @@ _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind`: "refused", it cannot be trained on as it is; "slow", it can. `name` is stable, for programs."""
+    """`kind`: "refused", it cannot be trained on as it is; "slow", it can. `name` is stable, for
+    programs."""
 
     name: str
     kind: Literal["refused", "slow"]
@@ -90,14 +91,17 @@ def _unscanned(survey: Survey, _: Shape) -> Iterator[Finding]:
         yield Finding("no_shards", "refused", says, _command(survey) + way)
     elif survey.format == "arrow stream":
         says = (
-            f"Arrow streams have no footer: the first start of a run walks through all of {count} shards, {total}, with a "
+            "Arrow streams have no footer: the first start of a run walks through all of "
+            f"{count} shards, {total}, with a "
             "request for each record batch"
         )
         yield Finding("scan", "slow", says, _command(survey) + " --format arrow")
     elif not survey.has_row_groups:
         says = (
-            f"{survey.format} has no index: the first start of a run reads all {total} of {count} shards "
-            "to find where rows begin, and every value is parsed from text or unpacked as it is read"
+            f"{survey.format} has no index: the first start of a run reads all {total} of "
+            f"{count} shards "
+            "to find where rows begin, and every value is parsed from text or unpacked as it "
+            "is read"
         )
         tar = "write Parquet or Arrow instead, if the one scan is too much"
         yield Finding("scan", "slow", says, tar if survey.format == "tar" else _command(survey))
@@ -108,7 +112,8 @@ def _packed(survey: Survey, _: Shape) -> Iterator[Finding]:
     if packed and survey.format in ("jsonl", "csv"):
         largest = max(s for n, s in zip(survey.names, survey.sizes, strict=True) if n in packed)
         says = (
-            f"{len(packed)} shards are compressed ({_some(packed)}; {size(largest)} at most) and cannot be cut: each is "
+            f"{len(packed)} shards are compressed ({_some(packed)}; {size(largest)} at most) "
+            "and cannot be cut: each is "
             "one row group, which is unpacked whole, and kept in memory by whoever reads any of it"
         )
         yield Finding("compressed_text", "slow", says, _command(survey))
@@ -121,7 +126,10 @@ def _nested(survey: Survey, _: Shape) -> Iterator[Finding]:
         and survey.format not in ("images", "text")
         and not any(m in survey.url for m in _GLOB)
     ):
-        says = f"{len(nested)} shards lie in subfolders ({_some(nested)}), which a folder's URL leaves out"
+        says = (
+            f"{len(nested)} shards lie in subfolders ({_some(nested)}), which a folder's URL "
+            "leaves out"
+        )
         yield Finding("nested", "refused", says, f"use {quote(survey.url.rstrip('/') + '/**')}")
 
 
@@ -148,7 +156,10 @@ def _no_rows(survey: Survey, _: Shape) -> Iterator[Finding]:
         return
     empty = [n for n, rows in zip(survey.names, survey.shard_rows, strict=True) if not rows]
     if empty:
-        says = f"{len(empty)} of {len(survey.names)} shards hold no row, and are passed over: {_some(empty)}"
+        says = (
+            f"{len(empty)} of {len(survey.names)} shards hold no row, and are passed over: "
+            f"{_some(empty)}"
+        )
         yield Finding("empty_shards", "slow", says, "remove them")
 
 
@@ -169,7 +180,10 @@ def _nulls(survey: Survey, _: Shape) -> Iterator[Finding]:
 def _ragged(survey: Survey, _: Shape) -> Iterator[Finding]:
     for column in survey.columns:
         if column.name in survey.ragged and not is_object(column.type):
-            says = f"column {column.name!r} ({column.type}) holds lists of several lengths, which make no one tensor"
+            says = (
+                f"column {column.name!r} ({column.type}) holds lists of several lengths, which "
+                "make no one tensor"
+            )
             mend = "pad them in DataConfig.collate_fn, or pack them: elastic-dp data convert --pack"
             yield Finding("ragged", "refused", says, mend)
 
@@ -178,7 +192,8 @@ def _too_few_rows(survey: Survey, shape: Shape) -> Iterator[Finding]:
     whole = shape.virtual_workers * shape.micro_batch_size
     if 0 < survey.rows < whole:
         says = (
-            f"{survey.rows} rows are fewer than one global batch of {whole} ({shape.virtual_workers} virtual workers × "
+            f"{survey.rows} rows are fewer than one global batch of {whole} "
+            f"({shape.virtual_workers} virtual workers × "
             f"micro_batch_size {shape.micro_batch_size})"
         )
         yield Finding("too_few_rows", "refused", says, 'add rows, or set DataConfig.tail="short"')
@@ -193,8 +208,10 @@ def _memory(survey: Survey, shape: Shape) -> Iterator[Finding]:
     if needed > DataConfig.memory_bytes:
         says = (
             f"one worker that runs all {shape.virtual_workers} virtual workers has up to "
-            f"{min(count, len(survey.group_rows))} row groups open, {size(needed)} (the largest has "
-            f"{size(max(survey.group_bytes))}), more than DataConfig.memory_bytes is if nothing is said, "
+            f"{min(count, len(survey.group_rows))} row groups open, {size(needed)} (the "
+            "largest has "
+            f"{size(max(survey.group_bytes))}), more than DataConfig.memory_bytes is if "
+            "nothing is said, "
             f"{size(DataConfig.memory_bytes)}"
         )
         yield Finding("memory", "refused", says, _command(survey, _good_rows(survey, shape)))
@@ -206,9 +223,12 @@ def _shared(survey: Survey, shape: Shape) -> Iterator[Finding]:
         return
     mean, each = float(np.mean(survey.group_bytes)), -(-shape.virtual_workers // order.streams)
     says = (
-        f"row groups take {size(mean)} in memory (mean), so {order.streams} of them fit into the {size(OPEN_BYTES)} "
-        f"that all streams may have open, fewer than {shape.virtual_workers} virtual workers: up to {each} of these "
-        f"share a stream, and each worker that runs one of them reads all of it, up to {each} times the traffic"
+        f"row groups take {size(mean)} in memory (mean), so {order.streams} of them fit into "
+        f"the {size(OPEN_BYTES)} "
+        f"that all streams may have open, fewer than {shape.virtual_workers} virtual "
+        f"workers: up to {each} of these "
+        "share a stream, and each worker that runs one of them reads all of it, up to "
+        f"{each} times the traffic"
     )
     yield Finding("shared_streams", "slow", says, _command(survey, _good_rows(survey, shape)))
 
@@ -219,7 +239,8 @@ def _uneven(survey: Survey, shape: Shape) -> Iterator[Finding]:
     largest, median = max(survey.group_bytes), float(np.median(survey.group_bytes))
     if largest > max(UNEVEN * median, UNEVEN * LARGE_BYTES):
         says = (
-            f"row groups differ in size: the largest takes {size(largest)} in memory, half of them at most {size(median)}; "
+            f"row groups differ in size: the largest takes {size(largest)} in memory, half "
+            f"of them at most {size(median)}; "
             "the memory that a worker needs is that of the largest ones"
         )
         yield Finding("uneven_row_groups", "slow", says, _command(survey))
@@ -230,8 +251,10 @@ def _large(survey: Survey, shape: Shape) -> Iterator[Finding]:
         if survey.group_rows and (median := float(np.median(column.decoded))) > LARGE_BYTES:
             rows = _good_rows(survey, shape)
             says = (
-                f"row groups have {size(median)} in column {column.name!r} (median; {size(max(column.decoded))} "
-                f"at most): a virtual worker keeps {STREAMS} of them open, and a resume reads as many again; "
+                f"row groups have {size(median)} in column {column.name!r} (median; "
+                f"{size(max(column.decoded))} "
+                f"at most): a virtual worker keeps {STREAMS} of them open, and a resume "
+                "reads as many again; "
                 f"aim at 1 to 4 MiB, here {rows} rows"
             )
             yield Finding("large_row_groups", "slow", says, _command(survey, rows))
@@ -246,7 +269,8 @@ def _small(survey: Survey, shape: Shape) -> Iterator[Finding]:
     if (median := float(np.median(stored))) < SMALL_BYTES:
         rows = _good_rows(survey, shape)
         says = (
-            f"row groups have {size(median)} (median of {len(stored)}): on an object store the request costs more "
+            f"row groups have {size(median)} (median of {len(stored)}): on an object store "
+            "the request costs more "
             f"than the bytes; aim at 1 to 4 MiB of the widest column, here {rows} rows"
         )
         yield Finding("small_row_groups", "slow", says, _command(survey, rows))
@@ -256,16 +280,23 @@ def _few(survey: Survey, shape: Shape) -> Iterator[Finding]:
     count, streams = len(survey.group_rows), shape.most_streams
     if not survey.rows or count >= streams:
         return
-    says = f'{count} row groups for {streams} streams (virtual workers × {STREAMS}): shuffle="rows" mixes less than it could'
+    says = (
+        f'{count} row groups for {streams} streams (virtual workers × {STREAMS}): shuffle="rows" '
+        "mixes less than it could"
+    )
     if survey.stored().sum() < streams * SMALL_BYTES:
-        mend = f'set DataConfig.shuffle="full": the rows take {size(int(survey.decoded().sum()))} in memory'
+        mend = (
+            f'set DataConfig.shuffle="full": the rows take {size(int(survey.decoded().sum()))} '
+            "in memory"
+        )
     else:
         mend = _command(survey, _good_rows(survey, shape))
     yield Finding("few_row_groups", "slow", says, mend)
 
 
 def _good_rows(survey: Survey, shape: Shape) -> int:
-    """Rows of AIM_BYTES in the widest column, or fewer, so that each stream has a row group of its own."""
+    """Rows of AIM_BYTES in the widest column, or fewer, so that each stream has a row group of its
+    own."""
     widest, streams = max(sum(column.decoded) for column in survey.columns), shape.most_streams
     return max(1, min(AIM_BYTES * survey.rows // max(widest, 1), survey.rows // streams))
 
@@ -275,7 +306,8 @@ def _codec(survey: Survey, _: Shape) -> Iterator[Finding]:
         if _is_tokens(column.type) and (slow := column.codecs & _SLOW_CODECS):
             stored, decoded = sum(column.stored), sum(column.decoded)
             says = (
-                f"column {column.name!r} ({column.type}) is compressed by {_some(sorted(slow))}, {size(decoded)} to "
+                f"column {column.name!r} ({column.type}) is compressed by "
+                f"{_some(sorted(slow))}, {size(decoded)} to "
                 f"{size(stored)}: whole numbers decode about 1.7 times slower so"
             )
             yield Finding("slow_codec", "slow", says, _command(survey) + " --compression none")
@@ -284,7 +316,10 @@ def _codec(survey: Survey, _: Shape) -> Iterator[Finding]:
 def _dictionary(survey: Survey, _: Shape) -> Iterator[Finding]:
     for column in survey.columns:
         if _is_tokens(column.type) and any("DICTIONARY" in name for name in column.encodings):
-            says = f"column {column.name!r} ({column.type}) is dictionary encoded, a look-up for each number"
+            says = (
+                f"column {column.name!r} ({column.type}) is dictionary encoded, a look-up for "
+                "each number"
+            )
             yield Finding("dictionary", "slow", says, _command(survey))
 
 
@@ -293,7 +328,8 @@ def _footers(survey: Survey, _: Shape) -> Iterator[Finding]:
     each, total = survey.footer_bytes / max(chunks, 1), survey.footer_bytes
     if total > FOOTER_BYTES and each > FOOTER_BYTES_PER_CHUNK:
         says = (
-            f"footers have {size(total)}, {size(each)} for each column of a row group, and are read at the first start; "
+            f"footers have {size(total)}, {size(each)} for each column of a row group, and "
+            "are read at the first start; "
             "statistics of long values do that, and nothing here reads them"
         )
         yield Finding("large_footers", "slow", says, _command(survey))
@@ -302,7 +338,10 @@ def _footers(survey: Survey, _: Shape) -> Iterator[Finding]:
 def _small_shards(survey: Survey, _: Shape) -> Iterator[Finding]:
     count, mean = len(survey.names), sum(survey.sizes) / max(len(survey.names), 1)
     if count >= MANY_SHARDS and mean < SMALL_SHARD_BYTES and survey.format not in _NO_SHARDS:
-        says = f"{count:,} shards of {size(mean)} (mean): the first start of a run asks for each one's footer"
+        says = (
+            f"{count:,} shards of {size(mean)} (mean): the first start of a run asks for each "
+            "one's footer"
+        )
         yield Finding("small_shards", "slow", says, _command(survey))
 
 

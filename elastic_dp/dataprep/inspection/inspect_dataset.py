@@ -1,4 +1,5 @@
-"""`inspect`: a data set in numbers, what will read badly and why, and what a job of some shape would do with it."""
+"""`inspect`: a data set in numbers, what will read badly and why, and what a job of some shape
+would do with it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """`stored`: bytes of a row group in the file, `decoded`: in memory. Arrow's compression is not known."""
+    """`stored`: bytes of a row group in the file, `decoded`: in memory. Arrow's compression is not
+    known."""
 
     name: str
     type: str
@@ -36,8 +38,9 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """For one pass of V virtual workers. `streams`: that the rows are dealt to, at most 8 of each; fewer than V are
-    shared. Bytes are of row groups kept open, as DataConfig.memory_bytes counts them, by one virtual worker and by all.
+    """For one pass of V virtual workers. `streams`: that the rows are dealt to, at most 8 of each;
+    fewer than V are shared. Bytes are of row groups kept open, as DataConfig.memory_bytes counts
+    them, by one virtual worker and by all.
     """
 
     global_batch: int
@@ -50,8 +53,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`rows` and all of row groups: None where the format tells only when all of it is read. `skipped`: files that are no
-    shards."""
+    """`rows` and all of row groups: None where the format tells only when all of it is read.
+    `skipped`: files that are no shards."""
 
     url: str
     format: str
@@ -74,10 +77,11 @@ def inspect(
     micro_batch_size: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where there is no data set.
+    """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where
+    there is no data set.
 
-    `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size` it has a plan.
-    `storage_options`: as `DataConfig` has them.
+    `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size`
+    it has a plan. `storage_options`: as `DataConfig` has them.
     """
     if (virtual_workers is None) != (micro_batch_size is None):
         raise DataError(

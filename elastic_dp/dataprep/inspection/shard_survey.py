@@ -1,8 +1,9 @@
-"""What lies in a data set's shards, in numbers: read from Parquet's footers, or from the record batches of Arrow.
+"""What lies in a data set's shards, in numbers: read from Parquet's footers, or from the record
+batches of Arrow.
 
-Formats that have neither (JSON Lines, CSV, tar, streams of Arrow, text, images) are counted and weighed. Of JSON Lines
-and CSV the first rows of each file are read, since most of what makes a file unreadable is seen there.
-Schemas are compared, and row groups weighed, as training does it.
+Formats that have neither (JSON Lines, CSV, tar, streams of Arrow, text, images) are counted and
+weighed. Of JSON Lines and CSV the first rows of each file are read, since most of what makes a file
+unreadable is seen there. Schemas are compared, and row groups weighed, as training does it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Column:
 
 @dataclass
 class Survey:
-    """`columns` are those that were asked for; row groups are in file order, and there are none to know of in some formats."""
+    """`columns` are those that were asked for; row groups are in file order, and there are none to
+    know of in some formats."""
 
     url: str
     format: str
@@ -247,7 +249,8 @@ def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
 def _take_schema(
     found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None, rows: int
 ) -> None:
-    """Raises DataError where the first shard cannot be read; what a later one has amiss is a finding."""
+    """Raises DataError where the first shard cannot be read; what a later one has amiss is a
+    finding."""
     try:
         if not found.differing:
             found.job_columns.add(name, schema, lossless, rows)

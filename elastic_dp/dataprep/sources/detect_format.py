@@ -44,8 +44,8 @@ _OPENERS = {
 
 @dataclass(frozen=True)
 class InputSource:
-    """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that have it; `skipped`:
-    the others."""
+    """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that
+    have it; `skipped`: the others."""
 
     url: str
     kind: str
@@ -58,21 +58,23 @@ def find_source(
     text_globs: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> InputSource:
-    """`text_globs`: read the files that match one of them as text, and no others. Raises DataError where the format is
-    not known, or is not one."""
+    """`text_globs`: read the files that match one of them as text, and no others. Raises DataError
+    where the format is not known, or is not one."""
     files = list_files(url, text_globs, storage_options)
     if text_globs:
         read = files.matching(text_globs)
         if not read.names:
             raise DataError(
-                f"no file at {redact_url(url)!r} matches {' or '.join(map(repr, text_globs))} (text_glob); it has "
+                f"no file at {redact_url(url)!r} matches "
+                f"{' or '.join(map(repr, text_globs))} (text_glob); it has "
                 f"{skipped_words(files.beside(read))}"
             )
         return InputSource(url, "text", read, files.beside(read))
     if "dataset_dict.json" in files.names:
         splits = sorted({name.split("/")[0] for name in files.names if "/" in name})
         raise DataError(
-            f"{redact_url(url)!r} holds several splits ({', '.join(splits)}); convert one of them, e.g. "
+            f"{redact_url(url)!r} holds several splits ({', '.join(splits)}); convert one of "
+            "them, e.g. "
             f"'{redact_url(url).rstrip('/')}/{splits[0] if splits else 'train'}'"
         )
     if {"state.json", "dataset_info.json"} <= set(files.names):
@@ -84,21 +86,25 @@ def find_source(
 def open_rows(
     source: InputSource, columns: list[str] | None = None, *, partitions: bool = True
 ) -> Rows:
-    """`partitions`: with the columns that only the names of folders hold. Raises DataError where it has no rows as it is."""
+    """`partitions`: with the columns that only the names of folders hold. Raises DataError where it
+    has no rows as it is."""
     if source.kind == "text":
         raise DataError(
-            f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: tokenizer=, pack="
+            f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: "
+            "tokenizer=, pack="
         )
     if source.kind == "tar":
         raise DataError(
-            f"{redact_url(source.url)!r} holds tar shards, which convert does not read; training does, as they are"
+            f"{redact_url(source.url)!r} holds tar shards, which convert does not read; "
+            "training does, as they are"
         )
     folders = Partitions(source.files.names if partitions else ())
     return _OPENERS[source.kind](source.files, columns, folders)
 
 
 def open_documents(source: InputSource, columns: list[str] | None = None) -> Documents:
-    """Text: each .txt file is one document, or each row of one column of text (`text` where not named)."""
+    """Text: each .txt file is one document, or each row of one column of text (`text` where not
+    named)."""
     if source.kind == "text":
         return documents_of_files(source.files)
     rows, url = open_rows(source, columns, partitions=False), source.url
@@ -111,7 +117,8 @@ def open_documents(source: InputSource, columns: list[str] | None = None) -> Doc
         texts = [name for name in texts if name == "text"]
     if len(texts) != 1 or (columns is not None and len(columns) != 1):
         raise DataError(
-            f"{redact_url(url)!r} must have one column of text to pack, or be told which (columns); it has "
+            f"{redact_url(url)!r} must have one column of text to pack, or be told which "
+            "(columns); it has "
             f"{', '.join(f'{field.name!r} ({field.type})' for field in rows.schema)}"
         )
     return documents_of_column(rows, texts[0])
@@ -125,10 +132,13 @@ def find_format(url: str, files: Files) -> tuple[str, Files]:
     if len(kinds) != 1:
         there = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         raise DataError(
-            f"{redact_url(url)!r} holds several formats ({there}); name one by a glob such as '**/*.parquet'"
+            f"{redact_url(url)!r} holds several formats ({there}); name one by a glob such "
+            "as '**/*.parquet'"
             if kinds
-            else f"no file at {redact_url(url)!r} has an ending that is known: {', '.join(_FORMATS)}. It has "
-            f"{skipped_words(count_skipped(files.names, files.hidden))}. `elastic-dp data convert --text-glob` reads files of "
+            else f"no file at {redact_url(url)!r} has an ending that is known: "
+            f"{', '.join(_FORMATS)}. It has "
+            f"{skipped_words(count_skipped(files.names, files.hidden))}. `elastic-dp data "
+            "convert --text-glob` reads files of "
             "any name as text"
         )
     kind = next(iter(kinds))

@@ -1,6 +1,8 @@
-"""A folder of images, a subfolder per class: columns image (the file as it is), label (int32), path.
+"""A folder of images, a subfolder per class: columns image (the file as it is), label (int32),
+path.
 
-Labels count the class names in alphabetical order; the schema's metadata keeps the names under "classes".
+Labels count the class names in alphabetical order; the schema's metadata keeps the names under
+"classes".
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def open_images(files: Files, columns: list[str] | None, partitions: Partitions)
     flat = [name for name in files.names if "/" not in name]
     if flat:
         raise DataError(
-            f"{flat[0]} lies in no subfolder; an image folder has one for each class, and only those"
+            f"{flat[0]} lies in no subfolder; an image folder has one for each class, and "
+            "only those"
         )
     classes = sorted({name.split("/")[0] for name in files.names})
     label = {name: number for number, name in enumerate(classes)}

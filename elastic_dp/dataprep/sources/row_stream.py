@@ -1,7 +1,8 @@
 """What every format becomes, and the types that a column may have on the way to a tensor.
 
-Dictionaries and extension types are written as what they stand for, views as large strings (kinds.py), dates stay the
-text they were, and the image columns of Hugging Face, structs of bytes and path, become the bytes.
+Dictionaries and extension types are written as what they stand for, views as large strings
+(kinds.py), dates stay the text they were, and the image columns of Hugging Face, structs of bytes
+and path, become the bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Documents = Iterator[tuple[str, bool]]  # pieces of text in order; True: it ends
 
 @dataclass(frozen=True)
 class Rows:
-    """`batches()` reads from the start, each batch of `schema`; batches may be of any size, also empty. `empty`: the files
-    in which it has found no row."""
+    """`batches()` reads from the start, each batch of `schema`; batches may be of any size, also
+    empty. `empty`: the files in which it has found no row."""
 
     schema: pa.Schema
     batches: Callable[[], Iterator[pa.RecordBatch]]
@@ -36,8 +37,8 @@ def rows_of_files(
     columns: list[str] | None,
     partitions: Partitions,
 ) -> Rows:
-    """Of one file after the other. `schema`: of the columns that files hold. `columns`: all that are wanted, in their
-    order, of which `partitions` may have some; None for all."""
+    """Of one file after the other. `schema`: of the columns that files hold. `columns`: all that
+    are wanted, in their order, of which `partitions` may have some; None for all."""
     added = partitions.fields(schema, columns)
     order = columns or [*schema.names, *(f.name for f in added)]
     every = pa.schema([*schema, *added], metadata=schema.metadata)
@@ -80,7 +81,8 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def plain_batch(batch: pa.RecordBatch, schema: pa.Schema, where: str) -> pa.RecordBatch:
-    """`batch` with the columns and types of `schema`, which came out of `plain_schema`. A column that it lacks is null."""
+    """`batch` with the columns and types of `schema`, which came out of `plain_schema`. A column
+    that it lacks is null."""
     there = set(batch.schema.names)
     columns = [
         _plain_column(batch.column(field.name), field, where)
@@ -104,8 +106,10 @@ def _plain_column(column: pa.Array, field: pa.Field, where: str) -> pa.Array:
     content = column.flatten()[column.type.get_field_index("bytes")]
     if content.null_count > column.null_count:
         raise DataError(
-            f"column {field.name!r} of {where} names image files instead of holding them; embed them "
-            "first (in `datasets`: `dataset.map(…)` with `Image(decode=False)`), or convert the folder"
+            f"column {field.name!r} of {where} names image files instead of holding them; "
+            "embed them "
+            "first (in `datasets`: `dataset.map(…)` with `Image(decode=False)`), or convert "
+            "the folder"
         )
     return content
 

@@ -1,6 +1,8 @@
-"""Which files a URL means, and their bytes: a folder with all below it, one file, or a glob; hidden ones left out.
+"""Which files a URL means, and their bytes: a folder with all below it, one file, or a glob; hidden
+ones left out.
 
-What is said of a URL or by a store goes through `redact`, and hides the foreign exception, whose text may hold more.
+What is said of a URL or by a store goes through `redact`, and hides the foreign exception, whose
+text may hold more.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 @dataclass(frozen=True)
 class Files:
-    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may be a signature.
-    `hidden`: names that are there, too, and begin with "." or "_"; `dead`: links to nothing."""
+    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may
+    be a signature. `hidden`: names that are there, too, and begin with "." or "_"; `dead`: links to
+    nothing."""
 
     system: Any
     root: str
@@ -89,7 +92,8 @@ class Files:
 
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
-        """Memory mapped where it is a file of this machine, so that a large record batch costs no memory."""
+        """Memory mapped where it is a file of this machine, so that a large record batch costs no
+        memory."""
         if not self.is_local:
             with self.open(name) as raw:
                 yield raw
@@ -105,7 +109,8 @@ def list_files(
 ) -> Files:
     """`text_globs`: files that match one are not hidden by a "_" ("__init__.py").
 
-    Raises DataError if there is none or not all are there yet, StorageError if the store refuses."""
+    Raises DataError if there is none or not all are there yet, StorageError if the store
+    refuses."""
     try:
         system, path = open_file_system(url, storage_options)
         path, query = _split(system, str(path).rstrip("/"))
@@ -133,7 +138,8 @@ def list_files(
     names = sorted(sizes.keys() - set(hidden))
     if not names:
         raise DataError(
-            f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as 'dir/**/*.csv'"
+            f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as "
+            "'dir/**/*.csv'"
         )
     there = tuple(sizes[name] for name in names)
     links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
@@ -193,7 +199,8 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
 
 
 def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
-    """What names are relative to, and each file's facts by its path; of a glob also the mark beside its files."""
+    """What names are relative to, and each file's facts by its path; of a glob also the mark beside
+    its files."""
     marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
     if marks:
         beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
@@ -205,7 +212,8 @@ def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
 
 
 def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
-    """As `_find`, also below linked folders, and a name that holds marks of patterns may mean itself; and dead links."""
+    """As `_find`, also below linked folders, and a name that holds marks of patterns may mean
+    itself; and dead links."""
     backend, mark, root = LocalBackend(path), glob_mark(path), path
     matched: list[Entry] = []
     look = FolderListing([], [], {})
@@ -218,7 +226,8 @@ def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
     if os.path.exists(path):
         if any(entry.path != path for entry in matched):
             raise DataError(
-                f"{url!r} is the name of a file or folder, and also a pattern that matches {matched[0].path}; in a pattern "
+                f"{url!r} is the name of a file or folder, and also a pattern that matches "
+                f"{matched[0].path}; in a pattern "
                 "write '[[]' for '[', '[*]' for '*' and '[?]' for '?'"
             )
         root, look = path, backend.look(path, deep=True)

@@ -46,7 +46,8 @@ def open_parquet(files: Files, columns: list[str] | None, partitions: Partitions
                 raw, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
             )
             here = [name for name in file.schema_arrow.names if name in schema.names]
-            # each row group by itself: what a damaged page has too much would shift the rows of the next one
+            # each row group by itself: what a damaged page has too much would shift the rows of the
+            # next one
             for group in range(file.num_row_groups):
                 yield from file.iter_batches(_batch_rows(file.metadata), [group], here)
 

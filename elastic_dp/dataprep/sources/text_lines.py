@@ -1,8 +1,9 @@
 """JSON Lines and CSV: read twice, first for the types of all rows, then for the rows.
 
-One pass would have to trust its first block, and fail hours later at the first "1.5" in a column of whole
-numbers. Files are cut and parsed by the code that training reads them with (formats/text.py), so the rows are the
-same. Dates stay text. A CSV column that is numbers in one block and words in another is text.
+One pass would have to trust its first block, and fail hours later at the first "1.5" in a column of
+whole numbers. Files are cut and parsed by the code that training reads them with (formats/text.py),
+so the rows are the same. Dates stay text. A CSV column that is numbers in one block and words in
+another is text.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def _unify(known: pa.Schema, new: pa.Schema, name: str, mixed_is_text: bool) -> 
         except pa.ArrowException as error:
             if not mixed_is_text:
                 raise DataError(
-                    f"column {field.name!r} is {field.type} in {name} and {before.type} before; make it "
+                    f"column {field.name!r} is {field.type} in {name} and {before.type} "
+                    "before; make it "
                     "one type, or leave it out by naming the columns"
                 ) from error
             fields[field.name] = pa.field(field.name, pa.string())

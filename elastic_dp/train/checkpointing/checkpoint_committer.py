@@ -1,12 +1,15 @@
-"""Parts become a checkpoint: one write commits it when all of them are there (pending_checkpoints.py says when).
+"""Parts become a checkpoint: one write commits it when all of them are there
+(pending_checkpoints.py says when).
 
-- Members that hold different states are told by their digests, and nothing is committed then. Who is silent for
-  `_PATIENCE_S` is waited for no longer: one that joined at this step was given the state and writes nothing.
+- Members that hold different states are told by their digests, and nothing is committed then. Who
+  is silent for `_PATIENCE_S` is waited for no longer: one that joined at this step was given the
+  state and writes nothing.
 - A part that nobody has any more leaves its checkpoint uncommitted. The run goes on in any case.
-- All of it happens on one thread of its own, in the order in which it was told; storage may take its time. It begins
-  with the lease on the run, so nothing is found or committed while another holds it; and a lease that is lost is told.
-- That thread also keeps the schedule (checkpoint_schedule.py): it knows what checkpoints cost and how often everyone was
-  lost.
+- All of it happens on one thread of its own, in the order in which it was told; storage may take
+  its time. It begins with the lease on the run, so nothing is found or committed while another
+  holds it; and a lease that is lost is told.
+- That thread also keeps the schedule (checkpoint_schedule.py): it knows what checkpoints cost and
+  how often everyone was lost.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ def _nothing_to_check() -> None:
 
 @dataclass(frozen=True, slots=True)
 class CommitterActions:
-    """What a committer has done by whoever leads the run. All are called on the committer's thread."""
+    """What a committer has done by whoever leads the run. All are called on the committer's
+    thread."""
 
     request_parts: Callable[[WorkerId, int, Sequence[int]], None]  # (worker, step, parts)
     request_checkpoint: Callable[[], None]  # of one of the next steps
@@ -75,7 +79,8 @@ class CheckpointCommitter:
         lease_s: float,
         token: str | None = None,
     ) -> None:
-        """`token`: of who holds the lease; who takes over goes on with it, and orphans know their controller's by it."""
+        """`token`: of who holds the lease; who takes over goes on with it, and orphans know their
+        controller's by it."""
         self._catalog, self._keep, self._actions = catalog, _keep_of(config), actions
         self._claim = RunClaim(catalog, lease_s, token)
         self._pending = PendingCheckpoints()
@@ -98,13 +103,15 @@ class CheckpointCommitter:
         self._tasks.put(lambda: self._lose(worker))
 
     def find(self, found: Callable[[int | None], None]) -> None:
-        """Call with the step of the newest checkpoint, or None, however long the storage takes. The run goes on from it."""
+        """Call with the step of the newest checkpoint, or None, however long the storage takes. The
+        run goes on from it."""
         self._tasks.put(
             lambda: found(self._persist("the checkpoints cannot be listed", self._go_on))
         )
 
     def take_over(self) -> None:
-        """Go on in place of one that is gone: what it committed last is committed, though members tell of it once more."""
+        """Go on in place of one that is gone: what it committed last is committed, though members
+        tell of it once more."""
 
         def go_on() -> None:
             newest: int | None = self._persist("the checkpoints cannot be listed", self._go_on)
@@ -113,7 +120,8 @@ class CheckpointCommitter:
         self._tasks.put(go_on)
 
     def reject(self, after_step: int, lineage_id: int) -> None:
-        """What was made after this step, by those who began in generation `lineage_id` or before, is wrong."""
+        """What was made after this step, by those who began in generation `lineage_id` or before,
+        is wrong."""
 
         def reject() -> None:
             self._pending.reject(lineage_id)
@@ -230,7 +238,8 @@ class CheckpointCommitter:
         for one in requests:
             self._actions.request_parts(one.worker, one.step, one.parts)
 
-    # --------------------------------------------------------------------------------- commit record
+    # --------------------------------------------------------------------------------- commit
+    # record
 
     def _seal_if_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> None:
         if self._pending.is_complete(one, waits=waits):
@@ -255,12 +264,14 @@ class CheckpointCommitter:
                 self._pending.refuse(step)
 
     def _warn_unranked(self, step: int, metadata: CommitMetadata) -> None:
-        """Once: a run that evaluates at other steps than it checkpoints would keep no best one, without a word."""
+        """Once: a run that evaluates at other steps than it checkpoints would keep no best one,
+        without a word."""
         name = self._keep.score_attribute
         if name is not None and name not in metadata.metrics and not self._warned_unranked:
             self._warned_unranked = True
             self._actions.tell(
-                f"checkpoint of step {step} has no {name!r} and is not ranked by it: only what the body of its own "
+                f"checkpoint of step {step} has no {name!r} and is not ranked by it: only "
+                "what the body of its own "
                 "step logs with ctx.log, or gives to ctx.checkpoint, counts"
             )
 

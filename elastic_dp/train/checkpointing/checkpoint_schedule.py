@@ -1,8 +1,10 @@
-"""When a checkpoint is due besides those at fixed steps: by time, or by what a checkpoint costs and saves.
+"""When a checkpoint is due besides those at fixed steps: by time, or by what a checkpoint costs and
+saves.
 
-The workers know the steps, the committer knows the time: it requests a checkpoint, a member says so in the next step's
-header, and all members take it. How often all workers were lost, and in how much time, is counted over all starts of a
-run, since each checkpoint stores it. This module has no clock and no I/O.
+The workers know the steps, the committer knows the time: it requests a checkpoint, a member says so
+in the next step's header, and all members take it. How often all workers were lost, and in how much
+time, is counted over all starts of a run, since each checkpoint stores it. This module has no clock
+and no I/O.
 """
 
 from __future__ import annotations

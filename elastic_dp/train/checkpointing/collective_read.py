@@ -1,9 +1,12 @@
-"""The members of a generation read the newest checkpoint together: each a share, and the rest from the other members.
+"""The members of a generation read the newest checkpoint together: each a share, and the rest from
+the other members.
 
-- Rank 0 alone lists and reads commit records and says which checkpoint it is, so all members go on from the same one.
+- Rank 0 alone lists and reads commit records and says which checkpoint it is, so all members go on
+  from the same one.
 - Each byte leaves the store once, whatever the number of members that read or wrote it.
-- All or nothing: the members exchange bytes only when each has said that its share is intact, into memory that holds
-  no state yet. If one share is damaged, all members go back to the checkpoint before.
+- All or nothing: the members exchange bytes only when each has said that its share is intact, into
+  memory that holds no state yet. If one share is damaged, all members go back to the checkpoint
+  before.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ def read_collectively(
 ) -> tuple[CommitRecord, torch.Tensor]:
     """The commit record and its line of bytes, on the host; the same on all members of `group`.
 
-    Each calls `enters` with "restore" before it reads, which may take as long as the store likes, and with "receive" when
-    only peers are waited for; rank 0 calls `damaged` for each checkpoint that is not taken. Raises CheckpointError if none is whole.
+    Each calls `enters` with "restore" before it reads, which may take as long as the store likes,
+    and with "receive" when only peers are waited for; rank 0 calls `damaged` for each checkpoint
+    that is not taken. Raises CheckpointError if none is whole.
     """
     commits = newest_first(catalog, damaged)
     while True:

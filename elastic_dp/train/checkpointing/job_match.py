@@ -1,9 +1,12 @@
-"""Compares a checkpoint with the job that goes on from it: what must be the same, and what may have changed.
+"""Compares a checkpoint with the job that goes on from it: what must be the same, and what may have
+changed.
 
-- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first difference.
-- Other hyper-parameters (a learning rate) give a warning, and the values of the checkpoint are used, as after
-  `load_state_dict` of a PyTorch optimizer, since a scheduler or the loop body may have changed them. The values that the
-  code sets before the first step are compared, so a change that the run itself made is no difference.
+- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first
+  difference.
+- Other hyper-parameters (a learning rate) give a warning, and the values of the checkpoint are
+  used, as after `load_state_dict` of a PyTorch optimizer, since a scheduler or the loop body may
+  have changed them. The values that the code sets before the first step are compared, so a change
+  that the run itself made is no difference.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ _FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
 def hyperparameters_of(
     optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
 ) -> dict[str, Any]:
-    """What the code gave the optimizer and the scheduler, as texts; to be called before the first step. `total_steps`:
-    that the code was told, from which it may have made any of it (a lambda has no text)."""
+    """What the code gave the optimizer and the scheduler, as texts; to be called before the first
+    step. `total_steps`: that the code was told, from which it may have made any of it (a lambda has
+    no text)."""
     groups = [
         {key: _text(value) for key, value in group.items() if key not in _FOLLOWS}
         for group in optimizer.param_groups
@@ -73,26 +77,30 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
 
 
 def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str) -> None:
-    """Raises RunMismatch where a checkpoint was made by another job: `run.json` may have been replaced since. What a
-    checkpoint of an earlier version does not tell is not compared."""
+    """Raises RunMismatch where a checkpoint was made by another job: `run.json` may have been
+    replaced since. What a checkpoint of an earlier version does not tell is not compared."""
     then = {"data": metadata.data, **metadata.naming.get("job", {})}
     for name, mine in {**job, "data": data}.items():
         if then.get(name, "") not in ("", mine):
             what = "data (its fingerprint)" if name == "data" else name
             raise RunMismatch(
-                f"{what} is {mine!r}, but the newest checkpoint of the run was made with {then[name]!r}. Use a new name= "
+                f"{what} is {mine!r}, but the newest checkpoint of the run was made with "
+                f"{then[name]!r}. Use a new name= "
                 "for a new run, or the old value to go on with this one"
             )
 
 
 def changed_total_steps(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
-    """In words, where the code reads the total: by itself it says nothing of what is made from it."""
+    """In words, where the code reads the total: by itself it says nothing of what is made from
+    it."""
     old, new = then.get("total_steps"), now["total_steps"]
     if old is None or new is None or old == new:
         return []
     return [
-        f"ctx.total_steps is {new} now, and was {old} up to step {step}: a schedule that is made from it was made for "
-        f"{counted(old, 'step')} up to there, so its learning rates are not those of one run of {counted(new, 'step')}"
+        f"ctx.total_steps is {new} now, and was {old} up to step {step}: a schedule that is "
+        "made from it was made for "
+        f"{counted(old, 'step')} up to there, so its learning rates are not those of one run "
+        f"of {counted(new, 'step')}"
     ]
 
 
@@ -101,8 +109,10 @@ def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainS
     for what, theirs, mine in _compared(tree, naming, state):
         if theirs != mine:
             raise RunMismatch(
-                f"{what}: {mine} here, {theirs} in the newest checkpoint of the run. Use a new name= for a new "
-                "run (elastic_dp.load_state gives it these weights), or the old code to go on with this one"
+                f"{what}: {mine} here, {theirs} in the newest checkpoint of the run. Use a "
+                "new name= for a new "
+                "run (elastic_dp.load_state gives it these weights), or the old code to go "
+                "on with this one"
             )
 
 

@@ -10,8 +10,9 @@ _REMEMBERED = 1_000  # steps of which it is known what they logged
 
 
 class LoggedMetrics:
-    """What the body of each step logged. A checkpoint has the values of its own step and of no other: an older value
-    says nothing about its weights, and would rank it by those of another step."""
+    """What the body of each step logged. A checkpoint has the values of its own step and of no
+    other: an older value says nothing about its weights, and would rank it by those of another
+    step."""
 
     def __init__(self) -> None:
         self._logged: dict[int, dict[str, Any]] = {}

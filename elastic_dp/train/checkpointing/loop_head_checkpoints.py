@@ -1,6 +1,8 @@
-"""At the head of the loop: whether this worker takes part in a checkpoint of the step whose body has ended.
+"""At the head of the loop: whether this worker takes part in a checkpoint of the step whose body
+has ended.
 
-First what is asked for, by whom (`CheckpointRequest`); then what is done about it (`CheckpointDecision`).
+First what is asked for, by whom (`CheckpointRequest`); then what is done about it
+(`CheckpointDecision`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from elastic_dp.train.user_loop import UserLoop
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
-    """A checkpoint of `step` is asked for by the job (`is_due`) or by the controller, which names the `writers`."""
+    """A checkpoint of `step` is asked for by the job (`is_due`) or by the controller, which names
+    the `writers`."""
 
     step: int
     is_due: bool
@@ -52,7 +55,8 @@ class LoopHeadCheckpoints:
         self._control, self._reporter = control, reporter
 
     def take_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
-        """Returns when the state is copied. `writers`: they share the writing, as the controller says."""
+        """Returns when the state is copied. `writers`: they share the writing, as the controller
+        says."""
         if not self._has_right_state() or self._state.record is None:
             return
         request = self._request(writers)

@@ -1,12 +1,16 @@
-"""The last checkpoint of a worker that has lost its controller: the worker writes and commits it alone.
+"""The last checkpoint of a worker that has lost its controller: the worker writes and commits it
+alone.
 
-For a moment it does what the controller did. It takes the run's lease when that has run out, makes a claim that goes on
-from the newest checkpoint, writes all parts, commits them, and releases the lease.
+For a moment it does what the controller did. It takes the run's lease when that has run out, makes
+a claim that goes on from the newest checkpoint, writes all parts, commits them, and releases the
+lease.
 
-- It does so only after its own controller: where the lease was renewed, released, or belongs to another controller, the
-  run has ended or goes on elsewhere, and the worker writes nothing.
-- Several such workers take turns. One that finds a checkpoint as new as its own state writes nothing.
-- A worker that is suspended in the middle does no harm: its claim is not part of the history of its successors.
+- It does so only after its own controller: where the lease was renewed, released, or belongs to
+  another controller, the run has ended or goes on elsewhere, and the worker writes nothing.
+- Several such workers take turns. One that finds a checkpoint as new as its own state writes
+  nothing.
+- A worker that is suspended in the middle does no harm: its claim is not part of the history of its
+  successors.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ def commit_alone(
     token: str,
     lease_s: float,
 ) -> str:
-    """Returns what came of it, for the log. `token`: of the controller's lease. `metadata`: given the newest commit's.
+    """Returns what came of it, for the log. `token`: of the controller's lease. `metadata`: given
+    the newest commit's.
 
     Waits for the lease up to `lease_s`, or some times that if there are other orphans.
     """

@@ -1,9 +1,11 @@
-"""Checkpoints of which some parts are written: which parts are missing, who has them, and when one is complete.
+"""Checkpoints of which some parts are written: which parts are missing, who has them, and when one
+is complete.
 
 Here is no clock and no I/O. The rules:
-- A checkpoint is complete when every part of one state is written, by whomever, and each member that is there has told
-  its digest, also one that had nothing to write.
-- A part whose writer is lost is requested from another member that has told that it holds the state; once from each.
+- A checkpoint is complete when every part of one state is written, by whomever, and each member
+  that is there has told its digest, also one that had nothing to write.
+- A part whose writer is lost is requested from another member that has told that it holds the
+  state; once from each.
 - What is told late of a step before the newest commit record is of no use to anybody.
 """
 
@@ -120,11 +122,13 @@ class PendingCheckpoints:
         return self._requests(one, [*again, *share])
 
     def requests_for_missing(self, one: PendingCheckpoint) -> list[PartsRequest]:
-        """For whatever is not written; also what is in nobody's share, where members shared the writing by two memberships."""
+        """For whatever is not written; also what is in nobody's share, where members shared the
+        writing by two memberships."""
         return self._requests(one, one.all_parts)
 
     def _requests(self, one: PendingCheckpoint, parts: Sequence[int]) -> list[PartsRequest]:
-        """From a member that is there and has told that it holds this state; twice written does no harm."""
+        """From a member that is there and has told that it holds this state; twice written does no
+        harm."""
         there = [worker for worker in one.shares if worker not in self._lost]
         absent = set(missing(one.manifest, one.written)).intersection(parts)
         absent.difference_update(one.requested)
@@ -134,7 +138,8 @@ class PendingCheckpoints:
         return [PartsRequest(there[0], one.step, sorted(absent))]
 
     def is_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> bool:
-        """`waits`: for the digests of those who are there and have not told. False when a later one was committed meanwhile."""
+        """`waits`: for the digests of those who are there and have not told. False when a later one
+        was committed meanwhile."""
         if one.step not in self._pending:
             return False
         silent = set(one.first.members).difference(one.shares, self._lost)

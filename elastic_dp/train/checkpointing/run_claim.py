@@ -1,4 +1,5 @@
-"""Who may commit checkpoints of a run: the holder of its lease, under a claim that goes on from the newest checkpoint."""
+"""Who may commit checkpoints of a run: the holder of its lease, under a claim that goes on from the
+newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _HOST = socket.gethostname()
 
 @dataclass(frozen=True, slots=True)
 class GoingOn:
-    """`step`: of the newest checkpoint, None: there is none. `after_loss`: everyone was lost, so it is gone on from."""
+    """`step`: of the newest checkpoint, None: there is none. `after_loss`: everyone was lost, so it
+    is gone on from."""
 
     step: int | None
     after_loss: bool
 
 
 class RunClaim:
-    """Its methods but `renew_at_s` and `fence` do I/O: they raise StorageError, and LeaseLost where another holds the run."""
+    """Its methods but `renew_at_s` and `fence` do I/O: they raise StorageError, and LeaseLost where
+    another holds the run."""
 
     def __init__(self, catalog: Catalog, lease_s: float, token: str | None) -> None:
         """`token`: see `CheckpointCommitter`."""
@@ -49,7 +52,8 @@ class RunClaim:
         return self._holder.lease.held is not None
 
     def acquire(self, tell: Callable[[str], None], wait: Callable[[float], bool]) -> None:
-        """The lease; waits for whoever holds it, until `wait(seconds)` returns True: the run has ended."""
+        """The lease; waits for whoever holds it, until `wait(seconds)` returns True: the run has
+        ended."""
         said = ""
         while True:
             before = self._holder.newest()
@@ -75,7 +79,8 @@ class RunClaim:
         self._holder.release()
 
     def go_on(self) -> GoingOn:
-        """From the newest checkpoint, under a claim of our own: what is committed from now on descends from it."""
+        """From the newest checkpoint, under a claim of our own: what is committed from now on
+        descends from it."""
         self.fence = self._holder.renew().number
         names = [name for name in self._catalog.names() if name.step <= self._at_most]
         self._at_most = sys.maxsize

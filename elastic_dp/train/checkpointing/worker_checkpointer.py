@@ -1,12 +1,15 @@
-"""One worker's part in the run's checkpoints: a snapshot at the head of the loop, and its share written in the background.
+"""One worker's part in the run's checkpoints: a snapshot at the head of the loop, and its share
+written in the background.
 
-- All members take snapshots of the same steps: those that `CheckpointConfig` names, those that the loop body requested,
-  and those that the members agreed on in the header of the step before (a controller's request reaches one member, and
-  through the header all of them).
-- A slow store does not stop training: while any member's last upload is late, as the headers tell, all members leave out
-  every checkpoint but the run's last one, and request it again until it is made.
+- All members take snapshots of the same steps: those that `CheckpointConfig` names, those that the
+  loop body requested, and those that the members agreed on in the header of the step before (a
+  controller's request reaches one member, and through the header all of them).
+- A slow store does not stop training: while any member's last upload is late, as the headers tell,
+  all members leave out every checkpoint but the run's last one, and request it again until it is
+  made.
 - Each member holds the whole state of the step, so each can write a part that another one did not.
-- A checkpoint holds nothing that differs between members (rank, when it was restored): all hold the same bytes.
+- A checkpoint holds nothing that differs between members (rank, when it was restored): all hold the
+  same bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class WorkerCheckpointer:
         lease_token: str = "",
         lease_s: float = 60.0,
     ) -> None:
-        """`lease_token`, `lease_s`: of the controller's lease on the run, for a worker that has lost its controller."""
+        """`lease_token`, `lease_s`: of the controller's lease on the run, for a worker that has
+        lost its controller."""
         self._catalog, self._config = catalog, config
         self._lease_token, self._lease_s = lease_token, lease_s
         self._worker, self._link = worker, link
@@ -82,8 +86,9 @@ class WorkerCheckpointer:
         job: Mapping[str, Any],
         total_steps: int | None,
     ) -> None:
-        """Before anything is trained: raises StateError if something of the state cannot be stored. `job`: what else than
-        the data decides the result, by name. `total_steps`: of the run, where the train function has read it."""
+        """Before anything is trained: raises StateError if something of the state cannot be stored.
+        `job`: what else than the data decides the result, by name. `total_steps`: of the run, where
+        the train function has read it."""
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
@@ -94,24 +99,28 @@ class WorkerCheckpointer:
 
     @property
     def late(self) -> bool:
-        """Whether the last upload takes so long that training goes on without the next checkpoint."""
+        """Whether the last upload takes so long that training goes on without the next
+        checkpoint."""
         return self._uploader.late
 
     def ready(self, step: int) -> bool:
-        """Whether `take` will not wait. If not, this checkpoint is left out, and the user is told so."""
+        """Whether `take` will not wait. If not, this checkpoint is left out, and the user is told
+        so."""
         was_late = self.late
         if self._uploader.ready():
             return True
         if not was_late:
             before = self._uploader.snapshot.step
             self._link.say(
-                f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is still being written; "
+                f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is "
+                "still being written; "
                 "training goes on"
             )
         return False
 
     def defer(self) -> None:
-        """Treat what the loop body requested like a request of the controller: a later step will do."""
+        """Treat what the loop body requested like a request of the controller: a later step will
+        do."""
         self._requested = False
 
     def due(self, step: int, agreed: bool, ended: bool) -> bool:
@@ -129,8 +138,9 @@ class WorkerCheckpointer:
         members: tuple[WorkerId, ...],
         lineage_id: int,
     ) -> None:
-        """Raises StateError if something in the state cannot be stored, where the job makes checkpoints of its own; one
-        that only others requested is then not made, and the user is told so."""
+        """Raises StateError if something in the state cannot be stored, where the job makes
+        checkpoints of its own; one that only others requested is then not made, and the user is
+        told so."""
         by_job = self._requested or self._config.enabled
         self._taken, self._requested = step, False
         try:
@@ -163,7 +173,8 @@ class WorkerCheckpointer:
     def commit_alone(
         self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
     ) -> None:
-        """At the head of the loop, when no controller has answered for long: see orphan_checkpoint.py. Says what came of it."""
+        """At the head of the loop, when no controller has answered for long: see
+        orphan_checkpoint.py. Says what came of it."""
         with contextlib.suppress(StorageError):
             self._uploader.wait()
         snapshot = self._uploader.snapshot
@@ -221,13 +232,15 @@ class WorkerCheckpointer:
         if kind not in kinds:
             kinds.append(kind)
             warnings.append(
-                f"goes on from step {commit.step} on {kind!r}, another kind of machine than {kinds[-2]!r}"
+                f"goes on from step {commit.step} on {kind!r}, another kind of machine than "
+                f"{kinds[-2]!r}"
             )
         check_fits(tree, commit.metadata.naming, state)
         made = commit.metadata.naming.get("made", {})
         if texts := changed_hyperparameters(made, self._naming["made"]):
             warnings.append(
-                f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} count, as after "
+                f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} "
+                "count, as after "
                 "load_state_dict; to change them in this run, set them in the loop's body"
             )
         warnings += changed_total_steps(made, self._naming["made"], commit.step)

@@ -1,10 +1,12 @@
-"""A digest of the user's code: equal for two starts of the same script, and for two workers that run the same code.
+"""A digest of the user's code: equal for two starts of the same script, and for two workers that
+run the same code.
 
-It covers the train function and what it reaches by name in the user's own modules: functions, classes, and constants
-made of numbers and strings. It reads compiled code, so comments and line breaks do not count, and it works in notebooks
-and in a worker, which may not have the source. A pickle would not do: it differs from process to process. Nor would the
-text of the script: raising a limit in it would change the digest. Installed packages are not covered. Python compiles
-differently from one minor version to the next, so its version is stored beside the digest.
+It covers the train function and what it reaches by name in the user's own modules: functions,
+classes, and constants made of numbers and strings. It reads compiled code, so comments and line
+breaks do not count, and it works in notebooks and in a worker, which may not have the source. A
+pickle would not do: it differs from process to process. Nor would the text of the script: raising a
+limit in it would change the digest. Installed packages are not covered. Python compiles differently
+from one minor version to the next, so its version is stored beside the digest.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from elastic_dp.shipping import is_installed
 
 
 def code_fingerprint(train: Any, *, constants: bool = True) -> str:
-    """16 hexadecimal digits. Without `constants` for workers to compare: a module of theirs may hold the name of its host."""
+    """16 hexadecimal digits. Without `constants` for workers to compare: a module of theirs may
+    hold the name of its host."""
     walk = _Walk(constants)
     walk.visit("train", train)
     return walk.digest.hexdigest()[:16]

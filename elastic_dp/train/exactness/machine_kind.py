@@ -1,4 +1,5 @@
-"""What determines the bits that a machine computes, and the switches that make it compute the same bits each time."""
+"""What determines the bits that a machine computes, and the switches that make it compute the same
+bits each time."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def machine_kind(device: torch.device, exact: bool) -> str:
 
 
 def _processor() -> str:
-    """By this, too, MKL and oneDNN choose their kernels; vector units of two vendors add in different orders."""
+    """By this, too, MKL and oneDNN choose their kernels; vector units of two vendors add in
+    different orders."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -44,7 +46,8 @@ def _processor() -> str:
 
 
 def software_versions(device: torch.device, code: str) -> tuple[tuple[str, str], ...]:
-    """What members must have in common to understand each other and to run the same program, exact or not."""
+    """What members must have in common to understand each other and to run the same program, exact
+    or not."""
     versions = [
         ("Python", ".".join(platform.python_version_tuple()[:2])),
         ("torch", torch.__version__),
@@ -65,7 +68,8 @@ def _version_of_ours() -> str:
 
 
 def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
-    """`operations`: without a deterministic kernel. `kinds`: all on which the run has made steps."""
+    """`operations`: without a deterministic kernel. `kinds`: all on which the run has made
+    steps."""
     mixed = [f"steps were made on several kinds of machine: {' | '.join(kinds)}"]
     return tuple(dict.fromkeys([*operations, *mixed[: len(kinds) - 1]]))
 

@@ -1,17 +1,21 @@
-"""Runs one micro-batch of the first step twice and compares what comes of it, before anything is trained.
+"""Runs one micro-batch of the first step twice and compares what comes of it, before anything is
+trained.
 
-Both runs begin with the same weights, buffers, random numbers and rows. So a difference comes from something that the
-code keeps for itself: a generator of its own, a counter, a clock, a tensor that is no buffer. Such a thing is not the
-same on a worker that joins, and changes as often as that worker happens to run micro-batches; so the job is refused,
-and what differs is named, with whatever else changed meanwhile, since that is usually the cause.
+Both runs begin with the same weights, buffers, random numbers and rows. So a difference comes from
+something that the code keeps for itself: a generator of its own, a counter, a clock, a tensor that
+is no buffer. Such a thing is not the same on a worker that joins, and changes as often as that
+worker happens to run micro-batches; so the job is refused, and what differs is named, with whatever
+else changed meanwhile, since that is usually the cause.
 
-Three things are not refused. Where kernels may be the reason (on a GPU, or where torch has named an operation without a
-deterministic one), the run is not exact, and `Result.inexact_because` says so. And a number that changes each time
-without changing the result may be harmless, a count of calls for a log; it is said. So is a metric that is another one
-each time: it may be the time that the micro-batch took.
+Three things are not refused. Where kernels may be the reason (on a GPU, or where torch has named an
+operation without a deterministic one), the run is not exact, and `Result.inexact_because` says so.
+And a number that changes each time without changing the result may be harmless, a count of calls
+for a log; it is said. So is a metric that is another one each time: it may be the time that the
+micro-batch took.
 
-The worker that gives the initial state does this, in place of the first steps' slow start; joiners run the code that it
-has tried. What shows only later (another branch after a thousand steps) cannot be seen this way.
+The worker that gives the initial state does this, in place of the first steps' slow start; joiners
+run the code that it has tried. What shows only later (another branch after a thousand steps) cannot
+be seen this way.
 """
 
 from __future__ import annotations
@@ -88,15 +92,20 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
     if error is None:
         if metrics := _differences(first.metrics, second.metrics):
             say(
-                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as what a clock shows does. All "
-                "workers are given the same value, but a step that is done again has another one: let the loop's body log "
+                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as "
+                "what a clock shows does. All "
+                "workers are given the same value, but a step that is done again has another "
+                "one: let the loop's body log "
                 "it, and nothing depend on it"
             )
         if changing:
             say(
-                f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins or starts again begins "
-                "with a value of its own, and how often it changes depends on the number of workers. If the loss "
-                "depends on it, make it a buffer of the model, or an object that is passed as state= and changed in the "
+                f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that "
+                "joins or starts again begins "
+                "with a value of its own, and how often it changes depends on the number of "
+                "workers. If the loss "
+                "depends on it, make it a buffer of the model, or an object that is passed "
+                "as state= and changed in the "
                 "loop's body"
             )
         return
@@ -126,23 +135,31 @@ def _judge(
 ) -> DataError | LossError | None:
     if rows := _differences(first.rows, second.rows):
         return DataError(
-            f"data gave other values when one micro-batch was read twice: {_listed(rows)}. A step may be done again, by "
-            "another worker: draw random numbers from Python's, NumPy's or torch's global generators, which are "
+            f"data gave other values when one micro-batch was read twice: {_listed(rows)}. A "
+            "step may be done again, by "
+            "another worker: draw random numbers from Python's, NumPy's or torch's global "
+            "generators, which are "
             "seeded for each micro-batch, or from the rng that DataConfig.transform is given"
         )
     if written := _differences(before, first.left) or _differences(first.left, second.left):
         return LossError(
-            f"the loss function changed {_listed(written)}. It may run more than once for a step, and each worker runs it "
-            "for its own micro-batches: change parameters by the optimizer, and its settings in the loop's body; what "
+            f"the loss function changed {_listed(written)}. It may run more than once for a "
+            "step, and each worker runs it "
+            "for its own micro-batches: change parameters by the optimizer, and its settings "
+            "in the loop's body; what "
             "is set from the first batch is to be set before the loop"
         )
     if results := _differences(first.result, second.result):
         cause = f" What changed meanwhile: {_listed(meanwhile)}." if meanwhile else ""
         return LossError(
-            f"one micro-batch of step 1, run twice from the same weights, rows and random numbers, gave "
-            f"{_listed(results)}.{cause} The loss must depend on nothing else: draw from the global generators, which are "
-            "seeded for each micro-batch, make what forward changes a buffer, pass what the loop's body changes as "
-            "state=, and use no clock; if only its first call differs, call the model once before the loop; or train "
+            "one micro-batch of step 1, run twice from the same weights, rows and random "
+            "numbers, gave "
+            f"{_listed(results)}.{cause} The loss must depend on nothing else: draw from the "
+            "global generators, which are "
+            "seeded for each micro-batch, make what forward changes a buffer, pass what the "
+            "loop's body changes as "
+            "state=, and use no clock; if only its first call differs, call the model once "
+            "before the loop; or train "
             "with exact=False"
         )
     return None
@@ -164,7 +181,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-# -------------------------------------------------------------------------------------- what is seen
+# -------------------------------------------------------------------------------------- what is
+# seen
 
 
 def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
@@ -197,7 +215,8 @@ def variables_of(loss_fn: Any) -> Mapping[str, Any]:
 
 
 def facts_of(name: str, value: Any) -> Facts:
-    """Numbers, texts, tensors, states of generators, and containers of them; nothing of other objects."""
+    """Numbers, texts, tensors, states of generators, and containers of them; nothing of other
+    objects."""
     return dict(_facts(name, value, 0))
 
 

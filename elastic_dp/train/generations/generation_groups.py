@@ -1,7 +1,9 @@
-"""The process groups of one worker: those of its generation, and older ones that peers may still be reading from.
+"""The process groups of one worker: those of its generation, and older ones that peers may still be
+reading from.
 
-Each generation has up to three, formed at the same time where all are needed: one for the steps, one between the members
-that give and take state, and, when it is first used, one for evaluations. All end with the generation.
+Each generation has up to three, formed at the same time where all are needed: one for the steps,
+one between the members that give and take state, and, when it is first used, one for evaluations.
+All end with the generation.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
 
 
 class GenerationGroups:
-    """`main` is set while the worker is inside a generation; `membership` stays that of the last one."""
+    """`main` is set while the worker is inside a generation; `membership` stays that of the last
+    one."""
 
     def __init__(
         self, worker: WorkerId, device: torch.device, backend: str, control: WorkerControl
@@ -52,7 +55,8 @@ class GenerationGroups:
         self._form, self.unreachable = form, ()
 
     def start(self, involved: Sequence[int]) -> None:
-        """Begin to form the group of all, and that of the ranks between which state travels, if any does."""
+        """Begin to form the group of all, and that of the ranks between which state travels, if any
+        does."""
         assert self._form is not None
         self._involved = involved
         self._main_forming = self._forming("main", range(len(self._form.membership.members)))
@@ -83,12 +87,14 @@ class GenerationGroups:
         return self._side
 
     def leave(self) -> None:
-        """Peers may still be receiving what we sent for the step we both committed, so these close later."""
+        """Peers may still be receiving what we sent for the step we both committed, so these close
+        later."""
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 
     def _forming(self, purpose: str, ranks: Sequence[int]) -> Forming:
-        """The making of a group of the members with these ranks (in this order; I am one of them)."""
+        """The making of a group of the members with these ranks (in this order; I am one of
+        them)."""
         assert self._form is not None
         membership, meet = self._form.membership, self._form.rendezvous
         prefix = f"{meet.prefix}/{membership.generation}/{purpose}"

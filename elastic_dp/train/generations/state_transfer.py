@@ -1,7 +1,8 @@
-"""How a worker gets the run's state when a generation begins: from another member, or from a checkpoint.
+"""How a worker gets the run's state when a generation begins: from another member, or from a
+checkpoint.
 
-`plan_state_transfer` depends on the membership and on the worker's own position alone, so all members come to the same
-plan; `StateTransfer` carries it out.
+`plan_state_transfer` depends on the membership and on the worker's own position alone, so all
+members come to the same plan; `StateTransfer` carries it out.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def plan_state_transfer(
 def state_transfer_ranks(
     membership: Membership, rank: int, position: TrainingPosition
 ) -> list[int]:
-    """The ranks between which state travels, the source first; empty if `rank` (at `position`) is not one."""
+    """The ranks between which state travels, the source first; empty if `rank` (at `position`) is
+    not one."""
     members = membership.members
     source = membership.rank(membership.source)
     first = not any(member.has_state for member in members)
@@ -118,7 +120,8 @@ class StateTransfer:
             record = self._state.record
             if record is not None and record.kept and not joins:
                 self._control.checkpoint_agreed()  # this is the step that all agreed on
-        # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote are ours to keep.
+        # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote
+        # are ours to keep.
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
         return nbytes
 

@@ -1,9 +1,10 @@
 """What a worker's control thread tells its training thread, and the one lock between them.
 
-The control thread may call at any instant, also while the training thread is inside a collective or is about to
-commit. Three things always hold: a step commits only through `commit`, which excludes `abort` (before it the worker is
-at step k and cannot apply k+1 any more, after it the worker is at k+1); a worker that left a generation never goes back
-into it; and of several planned ends of one generation the smallest counts.
+The control thread may call at any instant, also while the training thread is inside a collective or
+is about to commit. Three things always hold: a step commits only through `commit`, which excludes
+`abort` (before it the worker is at step k and cannot apply k+1 any more, after it the worker is at
+k+1); a worker that left a generation never goes back into it; and of several planned ends of one
+generation the smallest counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from elastic_dp.errors import GroupAborted
 
 
 class Released(BaseException):
-    """Unwinds the user's train function in a worker that leaves. Not an Exception, so user code does not catch it."""
+    """Unwinds the user's train function in a worker that leaves. Not an Exception, so user code
+    does not catch it."""
 
 
 class Abortable(Protocol):
@@ -58,7 +60,8 @@ class Orphaned:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Write a checkpoint of the state that this worker has held since `generation`, together with the other `writers`."""
+    """Write a checkpoint of the state that this worker has held since `generation`, together with
+    the other `writers`."""
 
     generation: int
     writers: tuple[WorkerId, ...]
@@ -165,7 +168,8 @@ class WorkerControl:
         return self._release
 
     def orphaned_in_s(self) -> float:
-        """Seconds until this worker counts as orphaned if no controller answers; 0 or less: it does."""
+        """Seconds until this worker counts as orphaned if no controller answers; 0 or less: it
+        does."""
         if self.renewed_at is None:
             return threading.TIMEOUT_MAX
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
@@ -212,7 +216,8 @@ class WorkerControl:
                 abortable.abort()
 
     def wait_until_ended(self) -> bool:
-        """With nothing left to do in the present generation, until it ends. False: no controller is expected any more."""
+        """With nothing left to do in the present generation, until it ends. False: no controller is
+        expected any more."""
         ended = EndSignal()
         self.abort_at_end(ended)
         self.idle = True
@@ -225,7 +230,8 @@ class WorkerControl:
     def may_attempt(self, step: int) -> str | None:
         """At a boundary: None, and `step` is being attempted; or why this generation ends here.
 
-        An evaluation in the body of step k attempts k: a planned end before k aborts it, one at k does not.
+        An evaluation in the body of step k attempts k: a planned end before k aborts it, one at k
+        does not.
         """
         with self._changed:
             if self._release is not None:
@@ -243,7 +249,8 @@ class WorkerControl:
             raise GroupAborted("the generation was ended")
 
     def commit(self) -> None:
-        """The one instant at which a step becomes committed, or cannot any more: raises GroupAborted."""
+        """The one instant at which a step becomes committed, or cannot any more: raises
+        GroupAborted."""
         with self._changed:
             reason = self._over()
             if reason is not None:
@@ -251,7 +258,8 @@ class WorkerControl:
             self._attempting = None
 
     def leave(self) -> int:
-        """Leave the present generation for good; returns its number. Clears the requests that this answers."""
+        """Leave the present generation for good; returns its number. Clears the requests that this
+        answers."""
         with self._changed:
             self._inside, self._attempting = False, None
             self._ended = max(self._ended, self._generation)

@@ -11,7 +11,8 @@ LAST_STEP = "the last step"
 
 @dataclass
 class WorkerProgress:
-    """Other parts read the fields; each method below is something that happens to a worker, and all that changes with it."""
+    """Other parts read the fields; each method below is something that happens to a worker, and all
+    that changes with it."""
 
     position: TrainingPosition = field(default_factory=lambda: TrainingPosition(0))
     has_state: bool = False
@@ -43,7 +44,8 @@ class WorkerProgress:
         self.evaluations_in_loop = self.evaluations_begun
 
     def has_initial_state(self, lineage_id: int) -> None:
-        """Our own weights, or those of a checkpoint, are the ones that generation `lineage_id` begins with."""
+        """Our own weights, or those of a checkpoint, are the ones that generation `lineage_id`
+        begins with."""
         self.has_state, self.lineage_id = True, lineage_id
 
     def restored(self, step: int, evaluations: list[dict[str, float]], *, is_last: bool) -> None:

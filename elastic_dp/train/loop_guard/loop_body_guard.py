@@ -1,16 +1,20 @@
-"""Detects a loop body that changes parameters, the optimizer's parameter groups, or the optimizer's state.
+"""Detects a loop body that changes parameters, the optimizer's parameter groups, or the optimizer's
+state.
 
-Each member runs each body once, on the state that the step gave it or that it took over from another member. What a
-body writes into that state, some members would have twice. Detected, for some tens of microseconds a step, are:
+Each member runs each body once, on the state that the step gave it or that it took over from
+another member. What a body writes into that state, some members would have twice. Detected, for
+some tens of microseconds a step, are:
 - a call of `optimizer.step()`, at once;
-- a parameter, buffer or module that did not exist before the loop, also one that a forward pass made;
+- a parameter, buffer or module that did not exist before the loop, also one that a forward pass
+  made;
 - another tensor or module in the place of a parameter, and whatever raises a parameter's version;
-- for a few parameters in turn, a change of the optimizer's state and, on the host, a change that bypasses the version
-  (`p.data.mul_(…)`). The latter is found by a sample of values, read through NumPy: a torch operator costs ten times as
-  much. A change to all parameters is found at once, a change to one of them some steps later. On a device this
-  comparison would make the host wait, so it is left out.
-Numbers and strings that modules hold as plain attributes are compared in turn, too. A body may set them, but a worker
-that joins lacks the new value, so the user gets a warning.
+- for a few parameters in turn, a change of the optimizer's state and, on the host, a change that
+  bypasses the version (`p.data.mul_(…)`). The latter is found by a sample of values, read through
+  NumPy: a torch operator costs ten times as much. A change to all parameters is found at once, a
+  change to one of them some steps later. On a device this comparison would make the host wait, so
+  it is left out.
+Numbers and strings that modules hold as plain attributes are compared in turn, too. A body may set
+them, but a worker that joins lacks the new value, so the user gets a warning.
 """
 
 from __future__ import annotations
@@ -123,16 +127,21 @@ class LoopBodyGuard:
         self._watching = False
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
-                "the body of the loop over ctx.steps changed which parameters the optimizer has, e.g. by "
-                "add_param_group: a worker that joins could not tell. Make all groups before the loop, and in the body "
+                "the body of the loop over ctx.steps changed which parameters the optimizer "
+                "has, e.g. by "
+                "add_param_group: a worker that joins could not tell. Make all groups before "
+                "the loop, and in the body "
                 "set their lr, or requires_grad of their parameters"
             )
         grown = self._grown()
         if grown is not None:
             raise LoopError(
-                f"model.{grown} was added to the model, or taken from it, since the loop over ctx.steps began: a worker "
-                "that joins could not tell, and what a forward pass makes of its rows is another on each worker. Have all "
-                "parameters, buffers and modules there before the loop; a cache may be a plain attribute"
+                f"model.{grown} was added to the model, or taken from it, since the loop "
+                "over ctx.steps began: a worker "
+                "that joins could not tell, and what a forward pass makes of its rows is "
+                "another on each worker. Have all "
+                "parameters, buffers and modules there before the loop; a cache may be a "
+                "plain attribute"
             )
         same = list(map(is_, map(dict.get, self._holders, self._keys), self._module_entries))
         if not all(same):
@@ -161,8 +170,10 @@ class LoopBodyGuard:
         new = [f"model.{name}" for name in found if name not in self._said]
         self._attributes, self._said = [], self._said.union(found)
         return new and [
-            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new)}, which a worker that joins or starts "
-            "again lacks. If the loss depends on it, keep it in an object that is passed as state=, or in get_extra_state"
+            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new)}, which a "
+            "worker that joins or starts "
+            "again lacks. If the loss depends on it, keep it in an object that is passed as "
+            "state=, or in get_extra_state"
         ]
 
     # ------------------------------------------------------------------------------ private
@@ -174,7 +185,8 @@ class LoopBodyGuard:
         ]
 
     def _grown(self) -> str | None:
-        """The name of a parameter, buffer or module that was not there, or None and is no more; or is gone."""
+        """The name of a parameter, buffer or module that was not there, or None and is no more; or
+        is gone."""
         if list(map(len, self._dicts)) != self._sizes:
             for prefix, d, before in zip(self._dict_names, self._dicts, self._entries, strict=True):
                 for key in before ^ set(d):
@@ -187,12 +199,14 @@ class LoopBodyGuard:
     def _steps(self, *_: Any) -> None:
         if self.is_in_loss:
             raise LossError(
-                "the loss function called optimizer.step(): return the loss, and the optimizer makes its step once for "
+                "the loss function called optimizer.step(): return the loss, and the "
+                "optimizer makes its step once for "
                 "the whole global batch"
             )
         if self._watching:
             raise LoopError(
-                "the body of the loop over ctx.steps called optimizer.step(): when a body begins, the step has "
+                "the body of the loop over ctx.steps called optimizer.step(): when a body "
+                "begins, the step has "
                 "been taken, and its gradients are gone"
             )
 
@@ -253,7 +267,9 @@ def _sampled_view(p: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _body_wrote(what: str) -> LoopError:
     return LoopError(
-        f"the body of the loop over ctx.steps {what}. Parameters, buffers and the optimizer's state may change only "
-        "inside the step; keep an average of them in a model of its own and pass it as state=, or evaluate another "
+        f"the body of the loop over ctx.steps {what}. Parameters, buffers and the "
+        "optimizer's state may change only "
+        "inside the step; keep an average of them in a model of its own and pass it as "
+        "state=, or evaluate another "
         "model with ctx.evaluate(…, model=…)"
     )

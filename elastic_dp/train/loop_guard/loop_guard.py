@@ -30,8 +30,10 @@ class LoopGuard:
         written = self._buffers.written_outside()
         if written is not None:
             raise LoopError(
-                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by calling the model "
-                "in training mode: use ctx.evaluate, or call model.eval() before and model.train() after; "
+                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. "
+                "by calling the model "
+                "in training mode: use ctx.evaluate, or call model.eval() before and "
+                "model.train() after; "
                 "keep an average of buffers in a model of its own and pass it as state="
             )
         self._buffers.take_extra_state()

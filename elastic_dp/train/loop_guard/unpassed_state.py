@@ -1,9 +1,12 @@
-"""Detects objects that the loop body changes and that are not passed to `ctx.steps`: a worker that joins lacks the changes.
+"""Detects objects that the loop body changes and that are not passed to `ctx.steps`: a worker that
+joins lacks the changes.
 
-- Schedulers of the run's optimizers and torch's averaged models: a body that uses one that is not passed raises
-  LoopError. They are searched once, among all objects of the process, when the loop begins.
-- Variables of the loss function: numbers, generators, tensors and modules that it reaches by name. They are compared
-  around the first bodies only, since that costs too much for each step. A change gives a warning.
+- Schedulers of the run's optimizers and torch's averaged models: a body that uses one that is not
+  passed raises LoopError. They are searched once, among all objects of the process, when the loop
+  begins.
+- Variables of the loss function: numbers, generators, tensors and modules that it reaches by name.
+  They are compared around the first bodies only, since that costs too much for each step. A change
+  gives a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _NOT_WALKED = (
 
 
 class UnpassedStateGuard:
-    """`passed`: scheduler, if there is one, and values of `state=`. What optimizers hold is carried, too."""
+    """`passed`: scheduler, if there is one, and values of `state=`. What optimizers hold is
+    carried, too."""
 
     def __init__(
         self,
@@ -70,8 +74,10 @@ class UnpassedStateGuard:
                 word = "ema" if isinstance(one, AveragedModel) else "scheduler"
                 alone = "" if word == "ema" else ", or as scheduler= and leave the call to the loop"
                 raise LoopError(
-                    f"the body of the loop over ctx.steps changed a {name} that is not passed to ctx.steps: a worker that joins "
-                    f'or starts again would begin it anew. Pass it as state={{"{word}": {word}}}{alone}'
+                    f"the body of the loop over ctx.steps changed a {name} that is not "
+                    "passed to ctx.steps: a worker that joins "
+                    f'or starts again would begin it anew. Pass it as state={{"{word}": '
+                    f"{word}}}{alone}"
                 )
         if self._before is None:
             return []
@@ -80,8 +86,10 @@ class UnpassedStateGuard:
         new = [x for x in before | now if before.get(x) != now.get(x) and x not in self._said]
         self._said.update(new)
         return new and [
-            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new[:5])}, of which the loss function knows. A "
-            "worker that joins or starts again begins with a value of its own: if the loss depends on it, keep it in an "
+            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new[:5])}, of "
+            "which the loss function knows. A "
+            "worker that joins or starts again begins with a value of its own: if the loss "
+            "depends on it, keep it in an "
             "object that is passed as state="
         ]
 
@@ -102,7 +110,8 @@ class UnpassedStateGuard:
 
 
 def _of(kinds: tuple[type, ...]) -> Iterator[Any]:
-    """All objects of the process that are of these kinds. There are many others: a class is looked at once."""
+    """All objects of the process that are of these kinds. There are many others: a class is looked
+    at once."""
     fits: dict[type, bool] = {}
     for one in gc.get_objects():
         cls = type(one)

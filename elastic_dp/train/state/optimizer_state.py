@@ -1,12 +1,15 @@
-"""The state of a run's optimizer, of the optimizers that it holds (Lookahead, Muon beside AdamW), and of its scheduler.
+"""The state of a run's optimizer, of the optimizers that it holds (Lookahead, Muon beside AdamW),
+and of its scheduler.
 
-    state       per parameter, and whatever else lies in `optimizer.state`: read when it is transferred
+    state       per parameter, and whatever else lies in `optimizer.state`: read when it is
+                transferred
     hyper       the parameter groups, and
-    own         attributes that are not torch's own, and objects registered as step hooks: copied at each commit, since
+    own         attributes that are not torch's own, and objects registered as step hooks: copied at
+                each commit, since
                 the loop body may change them, too
 
-State that cannot be carried is refused by name: before the first step, after the first step what that created, and
-after any later step where an attribute changes its type.
+State that cannot be carried is refused by name: before the first step, after the first step what
+that created, and after any later step where an attribute changes its type.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class OptimizerState:
         self.committed: dict[str, Any] = {}
 
     def note_commit(self) -> None:
-        """A step is committed, or a state was taken over: this is what the body begins with. Raises ModelError."""
+        """A step is committed, or a state was taken over: this is what the body begins with. Raises
+        ModelError."""
         began, captures = self._built is not None, [Capture(self._references, clones=True)]
         captures.append(Capture(self._references))
         self.committed = self._now(*captures)
@@ -67,8 +71,10 @@ class OptimizerState:
         for path, tensor, version in self._watched:
             if tensor._version != version:
                 raise LoopError(
-                    f"the body of the loop over ctx.steps wrote to {path}: tensors of the optimizer may change only inside "
-                    "the step; keep what the body changes in an object of its own and pass it as state="
+                    f"the body of the loop over ctx.steps wrote to {path}: tensors of the "
+                    "optimizer may change only inside "
+                    "the step; keep what the body changes in an object of its own and pass "
+                    "it as state="
                 )
 
     # ------------------------------------------------------------------------------ hand-over
@@ -96,7 +102,8 @@ class OptimizerState:
         return {f"parameter {name}": p for name, p in self._parameters.items()} | groups
 
     def adopt(self, state: Mapping[str, Any], hyper: Mapping[str, Any], shared: set[int]) -> None:
-        """`state` as of `state()`, `hyper` as of `now()`; either may be of before the one or the other was carried."""
+        """`state` as of `state()`, `hyper` as of `now()`; either may be of before the one or the
+        other was carried."""
         restore = Restore(self._references, shared)
         names = {p: name for name, p in self._parameters.items()}
         for p, given in zip(self._optimized(), state["optimizer"], strict=True):
@@ -135,7 +142,8 @@ class OptimizerState:
             for p in group["params"]:
                 if id(p) not in mine:
                     raise ModelError(
-                        f"{path} holds a tensor of shape {tuple(p.shape)} that is not a parameter of "
+                        f"{path} holds a tensor of shape {tuple(p.shape)} that is not a "
+                        "parameter of "
                         "the model given to ctx.steps; pass one module that holds all of them"
                     )
         add = self._references.add
@@ -150,7 +158,8 @@ class OptimizerState:
         return [p for group in self.outer.param_groups for p in group["params"]]
 
     def _now(self, capture: Capture, own: Capture) -> dict[str, Any]:
-        """`capture`: for the groups and the scheduler, whose tensors are copied; `own`: for attributes."""
+        """`capture`: for the groups and the scheduler, whose tensors are copied; `own`: for
+        attributes."""
         hyper = [
             [
                 capture.attributes(
@@ -199,7 +208,8 @@ class OptimizerState:
         return tree
 
     def _check(self, *captures: Capture) -> None:
-        """Nothing has been made, or replaced, since the loop began that a worker that joins would not have."""
+        """Nothing has been made, or replaced, since the loop began that a worker that joins would
+        not have."""
         built = {path for capture in captures for path in capture.built}
         constants = {path: x for capture in captures for path, x in capture.constants.items()}
         if self._built is None:
@@ -207,13 +217,16 @@ class OptimizerState:
             return
         for path in sorted(built - self._built):
             raise ModelError(
-                f"{path} was made in a step: a worker that joins would not have it. Make it in __init__, before the loop"
+                f"{path} was made in a step: a worker that joins would not have it. Make it "
+                "in __init__, before the loop"
             )
         for path, value in constants.items():
             if self._constants.setdefault(path, value) is not value:
                 raise ModelError(
-                    f"{path} is a {type(value).__name__}, which is not carried to a worker that joins, and was replaced by "
-                    "another one in a step; keep it out of the optimizer, or make it of numbers and tensors"
+                    f"{path} is a {type(value).__name__}, which is not carried to a worker "
+                    "that joins, and was replaced by "
+                    "another one in a step; keep it out of the optimizer, or make it of "
+                    "numbers and tensors"
                 )
 
     def _adopt_pairs(

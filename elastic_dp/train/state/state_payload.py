@@ -1,4 +1,5 @@
-"""The state as members send it to each other: JSON and tensors, as in a checkpoint. It names no code and runs none."""
+"""The state as members send it to each other: JSON and tensors, as in a checkpoint. It names no
+code and runs none."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def receive_state(
     types: Mapping[str, type],
     targets: Targets | None = None,
 ) -> tuple[Any, int]:
-    """The tree that rank 0 of `group` sends, and the bytes of its tensors. `types`: see `decode`."""
+    """The tree that rank 0 of `group` sends, and the bytes of its tensors. `types`: see
+    `decode`."""
 
     def ours(text: bytes, specs: Sequence[TensorMeta]) -> Mapping[int, torch.Tensor]:
         return {} if targets is None else targets(json.loads(text), specs)
@@ -44,7 +46,8 @@ def receive_state(
 def rehome_state(
     tree: Any, device: torch.device, types: Mapping[str, type], targets: Targets
 ) -> Any:
-    """The same tree with its tensors copied into memory of our own: the tensors that `targets` names, or new ones."""
+    """The same tree with its tensors copied into memory of our own: the tensors that `targets`
+    names, or new ones."""
     encoded, named = encode(tree)
     tensors = [tensor for _, tensor in named]
     ours = targets(encoded, [tensor_broadcast.meta_of(tensor) for tensor in tensors])

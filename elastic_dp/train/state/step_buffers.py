@@ -1,21 +1,24 @@
 """Buffers of the model within a step: every virtual worker starts from the same ones.
 
-A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by where the memory is, by
-tensor version, and, for small buffers, bit by bit, since batch normalisation and `buffer.data.copy_` write without
-raising the version) is saved and undone before the next leaf, and undone for good when the step is aborted. Large
-buffers are compared bit by bit in the micro-batch that is run before the first step, and always where that one wrote
-without raising the version. At the end
+A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by where
+the memory is, by tensor version, and, for small buffers, bit by bit, since batch normalisation and
+`buffer.data.copy_` write without raising the version) is saved and undone before the next leaf, and
+undone for good when the step is aborted. Large buffers are compared bit by bit in the micro-batch
+that is run before the first step, and always where that one wrote without raising the version. At
+the end
 
-- a float buffer that some leaf changed becomes the mean over all leaves that contributed, added up along the tree of
-  virtual workers;
-- `num_batches_tracked`, the count of torch's batch normalisation, becomes the largest of them: each leaf begins from the
-  same count, so a step counts once where any leaf used the module, as it does where all of them used it. (A sum would
-  count a step V times, and a cumulative average, which divides by the count, would give it a V-th of its weight.)
-- any other buffer of integers or booleans, and a module's extra state (`get_extra_state`), must be the same on all.
+- a float buffer that some leaf changed becomes the mean over all leaves that contributed, added up
+  along the tree of virtual workers;
+- `num_batches_tracked`, the count of torch's batch normalisation, becomes the largest of them: each
+  leaf begins from the same count, so a step counts once where any leaf used the module, as it does
+  where all of them used it. (A sum would count a step V times, and a cumulative average, which
+  divides by the count, would give it a V-th of its weight.)
+- any other buffer of integers or booleans, and a module's extra state (`get_extra_state`), must be
+  the same on all.
 
-Buffers that share memory (the same tensor under two names, a view of another one, an expanded one) are one piece of
-memory here, so what is undone and combined is each element once. One that lies in the memory of a parameter belongs to
-that parameter.
+Buffers that share memory (the same tensor under two names, a view of another one, an expanded one)
+are one piece of memory here, so what is undone and combined is each element once. One that lies in
+the memory of a parameter belongs to that parameter.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ class _Memory:
 
     @property
     def replaced(self) -> bool:
-        """Whether another tensor is in a slot, or a tensor is elsewhere in memory (`buffer.data = …`)."""
+        """Whether another tensor is in a slot, or a tensor is elsewhere in memory (`buffer.data =
+        …`)."""
         return any(
             slot.tensor is not tensor or tensor.data_ptr() != home.data_ptr()
             for slot, tensor, home in zip(self.slots, self.tensors, self.homes, strict=True)
@@ -92,7 +96,8 @@ class _Memory:
 
 
 class StepBuffers:
-    """The buffers of one model. Raises ModelError for those that share memory in a way that is not kept."""
+    """The buffers of one model. Raises ModelError for those that share memory in a way that is not
+    kept."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = list(_memories(model))
@@ -107,7 +112,8 @@ class StepBuffers:
         self._leaves: dict[int, dict[int, _Value]] = {}
 
     def reload(self) -> None:
-        """Other code (a state transfer) has written the buffers: these are the committed ones now."""
+        """Other code (a state transfer) has written the buffers: these are the committed ones
+        now."""
         for memory, committed in zip(self._own, self._committed, strict=True):
             committed.copy_(memory.content)
         self._leaves.clear()
@@ -125,8 +131,8 @@ class StepBuffers:
             self._leaves[virtual_worker] = changed
 
     def undo(self, *, tried: bool = False) -> None:
-        """Back to the committed buffers; nothing of the step remains. `tried`: it was the micro-batch before the first
-        step, in which large buffers show how they are written."""
+        """Back to the committed buffers; nothing of the step remains. `tried`: it was the
+        micro-batch before the first step, in which large buffers show how they are written."""
         if tried:
             for i in range(len(self._own)):
                 self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
@@ -159,7 +165,8 @@ class StepBuffers:
     def combine(
         self, payloads: Sequence[bytes], changed: Sequence[int], virtual_workers: int
     ) -> dict[int, _Value]:
-        """The new value of all that was changed, from the payloads of all ranks. Raises ModelError."""
+        """The new value of all that was changed, from the payloads of all ranks. Raises
+        ModelError."""
         leaves: dict[int, dict[int, _Value]] = {}
         for payload in payloads:
             at = 0
@@ -243,7 +250,8 @@ class StepBuffers:
         def total(node: Node) -> torch.Tensor | None:
             if node[1] - node[0] == 1:
                 copy = tensors.get(node[0])
-                # Of 16 or 8 bits a sum may overflow where the mean does not; and float8 is not added up at all.
+                # Of 16 or 8 bits a sum may overflow where the mean does not; and float8 is not
+                # added up at all.
                 return copy.float() if copy is not None and copy.element_size() < 4 else copy
             split = middle(node)
             left, right = total((node[0], split)), total((split, node[1]))
@@ -265,7 +273,8 @@ class StepBuffers:
                 raise ModelError(
                     f"buffer {own.names} ({first.dtype}) differs between virtual workers "
                     f"after a step ({first.flatten()[:4].tolist()} and, on virtual worker {v}, "
-                    f"{copy.flatten()[:4].tolist()}); only float buffers are averaged, and of {_COUNT} the largest "
+                    f"{copy.flatten()[:4].tolist()}); only float buffers are averaged, and "
+                    f"of {_COUNT} the largest "
                     "is taken. Make it a float buffer, or change it in the loop's body"
                 )
         return first
@@ -275,8 +284,10 @@ class StepBuffers:
         for v, copy in copies.items():
             if copy != first:
                 raise ModelError(
-                    f"the extra state {self._extra[i].name!r} (get_extra_state) differs on virtual worker {v} after a step: "
-                    "forward may change it only in a way that does not depend on the rows, as it cannot be averaged. Keep "
+                    f"the extra state {self._extra[i].name!r} (get_extra_state) differs on "
+                    f"virtual worker {v} after a step: "
+                    "forward may change it only in a way that does not depend on the rows, "
+                    "as it cannot be averaged. Keep "
                     "what depends on rows in a float buffer"
                 )
         return first
@@ -303,7 +314,8 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_values(mine: torch.Tensor, given: torch.Tensor) -> None:
-    """Copy the values of `given`, also into a tensor that `expand` made, of which one element is many."""
+    """Copy the values of `given`, also into a tensor that `expand` made, of which one element is
+    many."""
     if mine.data_ptr() == given.data_ptr():
         return
     for dim, (size, stride) in enumerate(zip(mine.shape, mine.stride(), strict=True)):
@@ -369,8 +381,10 @@ def _content(slots: Sequence[_BufferSlot], tensors: Sequence[torch.Tensor]) -> t
         stored = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if tensor.dtype != first.dtype or not stored:
             raise ModelError(
-                f"buffer {slot.name!r} ({tensor.dtype}) shares memory with {slots[0].name!r} ({tensors[0].dtype}) in "
-                "another dtype or by way of NumPy. Register one of them, and make the other from it in forward"
+                f"buffer {slot.name!r} ({tensor.dtype}) shares memory with {slots[0].name!r} "
+                f"({tensors[0].dtype}) in "
+                "another dtype or by way of NumPy. Register one of them, and make the other "
+                "from it in forward"
             )
     size = max(_last(tensor)[1] for tensor in tensors) - first.data_ptr()
     elements = size // first.element_size()
@@ -381,7 +395,8 @@ def _assigned(own: _Memory) -> torch.Tensor:
     """The value of a buffer that a leaf assigned anew. Raises ModelError."""
     if len(own.slots) > 1:
         raise ModelError(
-            f"buffers {own.names} share memory, and one of them was assigned anew in a step; write into it "
+            f"buffers {own.names} share memory, and one of them was assigned anew in a step; "
+            "write into it "
             "(copy_, add_), or register a copy of the other"
         )
     slot, tensor = own.slots[0], own.homes[0]
@@ -396,7 +411,8 @@ def _assigned(own: _Memory) -> torch.Tensor:
             value = value.narrow(dim, 0, 1)
     if value.shape != present.shape and not torch.equal(value.expand_as(present), present):
         raise ModelError(
-            f"buffer {slot.name!r} is an expanded tensor, of which many elements are one, and was assigned others in a "
+            f"buffer {slot.name!r} is an expanded tensor, of which many elements are one, "
+            "and was assigned others in a "
             "step; register it with .clone()"
         )
     return torch.empty_like(own.content).copy_(value)

@@ -1,4 +1,5 @@
-"""What a committed step came to. It goes into checkpoints, so its fields and its name stay as they are."""
+"""What a committed step came to. It goes into checkpoints, so its fields and its name stay as they
+are."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """A worker's training state, and the two ways in which another worker takes it over.
 
-*What a step changes* (parameters, buffers, optimizer, loss scale, the step's record, hyper-parameters and scheduler
-as they were at the commit) is what a member that is behind takes from one that is ahead. *What the loop body changes*
-(the user's `state=`, hyper-parameters and scheduler as they are now) belongs to each member, since each runs every body
-once; only a worker that joins takes both. A transfer is all or nothing: `adopt` is called with the whole tree or not at
+*What a step changes* (parameters, buffers, optimizer, loss scale, the step's record,
+hyper-parameters and scheduler as they were at the commit) is what a member that is behind takes
+from one that is ahead. *What the loop body changes* (the user's `state=`, hyper-parameters and
+scheduler as they are now) belongs to each member, since each runs every body once; only a worker
+that joins takes both. A transfer is all or nothing: `adopt` is called with the whole tree or not at
 all, and only a worker without state receives straight into its own tensors.
 """
 
@@ -68,8 +69,8 @@ class TrainState:
         self.note_commit()
 
     def layout(self) -> tuple[str, bytes]:
-        """What must be equal on all members (names, shapes, dtypes, the order in the optimizer), a line each: (digest,
-        all of it, compressed)."""
+        """What must be equal on all members (names, shapes, dtypes, the order in the optimizer), a
+        line each: (digest, all of it, compressed)."""
         lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
         buffers = self.model.named_buffers()
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
@@ -96,7 +97,8 @@ class TrainState:
         state, committed, now = optimizers.state(), optimizers.committed, optimizers.now()
         if same(now["own"], committed["own"]):
             now["own"] = None  # once is enough
-        # Of the groups tensors are copies, and written into those that are there: what they share stays as it is.
+        # Of the groups tensors are copies, and written into those that are there: what they share
+        # stays as it is.
         carried = {"state": state, "committed": committed["own"], "now": now["own"]}
         carried, shared = split(carried, self._owners())
         return {
@@ -126,9 +128,11 @@ class TrainState:
         }
 
     def preallocate(self) -> None:
-        """On a worker that will join: allocate memory for the optimizer's state, so that the group need not wait for it.
+        """On a worker that will join: allocate memory for the optimizer's state, so that the group
+        need not wait for it.
 
-        Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more than receiving it.
+        Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more
+        than receiving it.
         """
         self._preallocated = [
             [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
@@ -139,8 +143,8 @@ class TrainState:
         ]
 
     def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
-        """For a worker without state: receive parameters and buffers in place, and optimizer state in preallocated memory.
-        `encoded`: the tree, with numbers for its tensors."""
+        """For a worker without state: receive parameters and buffers in place, and optimizer state
+        in preallocated memory. `encoded`: the tree, with numbers for its tensors."""
         step = encoded["step"]
         buffers = dict(self.model.named_buffers())
         ours: dict[int, torch.Tensor] = {}
@@ -160,7 +164,8 @@ class TrainState:
 
     @torch.no_grad()
     def adopt(self, tree: Any, *, body: bool) -> None:
-        """Take what a step changes from a complete tree and, if `body` (on a worker that joins), what loop bodies change."""
+        """Take what a step changes from a complete tree and, if `body` (on a worker that joins),
+        what loop bodies change."""
         step = tree["step"]
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
             copy_values(mine, given)
@@ -221,5 +226,6 @@ class TrainState:
 
 
 def types_of(state: TrainState) -> dict[str, type]:
-    """The dataclasses, enums and named tuples that a state of this job holds, by name: a script's own are in no module."""
+    """The dataclasses, enums and named tuples that a state of this job holds, by name: a script's
+    own are in no module."""
     return types_in(state.tree([], None)) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))

@@ -1,10 +1,13 @@
-"""Compares the weights of all members: digests of them, exchanged in a step's header every so many steps.
+"""Compares the weights of all members: digests of them, exchanged in a step's header every so many
+steps.
 
-A replica that went wrong (a flipped bit, a bad kernel) changes all the others by its gradients. So the run goes back to
-the last step after which all members agreed; that step's number travels with the state.
+A replica that went wrong (a flipped bit, a bad kernel) changes all the others by its gradients. So
+the run goes back to the last step after which all members agreed; that step's number travels with
+the state.
 
-Weights that go into a checkpoint are compared in the step after it. Other steps cost one look at their number. A digest
-is XXH3 at the speed of memory on the host, and sums of the bits on a device; only these are waited for.
+Weights that go into a checkpoint are compared in the step after it. Other steps cost one look at
+their number. A digest is XXH3 at the speed of memory on the host, and sums of the bits on a device;
+only these are waited for.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class WeightComparison:
         return digest_of(list(self._parameters.values()))
 
     def compare(self, step: int, digests: Sequence[str | None]) -> None:
-        """Those of all members, by rank. Raises GroupError if they differ: nobody may go on from here."""
+        """Those of all members, by rank. Raises GroupError if they differ: nobody may go on from
+        here."""
         if not any(digests):
             return
         said = {w: d for w, d in zip(self.members, digests, strict=True) if d is not None}

@@ -1,8 +1,10 @@
-"""How fast this worker computes: its seconds per virtual worker, from which virtual workers are assigned.
+"""How fast this worker computes: its seconds per virtual worker, from which virtual workers are
+assigned.
 
-Measured is the worker's own work, from a forward pass whose batch is there to the end of the backward pass and its sums,
-without waits for data and for other workers. The value is the median of the last steps of the present generation; with
-fewer than `STEPS` of them it is 0. On a GPU, which runs behind its host, it is measured by events in the stream.
+Measured is the worker's own work, from a forward pass whose batch is there to the end of the
+backward pass and its sums, without waits for data and for other workers. The value is the median of
+the last steps of the present generation; with fewer than `STEPS` of them it is 0. On a GPU, which
+runs behind its host, it is measured by events in the stream.
 """
 
 from __future__ import annotations

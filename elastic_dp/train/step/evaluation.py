@@ -1,8 +1,10 @@
-"""Evaluation by the whole group: each member evaluates a share of the batches, and all get the same sums.
+"""Evaluation by the whole group: each member evaluates a share of the batches, and all get the same
+sums.
 
-The result of a batch depends on its rows and the weights alone, so any member may compute it. Members exchange the
-results that they have, split what is missing, and exchange again. The results of a member that dies before an exchange
-are computed once more by the others. The sum runs over the batches in order, in double precision on the host.
+The result of a batch depends on its rows and the weights alone, so any member may compute it.
+Members exchange the results that they have, split what is missing, and exchange again. The results
+of a member that dies before an exchange are computed once more by the others. The sum runs over the
+batches in order, in double precision on the host.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def evaluate(
         raise ModelError(
             f"ctx.evaluate got a {type(model).__name__} as model, must be a torch.nn.Module"
         )
-    session.step_runner.buffers.take_extra_state()  # of this body; what the evaluation changes is undone
+    # of this body; what the evaluation changes is undone
+    session.step_runner.buffers.take_extra_state()
     progress = session.progress
     index = progress.evaluation_begins()
     known: Results = {}

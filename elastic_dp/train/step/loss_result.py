@@ -10,13 +10,15 @@ import torch
 
 from elastic_dp.errors import LossError
 
-# Weights multiply gradients, mostly in float32, and what counts is how they relate: no need to go near its limits.
+# Weights multiply gradients, mostly in float32, and what counts is how they relate: no need to go
+# near its limits.
 LARGEST_WEIGHT = 1e30
 LEAST_WEIGHT = 1e-30  # of a whole global batch
 
 
 def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str, float]]:
-    """The loss as a tensor without dimensions, its weight (default: `rows`), metrics. Raises LossError."""
+    """The loss as a tensor without dimensions, its weight (default: `rows`), metrics. Raises
+    LossError."""
     metrics: Any = {}
     loss, weight = returned, rows
     if isinstance(returned, tuple):
@@ -29,15 +31,18 @@ def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str,
         metrics = returned[2] if len(returned) == 3 else {}
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
         raise LossError(
-            f"the loss is {_described(loss)}, must be a real scalar tensor: the mean over the micro-batch, e.g. "
+            f"the loss is {_described(loss)}, must be a real scalar tensor: the mean over "
+            "the micro-batch, e.g. "
             "loss.mean()"
         )
     number = _number(weight)
     if number is None or not 0 <= number <= LARGEST_WEIGHT:
         what = _described(weight) if number is None else number
         raise LossError(
-            f"the weight of a micro-batch is {what}, must be a number, finite and not negative, at most "
-            f"{LARGEST_WEIGHT:g}; the loss function may return loss, (loss, weight) or (loss, weight, metrics)"
+            f"the weight of a micro-batch is {what}, must be a number, finite and not "
+            "negative, at most "
+            f"{LARGEST_WEIGHT:g}; the loss function may return loss, (loss, weight) or "
+            "(loss, weight, metrics)"
         )
     if not isinstance(metrics, Mapping):
         raise LossError(
@@ -47,8 +52,8 @@ def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str,
 
 
 def mean(values: Sequence[tuple[float, float]]) -> float:
-    """Of (value, weight), exactly, in any order; nan where nothing has a weight. Numbers at their limits are added as
-    they come: inf, or nan."""
+    """Of (value, weight), exactly, in any order; nan where nothing has a weight. Numbers at their
+    limits are added as they come: inf, or nan."""
     parts, weight = [x * w for x, w in values], math.fsum(w for _, w in values)
     try:
         has_state = math.fsum(parts)
@@ -63,7 +68,8 @@ def _numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
         number = _number(value)
         if number is None:
             raise LossError(
-                f"the metric {key!r} is {_described(value)}, must be a number: the mean over the micro-batch"
+                f"the metric {key!r} is {_described(value)}, must be a number: the mean over "
+                "the micro-batch"
             )
         numbers[str(key)] = number
     return numbers

@@ -1,4 +1,5 @@
-"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss from which backward begins."""
+"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss from which
+backward begins."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class MicroBatchRunner:
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
         self._speed.start_micro_batch()
-        # Where the whole loop is under autocast, weights as they were, or without a gradient, would be used again.
+        # Where the whole loop is under autocast, weights as they were, or without a gradient, would
+        # be used again.
         torch.clear_autocast_cache()
         loop_body_guard = self._state.loop_body_guard
         versions = loop_body_guard.versions()
@@ -93,8 +95,10 @@ class MicroBatchRunner:
             return None, result  # the header tells all; they raise together
         if not loss.requires_grad:
             raise LossError(
-                f"the loss of step {step} on virtual worker {v} has no gradient: it was detached, made under no_grad, "
-                "or depends on no parameter that requires one. Return it with the weight 0 to leave the micro-batch out"
+                f"the loss of step {step} on virtual worker {v} has no gradient: it was "
+                "detached, made under no_grad, "
+                "or depends on no parameter that requires one. Return it with the weight 0 "
+                "to leave the micro-batch out"
             )
         scale = weight / expected
         if self._state.loss_scale is not None:
@@ -102,18 +106,21 @@ class MicroBatchRunner:
         return loss * scale, result
 
     def _check_written(self, name: str) -> None:
-        """The loss function has written to a parameter. Raises LossError, unless it did so before the first step, too:
-        there all values are compared, so it writes them back."""
+        """The loss function has written to a parameter. Raises LossError, unless it did so before
+        the first step, too: there all values are compared, so it writes them back."""
         self._writes_back |= self._is_trial
         if self._exact and not self._writes_back:
             raise LossError(
-                f"the loss function changed model.{name}. It may run more than once for a step, and each worker runs it for "
-                "its own micro-batches: change parameters by the optimizer; several may be one, that holds the others"
+                f"the loss function changed model.{name}. It may run more than once for a "
+                "step, and each worker runs it for "
+                "its own micro-batches: change parameters by the optimizer; several may be "
+                "one, that holds the others"
             )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors anywhere in dicts, lists and tuples, and anything else with a `.to` (a BatchEncoding)."""
+    """Tensors anywhere in dicts, lists and tuples, and anything else with a `.to` (a
+    BatchEncoding)."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Mapping) and type(batch) is dict:

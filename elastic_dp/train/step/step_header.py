@@ -1,4 +1,5 @@
-"""The record that each member sends to all others in a step: what it computed, what it saw, what it asks for.
+"""The record that each member sends to all others in a step: what it computed, what it saw, what it
+asks for.
 
     1 byte      whether a hook fired twice
     n bytes     per parameter: whether it got a gradient

@@ -1,18 +1,21 @@
-"""One optimizer step, as a transaction: everything up to the commit can be undone, everything after it cannot fail.
+"""One optimizer step, as a transaction: everything up to the commit can be undone, everything after
+it cannot fail.
 
     for each of my virtual workers: same buffers, own random numbers, forward, backward
         (gradients are added and sent while the last backward runs)
-    launch   my header: losses, weights, metrics, wishes to stop, which parameters were used, which buffers changed
+    launch   my header: losses, weights, metrics, wishes to stop, which parameters were used, which
+             buffers changed
     sums     of my part of the gradient, sent out bucket by bucket
     header   of all, collected: whether all go on, stop, or do the step again
     gather   changed buffers of all; finished parts of all
     commit   one compare-and-swap that excludes an abort
     apply    gradients assigned, clipped, optimizer, scheduler, buffers
 
-A step has its header even where nothing needs a gradient, so nobody completes one that somebody did not enter:
-two members differ by one step at most. The mean over the global batch costs no pass over the gradient: each loss is
-divided by the weight expected of all (their rows), which only where the loss function gave others is made good
-afterwards. Whether the gradient is finite needs no vote: it has the same bits on all.
+A step has its header even where nothing needs a gradient, so nobody completes one that somebody did
+not enter: two members differ by one step at most. The mean over the global batch costs no pass over
+the gradient: each loss is divided by the weight expected of all (their rows), which only where the
+loss function gave others is made good afterwards. Whether the gradient is finite needs no vote: it
+has the same bits on all.
 """
 
 from __future__ import annotations
@@ -129,7 +132,8 @@ class StepRunner:
         weight = math.fsum(result.weight for result in results.values())
         if 0 < weight < LEAST_WEIGHT:
             raise LossError(
-                f"the weights of step {step} add up to {weight:g}, too little to divide gradients by: what counts is how "
+                f"the weights of step {step} add up to {weight:g}, too little to divide "
+                "gradients by: what counts is how "
                 "they relate to each other, so multiply all of them"
             )
         loss_scale = self.state.loss_scale
@@ -218,7 +222,8 @@ class StepRunner:
             if result.weight and not math.isfinite(result.loss) and self.state.loss_scale is None:
                 raise LossError(
                     f"the loss of step {step} is {result.loss} on virtual worker {v} "
-                    f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 to leave it out"
+                    f"({self.data.describe(step, v)}). Give such a micro-batch the weight 0 "
+                    "to leave it out"
                 )
         return {v: results[v] for v in sorted(results) if results[v].weight}
 

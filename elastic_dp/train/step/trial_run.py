@@ -1,4 +1,5 @@
-"""One micro-batch before the first step, which is forgotten again: to see what user code does, and to have done it once."""
+"""One micro-batch before the first step, which is forgotten again: to see what user code does, and
+to have done it once."""
 
 from __future__ import annotations
 
@@ -45,10 +46,11 @@ class TrialRun:
         self._virtual_workers, self._report = virtual_workers, report
 
     def warm_up(self) -> None:
-        """Run one micro-batch and forget it, so that a group need not wait while this worker compiles the model,
-        chooses kernels, and touches memory for the first time.
+        """Run one micro-batch and forget it, so that a group need not wait while this worker
+        compiles the model, chooses kernels, and touches memory for the first time.
 
-        What user code raises here it raises again in a step, unless this model is refused before that.
+        What user code raises here it raises again in a step, unless this model is refused before
+        that.
         """
         with contextlib.suppress(Exception):
             self._run_once(self._micro_batches.batch(1, self._largest()))
@@ -56,7 +58,8 @@ class TrialRun:
         self._report("start")
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
-        """The same, twice, by whoever gives the others their state. Raises DataError and LossError; see purity_probe.py."""
+        """The same, twice, by whoever gives the others their state. Raises DataError and LossError;
+        see purity_probe.py."""
         try:
             probe(self, because, say)
         finally:

@@ -1,7 +1,9 @@
-"""A wall clock that can be set, for all Python processes of one host: Python imports this by its name, from PYTHONPATH.
+"""A wall clock that can be set, for all Python processes of one host: Python imports this by its
+name, from PYTHONPATH.
 
-`CHAOS_CLOCK` names a file of eight bytes: by how many seconds `time.time` is wrong, at any moment. Processes of one machine
-share its clock, so it is what Python takes for it; clocks that nobody can set stay as they are.
+`CHAOS_CLOCK` names a file of eight bytes: by how many seconds `time.time` is wrong, at any moment.
+Processes of one machine share its clock, so it is what Python takes for it; clocks that nobody can
+set stay as they are.
 """
 
 import mmap

@@ -44,7 +44,8 @@ def test_records_of_two_workers_keep_their_order():
 
 
 def test_metrics_of_a_step_that_is_made_once_more_reach_its_new_checkpoint():
-    """A run that went on from an older checkpoint records no line twice; but what it commits then is ranked, too."""
+    """A run that went on from an older checkpoint records no line twice; but what it commits then
+    is ranked, too."""
     journal = MagicMock(recorded=lambda: [{"step": 3, "loss": 0.5}, {"step": 9, "loss": 0.25}])
     controller = Controller(spec_of(), "run", "127.0.0.1", b"secret", journal)
     controller.checkpoints._committer = MagicMock()

@@ -1,4 +1,5 @@
-"""What reaches the ports of heartbeats, from whomever: only a worker of this run is heard, and nothing ends a thread."""
+"""What reaches the ports of heartbeats, from whomever: only a worker of this run is heard, and
+nothing ends a thread."""
 
 import random
 import socket
@@ -14,7 +15,15 @@ from elastic_dp.coordinator.messages import HeartbeatReceived
 from tests.patience import PATIENCE_S, eventually
 
 SECRET, OTHER = bytes(range(32)), bytes(range(1, 33))
-BEAT = {"worker": "w1", "generation": 1, "step": 2, "phase": "compute", "at": 1.0, "cpu_s": 0.5, "virtual_s": 0.1}  # fmt: skip
+BEAT = {
+    "worker": "w1",
+    "generation": 1,
+    "step": 2,
+    "phase": "compute",
+    "at": 1.0,
+    "cpu_s": 0.5,
+    "virtual_s": 0.1,
+}
 HOSTILE = [b"[" * 4000, b"[]", b"{}", b"", b"null", b'"x"', b"\xff" * 100, b"[" * 60000, b"{" * 25]
 SOURCE = ("127.0.0.1", 9)
 
@@ -125,7 +134,8 @@ def test_reordered_datagrams_are_all_heard(server, heard):
 
 
 def test_heartbeats_survive_a_burst_at_the_socket(server, heard):
-    """Datagrams of a worker among 100,000 of strangers: some are lost, as UDP loses them, and enough arrive."""
+    """Datagrams of a worker among 100,000 of strangers: some are lost, as UDP loses them, and
+    enough arrive."""
     rng = random.Random(1)
     strange = [mutated(rng, signed(server, 1)) for _ in range(1000)]
     over = threading.Event()
@@ -165,7 +175,8 @@ def test_server_is_bound_to_its_address_alone(server):
 
 
 class Relay:
-    """Between a sidecar and its controller; shows the sidecar's socket, so that one can write to it."""
+    """Between a sidecar and its controller; shows the sidecar's socket, so that one can write to
+    it."""
 
     def __init__(self, server):
         self.server, self.heard, self.sidecar = server, threading.Event(), None

@@ -25,7 +25,8 @@ def test_a_job_that_does_not_care_asks_for_nothing():
 
 
 def test_spot_first_is_one_wish():
-    """A second one would never be asked for: the autoscaler stays with the first that a group has."""
+    """A second one would never be asked for: the autoscaler stays with the first that a group
+    has."""
     asked = preferences(scaling(market="spot-first"), [])
     assert asked == [EITHER]
     assert actor_options(asked) == {"label_selector": EITHER, "fallback_strategy": None}

@@ -1,8 +1,8 @@
-"""Every file and folder of a run's folder, damaged in every way: the same result, or an error that says what to do. Nothing
-hangs.
+"""Every file and folder of a run's folder, damaged in every way: the same result, or an error that
+says what to do. Nothing hangs.
 
-What there is is listed from a real run, so a new kind of file is tried as soon as there is one. The runs are local ones,
-which read and write the same files as those on a cluster.
+What there is is listed from a real run, so a new kind of file is tried as soon as there is one. The
+runs are local ones, which read and write the same files as those on a cluster.
 """
 
 import hashlib
@@ -147,12 +147,14 @@ def _named(damage):
     return damage.__name__.strip("_")
 
 
-# ------------------------------------------------------------------------------------------ the runs
+# ------------------------------------------------------------------------------------------ the
+# runs
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of a run that was started twice, to steps 2 and 4; and the digests of four and of six steps."""
+    """The folder of a run that was started twice, to steps 2 and 4; and the digests of four and of
+    six steps."""
     path = tmp_path_factory.mktemp("runs")
     fit(path / "run", 2)
     four = fit(path / "run", 4).weights_sha256

@@ -221,8 +221,8 @@ max_steps = 10
 def code_in_a_process(script, tmp_path):
     path = tmp_path / "job.py"
     path.write_text(
-        script
-        + "\nfrom elastic_dp.train.exactness.code_fingerprint import code_fingerprint\nprint(code_fingerprint(train))"
+        script + "\nfrom elastic_dp.train.exactness.code_fingerprint import "
+        "code_fingerprint\nprint(code_fingerprint(train))"
     )
     environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONHASHSEED": "random"}
     command = [sys.executable, path]

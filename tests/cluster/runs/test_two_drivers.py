@@ -11,7 +11,8 @@ from tests.runs import group, spec_of
 
 
 def test_a_driver_that_looked_before_another_wrote_is_refused(tmp_path, monkeypatch):
-    """At the worst instant: it has seen no run.json, and the other one trains to its end before it writes."""
+    """At the worst instant: it has seen no run.json, and the other one trains to its end before it
+    writes."""
     write, first = Store.write, []
 
     def write_late(store, path, content, **how):

@@ -1,7 +1,9 @@
-"""What must hold of any bytes: rows as the producer's own reader has them, or an error of this package.
+"""What must hold of any bytes: rows as the producer's own reader has them, or an error of this
+package.
 
-`judge(kind, damaged, folder)` reads them in place, through `convert` and by `inspect`, and raises `Finding` for an
-exception of anyone else's, and for rows that differ from the ones that the reference reader has.
+`judge(kind, damaged, folder)` reads them in place, through `convert` and by `inspect`, and raises
+`Finding` for an exception of anyone else's, and for rows that differ from the ones that the
+reference reader has.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class Finding(Exception):
 
 
 def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[str], None]) -> str:
-    """ "rows", or the name of the error, for each way of reading; "rows?" where no reference reads the file. `say` is told
-    which way is tried next."""
+    """ "rows", or the name of the error, for each way of reading; "rows?" where no reference reads
+    the file. `say` is told which way is tried next."""
     path = folder / f"a{ENDINGS[kind]}"
     path.write_bytes(damaged.content)
     _cut_small(random.Random(seed))
@@ -78,8 +80,8 @@ def judge(kind: str, damaged: Damaged, folder: Path, seed: int, say: Callable[[s
 
 
 def _must_convert(content: bytes) -> bool:
-    """csv.writer leaves a "\\r" unquoted where lines end with "\\n", and csv.reader ends a row there. A number that no float64
-    holds may be refused."""
+    """csv.writer leaves a "\\r" unquoted where lines end with "\\n", and csv.reader ends a row
+    there. A number that no float64 holds may be refused."""
     rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""))
     return b"1e400" not in content and len({len(row) for row in rows if row}) == 1
 
@@ -101,7 +103,10 @@ def _tried(
         return type(error).__name__
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})"
+        said = (
+            f"{type(error).__name__}: {str(error)[:200]} "
+            f"({Path(where.filename).name}:{where.lineno})"
+        )
         raise Finding(f"{name}: an untyped error: {said}") from error
 
 
@@ -134,7 +139,8 @@ def _inspected(path: Path, folder: Path) -> Columns:
     return {}
 
 
-# ------------------------------------------------------------------------------------ the other side
+# ------------------------------------------------------------------------------------ the other
+# side
 
 
 def _compare(way: str, kind: str, damaged: Damaged, path: Path, ours: Columns) -> bool:
@@ -170,7 +176,8 @@ def _compare_columns(way: str, ours: Columns, theirs: Columns) -> None:
 
 
 def _reference_parquet(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """Each row group by itself, as Polars and DuckDB have it: pyarrow moves what a damaged page has too much into the next one."""
+    """Each row group by itself, as Polars and DuckDB have it: pyarrow moves what a damaged page has
+    too much into the next one."""
     file = pq.ParquetFile(path)
     groups = range(file.num_row_groups)
     tables = [
@@ -222,7 +229,8 @@ def _of_text(value: str, kind: pa.DataType) -> Any:
 
 
 def _reference_jsonl(path: Path, damaged: Damaged, ours: Columns) -> Columns:
-    """A byte order mark before a row is no part of it; pyarrow takes one away from the start of each piece of a file."""
+    """A byte order mark before a row is no part of it; pyarrow takes one away from the start of
+    each piece of a file."""
     lines = (line.removeprefix("\ufeff") for line in damaged.content.decode().split("\n"))
     rows = [json.loads(line) for line in lines if line.strip()]
     assert all(isinstance(row, dict) for row in rows)

@@ -1,8 +1,8 @@
 """Damaged files, each a function of its kind and a seed: `mutated("parquet", 17)`.
 
-Whole files of pyarrow and others are taken apart as far as their format says where things are, one to three things are
-changed, and what depends on them (lengths, checksums, offsets) is mostly put right again, so that a decoder gets past
-its first check.
+Whole files of pyarrow and others are taken apart as far as their format says where things are, one
+to three things are changed, and what depends on them (lengths, checksums, offsets) is mostly put
+right again, so that a decoder gets past its first check.
 """
 
 from __future__ import annotations
@@ -507,7 +507,8 @@ def _jsonl(rng: random.Random) -> Damaged:
 
 
 def _change_lines(rng: random.Random, content: bytes, marks: tuple[bytes, ...]) -> bytes:
-    """What is left may well be rows: lines doubled, moved, joined or broken, and marks between or inside texts."""
+    """What is left may well be rows: lines doubled, moved, joined or broken, and marks between or
+    inside texts."""
     lines = content.split(b"\n")
     at = rng.randrange(len(lines))
     match rng.randrange(6):

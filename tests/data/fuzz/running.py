@@ -1,7 +1,8 @@
-"""Many damaged inputs, in a process that may die of one: `run("parquet", 0, 1000)`, or `run("csv,tar", …)` by turns.
+"""Many damaged inputs, in a process that may die of one: `run("parquet", 0, 1000)`, or
+`run("csv,tar", …)` by turns.
 
-The process says which input comes next before it begins with it. If it dies, or works longer than `HANG_S`, that input
-is a finding, and another process goes on behind it.
+The process says which input comes next before it begins with it. If it dies, or works longer than
+`HANG_S`, that input is a finding, and another process goes on behind it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def _run_until_death(
     tried: Tried, first: int, count: int, folder: str, on_finding: Callable[[int, str], None]
 ) -> int:
     """The next seed to try."""
-    # The allocator of the system says of too much memory that there is none; others reserve more than they need.
+    # The allocator of the system says of too much memory that there is none; others reserve more
+    # than they need.
     environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "2"}
     command = [
         sys.executable,

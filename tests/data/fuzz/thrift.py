@@ -1,6 +1,8 @@
-"""Thrift's compact protocol as a tree that can be changed and written again: Parquet's footer and page headers.
+"""Thrift's compact protocol as a tree that can be changed and written again: Parquet's footer and
+page headers.
 
-A node is [type, value]. The value of a struct is a list of [field id, node]; of a list [item type, nodes, size written].
+A node is [type, value]. The value of a struct is a list of [field id, node]; of a list [item type,
+nodes, size written].
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The process in which inputs are tried: `python -m tests.data.fuzz.worker KINDS FIRST COUNT FOLDER BEFORE`.
+"""The process in which inputs are tried: `python -m tests.data.fuzz.worker KINDS FIRST COUNT FOLDER
+BEFORE`.
 
-`BEFORE` is code of a test that spoils the reader. Before each input, and before each way of reading it, a line says so, so that a death or a hang is attributed to it.
+`BEFORE` is code of a test that spoils the reader. Before each input, and before each way of reading
+it, a line says so, so that a death or a hang is attributed to it.
 """
 
 from __future__ import annotations

@@ -163,7 +163,8 @@ def test_late_parts_of_an_older_step_are_not_committed(stage):
 
 
 def test_completed_checkpoints_are_committed_in_the_order_of_steps(stage):
-    """The lost worker was the last that the newer checkpoint waited for, and the older one, reported later, as well."""
+    """The lost worker was the last that the newer checkpoint waited for, and the older one,
+    reported later, as well."""
     everything = [0, 1, 2, 3, 4, 5]
     stage.write("w1", ("w1", "w2"), everything, step=7)
     stage.write("w3", ("w3", "w2"), everything, step=5)
@@ -186,7 +187,8 @@ def test_parts_requested_of_a_worker_that_is_lost_are_requested_of_another(stage
 
 
 def test_uncommitted_parts_are_discarded_when_their_writers_are_lost(stage):
-    """The next ones may hold another state of the same step, where rounding depends on the fleet."""
+    """The next ones may hold another state of the same step, where rounding depends on the
+    fleet."""
     members = ("w1", "w2")
     stage.write("w1", members, [0, 1, 2])
     stage.committer.lost("w1")
@@ -243,7 +245,8 @@ def test_checkpoint_by_time_is_requested_and_has_the_metrics_of_its_step(tmp_pat
 
 
 def test_best_checkpoint_is_kept_when_the_run_is_stopped_at_a_step_without_a_value(tmp_path):
-    """The last step took the value of the evaluation before it, tied with the best, and the best was deleted."""
+    """The last step took the value of the evaluation before it, tied with the best, and the best
+    was deleted."""
     config = CheckpointConfig(
         num_to_keep=1, checkpoint_score_attribute="accuracy", checkpoint_score_order="max"
     )

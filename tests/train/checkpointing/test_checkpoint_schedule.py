@@ -49,7 +49,8 @@ def test_auto_waits_for_an_upload_and_follows_what_was_seen():
 
 
 def lost_s(losses_at, end_s, cost_s, interval):
-    """Time that went into checkpoints and into redoing, for `interval(now, lost)` seconds between checkpoints."""
+    """Time that went into checkpoints and into redoing, for `interval(now, lost)` seconds between
+    checkpoints."""
     now, lost, pending = 0.0, 0.0, list(losses_at)
     begun = False
     while now < end_s:
@@ -65,7 +66,8 @@ def lost_s(losses_at, end_s, cost_s, interval):
 
 
 class AtWork:
-    """A schedule as the committer drives it; every third loss of everyone ends the controller, too, and a commit record knows the rest."""
+    """A schedule as the committer drives it; every third loss of everyone ends the controller, too,
+    and a commit record knows the rest."""
 
     def __init__(self, cost_s):
         self.cost_s, self.schedule, self.kept, self.lost = (
@@ -97,7 +99,8 @@ class AtWork:
 @pytest.mark.parametrize("mean_s", [900.0, 9000.0, 90000.0])
 @pytest.mark.parametrize("cost_s", [0.2, 5.0])
 def test_auto_loses_little_more_than_the_best_fixed_interval(mean_s, cost_s):
-    """Over a time with thirty losses on average, from the first second on, in which it knows nothing; 8 histories."""
+    """Over a time with thirty losses on average, from the first second on, in which it knows
+    nothing; 8 histories."""
     end_s, auto, best = 30 * mean_s, 0.0, 0.0
     for seed in range(8):
         chance, at, losses = random.Random(seed), 0.0, []

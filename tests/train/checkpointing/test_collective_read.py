@@ -1,4 +1,5 @@
-"""A group reads a checkpoint once: each member a share, the rest from the others. Whoever dies, is slow or finds damage."""
+"""A group reads a checkpoint once: each member a share, the rest from the others. Whoever dies, is
+slow or finds damage."""
 
 import dataclasses
 import itertools
@@ -29,7 +30,8 @@ def wide(ctx):
 
 
 def counted(log, slow=-1, comes=None):
-    """The same; each member writes down what it reads, and one waits for the store until that file is there."""
+    """The same; each member writes down what it reads, and one waits for the store until that file
+    is there."""
 
     def train(ctx):
         read = collective_read.read_share

@@ -35,8 +35,8 @@ def calm(outcome):
 
 
 def take_away(*workers):
-    """Their machines go soon, and there is no room for others before they have left. So much of the notice is margin that
-    they have to leave in a second, and have minutes for it."""
+    """Their machines go soon, and there is no room for others before they have left. So much of the
+    notice is margin that they have to leave in a second, and have minutes for it."""
 
     def act(run):
         alive = [run.worker_group.processes[worker].is_alive for worker in workers]

@@ -1,4 +1,5 @@
-"""The last checkpoint of a worker whose controller is gone: only after its own one, and by the rules for all commit records."""
+"""The last checkpoint of a worker whose controller is gone: only after its own one, and by the
+rules for all commit records."""
 
 import json
 import time

@@ -1,4 +1,5 @@
-"""Training from a store that fails: the data stays exact, a store that is gone pauses the run, and it goes on by itself."""
+"""Training from a store that fails: the data stays exact, a store that is gone pauses the run, and
+it goes on by itself."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.train.jobs import adamw, average_and_plateau, classifier, cross_entro
 from tests.train.test_exactly_once import send
 
 SHARDS, ROWS, GROUP_ROWS = 24, 48, 3
-PADDING = 4096  # bytes of a row that the loss does not look at, so that no worker can hold all of the data
+# bytes of a row that the loss does not look at, so that no worker can hold all of the data
+PADDING = 4096
 MEMORY_BYTES = 3 << 20
 
 
@@ -87,7 +89,8 @@ def put(proxy: FaultProxy, bucket: str, *, twice: bool) -> DataConfig:
 
 
 def test_run_with_one_faulty_request_in_twenty_has_the_undisturbed_digest(undisturbed, moto):
-    """The index has nobody to tell that the store is away, so it is given a minute: a stall ends by itself before."""
+    """The index has nobody to tell that the store is away, so it is given a minute: a stall ends by
+    itself before."""
     with FaultProxy(moto, dict.fromkeys(FAULTS, 0.05), seed=3, stall_s=1.0) as proxy:
         data = put(proxy, "fails-in-each-way", twice=True)
         outcome, _ = group(job(data, 60.0), train)

@@ -1,7 +1,7 @@
 """Losing everyone costs the steps since the newest checkpoint, and nothing of the result.
 
-The job keeps an average in the loop's body, draws random numbers there, and evaluates: what a checkpoint leaves out
-changes the final weights or a logged value.
+The job keeps an average in the loop's body, draws random numbers there, and evaluates: what a
+checkpoint leaves out changes the final weights or a logged value.
 """
 
 import dataclasses
@@ -95,7 +95,8 @@ def test_losing_everyone_costs_the_steps_since_the_newest_checkpoint(calm, tmp_p
 
 
 def test_a_run_whose_controller_is_gone_goes_on_in_another(calm, tmp_path):
-    """The first one has ended, and given up its lease; for one that has not see test_checkpoint_committer."""
+    """The first one has ended, and given up its lease; for one that has not see
+    test_checkpoint_committer."""
     url = str(tmp_path)
     outcome, _ = group(job(steps=20), average_and_plateau, url=url)
     assert (outcome.error, outcome.step) == (None, 20)
@@ -115,7 +116,8 @@ def test_local_runs_go_on_from_a_groups_checkpoint_and_the_other_way_round(calm,
 
 
 def test_killed_as_the_state_is_copied(tmp_path):
-    """Those who live write what it should have written. Each rank once, the group back at full size in between."""
+    """Those who live write what it should have written. Each rank once, the group back at full size
+    in between."""
     url, dead = tmp_path / "run", [tmp_path / str(rank) for rank in range(3)]
     faults = tuple(
         WorkerFault(
@@ -160,7 +162,8 @@ def test_requested_checkpoint_is_taken_at_one_step_by_all(tmp_path):
     outcome, _ = group(spec, average_and_plateau, script=script, url=str(tmp_path))
     assert outcome.error is None, outcome.traceback
     assert outcome.digest == local(job(outcome.step), average_and_plateau).digest
-    # All members are told, as any may be about to go; who hears it after the others kept one asks once more.
+    # All members are told, as any may be about to go; who hears it after the others kept one asks
+    # once more.
     assert 1 <= len(steps_of(tmp_path)) <= 3
 
 

@@ -8,8 +8,14 @@ import torch
 from elastic_dp.train.exactness.machine_kind import machine_kind
 
 CPUS = {
-    "intel": "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 106\nmodel name\t: Xeon @ 2.90GHz\n\n",
-    "older": "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon @ 2.90GHz\n\n",
+    "intel": (
+        "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 106\nmodel "
+        "name\t: Xeon @ 2.90GHz\n\n"
+    ),
+    "older": (
+        "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel "
+        "name\t: Xeon @ 2.90GHz\n\n"
+    ),
     "amd": "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n\n",
     "arm": "processor\t: 0\nBogoMIPS\t: 2100.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n\n",
 }

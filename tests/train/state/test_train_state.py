@@ -1,5 +1,5 @@
-"""State of kinds that torch allows and few jobs have: carried to whoever joins, through a kill, and by a checkpoint, to
-the last bit; or refused by name before the first step."""
+"""State of kinds that torch allows and few jobs have: carried to whoever joins, through a kill, and
+by a checkpoint, to the last bit; or refused by name before the first step."""
 
 import contextlib
 import dataclasses
@@ -44,8 +44,9 @@ def job(steps, workers, **config):
 
 
 def check_carried(train, tmp_path):
-    """1 → 3 workers, the first one dies, and all of it again from a checkpoint in new processes: as in one undisturbed
-    process. The bodies wait for the three, and it dies when they have made a step."""
+    """1 → 3 workers, the first one dies, and all of it again from a checkpoint in new processes: as
+    in one undisturbed process. The bodies wait for the three, and it dies when they have made a
+    step."""
     calm = local(job(2 * HALF, 1), train)
     dead = tmp_path / "dead"
     fault = WorkerFault("backward", worker="w1", world_size=3, once=str(dead), settled=True)
@@ -73,7 +74,8 @@ def refusal(train):
 
 
 class Sharing(nn.Module):
-    """Expanded buffers, views of one vector, one buffer in two modules, and a view of a parameter; forward writes."""
+    """Expanded buffers, views of one vector, one buffer in two modules, and a view of a parameter;
+    forward writes."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +321,9 @@ def decays(optimizer):
 
 
 CARRIED = {
-    "containers, plain objects, bound methods": with_optimizer(lambda m: zoo.AutoClip(m.parameters())),
+    "containers, plain objects, bound methods": with_optimizer(
+        lambda m: zoo.AutoClip(m.parameters())
+    ),
     "generators": with_optimizer(lambda m: zoo.Noisy(m.parameters())),
     "views of one vector": with_optimizer(lambda m: zoo.Flat(m.parameters())),
     "objects made in the first step": with_optimizer(lambda m: zoo.Preconditioned(m.parameters())),
@@ -331,7 +335,7 @@ CARRIED = {
         lambda m: zoo.OwnTensor(m.parameters()), body=decays
     ),
     "a scheduler of one's own": with_optimizer(adamw, zoo.Cycling),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -438,7 +442,8 @@ def handed_over(state):
 
 
 def test_member_behind_takes_what_the_step_made_of_attributes_and_runs_its_own_body():
-    """The one ahead has run its body already: who takes the step from it must not have that body's change twice."""
+    """The one ahead has run its body already: who takes the step from it must not have that body's
+    change twice."""
     ahead, behind = (stepped(lambda m: zoo.OwnTensor(m.parameters()), 2) for _ in range(2))
     advance(ahead)
     decays(ahead.optimizer)
@@ -467,7 +472,8 @@ def test_state_that_a_behind_member_and_a_joiner_took_goes_on_as_the_source_s():
 
 
 def test_tree_of_before_attributes_were_carried_apart_is_still_taken():
-    """As format 2 had it: plain attributes among what belongs to no parameter, everything else as it was."""
+    """As format 2 had it: plain attributes among what belongs to no parameter, everything else as
+    it was."""
     source = stepped(lambda m: zoo.OwnTensor(m.parameters()), 2)
     decays(source.optimizer)
     tree = handed_over(source)
@@ -524,7 +530,8 @@ class Scaler:
 
 
 class Holding(torch.optim.SGD):
-    """Holds what carries itself: a scaler, an average of the model, a compiled model and a scheduler."""
+    """Holds what carries itself: a scaler, an average of the model, a compiled model and a
+    scheduler."""
 
     def __init__(self, parameters, model):
         super().__init__(parameters, lr=0.05)
@@ -551,8 +558,14 @@ class Holding(torch.optim.SGD):
         lambda m: Holding(m.parameters(), m),
         lambda m: zoo.Lookahead(Holding(m.parameters(), m)),
     ],
-    ids=[*(cls.__name__ for cls in torch_s_own()), "transformers", "tensor lr", "holding", "around"],
-)  # fmt: skip
+    ids=[
+        *(cls.__name__ for cls in torch_s_own()),
+        "transformers",
+        "tensor lr",
+        "holding",
+        "around",
+    ],
+)
 def test_optimizer_that_joined_goes_on_as_the_source_s(make):
     source = stepped(make, 3)
     joined = stepped(make, 0, seed=1)

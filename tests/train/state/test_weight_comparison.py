@@ -1,4 +1,5 @@
-"""A replica whose weights go wrong is found, and the run goes back to when all agreed: equal to the undisturbed one."""
+"""A replica whose weights go wrong is found, and the run goes back to when all agreed: equal to the
+undisturbed one."""
 
 import dataclasses
 
@@ -26,7 +27,8 @@ def job(every=6, keep=5, **options):
 
 
 def flip(step, tmp_path, rank=1):
-    """At the beginning of that step, so that its gradient is wrong as well, and moves the others."""
+    """At the beginning of that step, so that its gradient is wrong as well, and moves the
+    others."""
     path = str(tmp_path / "flipped")
     return WorkerFault("before_forward", step, rank, action="flip", once=path, settled=True)
 
@@ -38,7 +40,8 @@ def calm():
 
 @pytest.mark.parametrize("workers", [3, 2])
 def test_a_flipped_bit_costs_the_steps_since_all_agreed(workers, calm, tmp_path):
-    """With two there is no majority. Seen after step 12, last agreed after 10, which is a checkpoint."""
+    """With two there is no majority. Seen after step 12, last agreed after 10, which is a
+    checkpoint."""
     url, committed = str(tmp_path / "run"), tmp_path / "committed"
     gates = {"gates": {11: str(committed)}}
     spec = job(workers=workers, min_workers=workers, config=gates)
