@@ -106,7 +106,7 @@ def test_a_worker_joins_when_a_node_comes_and_is_replaced_when_it_goes(cluster, 
     ended = [x for x in stopped if x["generation"] == stopped[0]["generation"]]
     stops = {x["worker"]: x for x in reversed(ended)}.values()  # the first word of each
     assert {x["reason"] for x in stops} == {"planned end"}
-    assert len({tuple(x["place"]) for x in stops}) == 1, "nobody makes a step again"
+    assert len({tuple(x["position"]) for x in stops}) == 1, "nobody makes a step again"
     assert result.weights_sha256 == undisturbed(tmp_path, result.step)
     cluster.remove_node(node)
 
