@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 
 from elastic_dp.coordinator.messages import WorkerFailed
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.data.pipeline.global_generators import open_generators, seed_everything
 from elastic_dp.errors import ElasticError, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train.context import TrainContext
@@ -54,6 +54,7 @@ def fail_worker(
 
 def call_train_function(train: TrainFunction, session: Session) -> None:
     """Call the train function, and check that it ran its loop to the end."""
+    open_generators(session.device)
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
     if session.loop.failure is not None:
