@@ -170,7 +170,7 @@ class Worker:
                 on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
             )
         except Exception as error:  # also what a user's dataset raises
-            return fail_worker(self.identity, self._link, self._control, error)
+            return fail_worker(self.identity, self._link, self._control, self._page, error)
         self._session = Session(
             spec=self._spec,
             worker=self.identity,
