@@ -36,7 +36,7 @@ ALLOWED = {
     "storage": {"errors", "urls", "storage"},
     "data": {"errors", "config", "sampling", "shipping", "storage", "data", "threads"},
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
-    "checkpoint": {"errors", "storage", "checkpoint"},
+    "checkpoint": {"errors", "storage", "checkpoint", "device"},
     "device": {"errors", "device"},
     "distributed": {"errors", "device", "distributed", "threads"},
     "train": {

@@ -264,7 +264,7 @@ class WorkerCheckpointer:
             manifest,
             self._naming,
             self._versions,
-            self._stall_s,
+            self._stall_s + self._uploader.snapshot.copied_s,
             self._founded,
             self._job,
             self._data,
