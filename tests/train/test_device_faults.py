@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from elastic_dp.coordinator.messages import Cause
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import CollectiveFailed
+from elastic_dp.train.session import Session
 from tests.cluster.test_budgets import is_first, job
 from tests.runs import group, lines_of, local
 from tests.train.jobs import adamw, classifier, cross_entropy, hold
@@ -114,6 +117,52 @@ def test_a_model_that_never_fits_uses_up_the_budget_of_memory():
     outcome, _ = group(job(max_out_of_memory=0), never_has_memory)
     assert "workers ran out of memory 1 time" in outcome.error
     assert "Tried to allocate 2.00 GiB" in outcome.error
+
+
+class Left(Exception):
+    """`leave` has begun."""
+
+
+class Leaving:
+    @property
+    def loop(self):
+        raise Left
+
+
+def test_leaving_a_generation_is_refused_where_the_device_made_the_collective_fail():
+    broken = CollectiveFailed("device-side assert")
+    broken.__cause__ = ERRORS[2]()
+    with pytest.raises(CollectiveFailed):
+        Session.leave(Leaving(), broken)
+    lost_peer = CollectiveFailed("a peer is gone")
+    lost_peer.__cause__ = ERRORS[6]()
+    with pytest.raises(Left):
+        Session.leave(Leaving(), lost_peer)
+
+
+def collective_fails_on_the_device(ctx):
+    """Once, in the second step of the worker that comes first."""
+    model, done = classifier(), [0]
+    launch = ProcessGroup._launch
+
+    def broken(self, buffers, start):
+        if done[0] >= 2 and is_first(ctx.config["file"]):
+            raise CollectiveFailed("it") from ERRORS[2]()
+        return launch(self, buffers, start)
+
+    ProcessGroup._launch = broken
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        done[0] = step.number
+        hold(ctx, step)
+
+
+def test_a_collective_that_finds_a_broken_device_ends_the_process(tmp_path):
+    """To form the next generation with it would fail again and again."""
+    spec = dataclasses.replace(job(), config={"file": str(tmp_path / "failed")})
+    outcome, run = group(spec, collective_fails_on_the_device)
+    assert outcome.error is None, outcome.traceback
+    [line] = lost(run)
+    assert line["cause"] == Cause.DEVICE_FAULT
 
 
 def fails_before_its_loop(ctx):
