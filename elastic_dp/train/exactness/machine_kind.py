@@ -3,6 +3,7 @@ bits each time."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import warnings
@@ -121,6 +122,9 @@ def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, .
 EXACT_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
+_NOTED = ".*deterministic"
+
+
 class DeterministicKernels:
     """Deterministic kernels while open; `because` names every operation that had none."""
 
@@ -128,6 +132,7 @@ class DeterministicKernels:
         self.because: list[str] = []
         self._exact = exact
         self._restore: Any = None
+        self._filter: Any = None
 
     def __enter__(self) -> DeterministicKernels:
         if not self._exact:
@@ -137,12 +142,18 @@ class DeterministicKernels:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
+            torch.is_warn_always_enabled(),
             warnings.showwarning,
         )
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+        # Python and torch show a warning once in a process; this is about each run in it. A filter
+        # that is added forgets what was shown, and comes before those that the user has set.
+        torch.set_warn_always(True)
+        warnings.filterwarnings("default", message=_NOTED)
+        self._filter = warnings.filters[0]
         show = warnings.showwarning
 
         def note(message: Any, *args: Any, **kwargs: Any) -> None:
@@ -157,8 +168,11 @@ class DeterministicKernels:
     def __exit__(self, *_: object) -> None:
         if self._restore is None:
             return
-        enabled, warn_only, fill, benchmark, show = self._restore
+        enabled, warn_only, fill, benchmark, always, show = self._restore
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
+        torch.set_warn_always(always)
+        with contextlib.suppress(ValueError):  # user code has taken it away
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         warnings.showwarning = show

@@ -1,12 +1,13 @@
 """Which machines are expected to compute the same bits."""
 
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from elastic_dp.train.exactness.machine_kind import machine_kind
+from elastic_dp.train.exactness.machine_kind import DeterministicKernels, machine_kind
 
 CPUS = {
     "intel": (
@@ -124,3 +125,22 @@ def test_kind_of_a_cpu_names_a_lowered_precision_of_float32(gpu):
     assert "fp32" not in before
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     assert machine_kind(torch.device("cpu"), exact=True) == f"{before}; fp32 bf16/none/none"
+
+
+def has_no_deterministic_kernel():
+    torch.zeros(4).put_(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), accumulate=False)
+
+
+@pytest.mark.parametrize("action", ["ignore", "error", "once"])
+def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_process(action):
+    """Python and torch tell of it once in a process, or never where the user has said so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        always = torch.is_warn_always_enabled()
+        for _ in range(2):
+            with DeterministicKernels(exact=True) as kernels:
+                for _ in range(3):
+                    has_no_deterministic_kernel()
+            assert len(kernels.because) == 1 and kernels.because[0].startswith("put_ does not")
+        assert not [one for one in warnings.filters if "deterministic" in str(one[1])]
+        assert torch.is_warn_always_enabled() == always
