@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,7 +26,7 @@ class ScalingConfig:
     `virtual_workers` V fixes the math: the global batch is V micro-batches whatever the number of
     workers; it defaults to `max_workers` at the run's first start. `standby`: workers kept warm
     without a rank. `resources_per_worker`: as Ray counts them, {"CPU": 1} by default; with a "GPU"
-    of 1 or more each worker has its own and NCCL is used, otherwise Gloo. `threads_per_worker`:
+    of 1 each worker has its own and NCCL is used, otherwise Gloo. `threads_per_worker`:
     torch's threads, part of the job since they change bits; defaults to the worker's CPUs.
     `stabilization_s`: a worker that is ready to join waits at most this long for others that are
     about to be ready, and as long after the last join, so that a burst of new nodes stops the group
@@ -99,8 +100,12 @@ class ScalingConfig:
             if not isinstance(name, str) or not name:
                 raise SpecError(f"{field}: a resource's name must be a text")
             at_least(field, amount, 0)
-            if name == "GPU" and amount > 1 and amount != int(amount):
-                raise SpecError(f"{field} is {amount!r}, must be a whole number, or below 1")
+            if name == "GPU" and amount > 1:
+                workers = math.ceil(amount) * self.max_workers
+                raise SpecError(
+                    f"{field} is {amount!r}, and a worker trains on one GPU: ask for "
+                    f'"GPU": 1, and for as many workers as there are GPUs (max_workers={workers})'
+                )
 
     def _check_label_selector(self) -> None:
         selector = self.label_selector

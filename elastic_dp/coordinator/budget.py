@@ -120,7 +120,7 @@ class Budgets:
                 f"{died} died while they ran virtual worker {virtual_worker} of step {step}, "
                 "one after another: its rows, or the code that runs on them, end the "
                 "process (a segmentation "
-                "fault, memory)"
+                "fault, memory, an assert on the device)"
             )
         if self.memory.exhausted:
             return (

@@ -25,6 +25,7 @@ class FailurePolicy:
         self.user_error: m.WorkerFailed | None = None  # the last that was retried
         self.retry_at = -math.inf  # no worker is started, and no generation formed, before
         self._retry_before = -math.inf  # the last incident
+        self._out_of_memory = ""  # the last worker that was, and what it said
         # For the last incident: who, in which generation; "": any, since a member stopped.
         self._blamed: tuple[WorkerId, int] = NOBODY
         # Lost since the last step, for a reason that is not known.
@@ -32,7 +33,8 @@ class FailurePolicy:
 
     def exhausted(self) -> str:
         """Why the run has to fail, in words; empty while it has not."""
-        return self.budgets.exhausted(self._run.reason)
+        short = self._out_of_memory if self.budgets.memory.exhausted else ""
+        return self.budgets.exhausted(short or self._run.reason)
 
     def lost(self, worker: WorkerState, event: m.WorkerLost, now: float) -> None:
         """A loss that nobody asked for."""
@@ -46,6 +48,8 @@ class FailurePolicy:
         if event.micro_batch is not None:
             self.budgets.died_in(*event.micro_batch)
         short = event.cause is m.Cause.OUT_OF_MEMORY
+        if short:
+            self._out_of_memory = f"{worker.id}: {event.reason}"
         self.count(worker, now, self.budgets.memory if short else None, worker.id)
 
     def explained(self, event: m.WorkerLost, now: float) -> None:

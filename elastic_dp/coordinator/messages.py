@@ -121,6 +121,7 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
     PREEMPTED = "preempted"  # its node was taken away: nobody's fault
     OUT_OF_MEMORY = "out of memory"
+    DEVICE_FAULT = "device fault"  # of its GPU: counts as any loss
     RELEASED = "released"  # it was asked to leave, and did
 
 

@@ -14,14 +14,15 @@ sends PR_SET_PDEATHSIG at the beginning of that, and once all threads are exitin
 run any code of its own again.
 
 Its report has what no other process knows: which micro-batch the worker ran, whether the kernel has
-killed because memory ran out since, and the last words that it printed (if its output is a file,
-which this process shares).
+killed because memory ran out since, the fault of its device that the worker wrote down before it
+ended, and the last words that it printed (if its output is a file, which this process shares).
 
 Layout of the shared memory page: generation and step as int64, the phase as 16 bytes ("data 7",
 "compute 7" while virtual worker 7 is run), the seconds per virtual worker as float64, the sending
 time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host
 share), and the controller's address as "host port nonce" in 128 bytes: it is read for each
-heartbeat, since a controller that took over has another one.
+heartbeat, since a controller that took over has another one. Then, where the worker's device has
+failed, the kind of that fault in 16 bytes and its text in 1024.
 
 Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
 the MAC by keyed BLAKE2b. The key of each direction is derived from the run's secret, which never
@@ -47,6 +48,8 @@ import sys
 import time
 
 PAGE = struct.Struct("<qq16sdd128s")
+FAULT = struct.Struct("<16s1024s")  # behind it
+PAGE_BYTES = PAGE.size + FAULT.size
 WHERE = struct.Struct("<qq16s")
 SPEED = struct.Struct("<d")  # behind it
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
@@ -70,6 +73,16 @@ def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
 
 def write_address(page: mmap.mmap, host: str, port: int, nonce: bytes) -> None:
     _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host} {port} {nonce.hex()}".encode())
+
+
+def read_fault(page: mmap.mmap) -> tuple[str, str] | None:
+    """Its kind and its text."""
+    kind, text = (part.rstrip(b"\0") for part in FAULT.unpack_from(page, PAGE.size))
+    return (kind.decode(), text.decode(errors="ignore")) if kind else None
+
+
+def write_fault(page: mmap.mmap, kind: str, text: str) -> None:
+    FAULT.pack_into(page, PAGE.size, kind.encode(), text.encode(errors="replace"))
 
 
 _MAC_BYTES = 16
@@ -272,13 +285,14 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
     input."""
     parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
-    page = mmap.mmap(int(page_file), PAGE.size)
+    page = mmap.mmap(int(page_file), PAGE_BYTES)
     stacks = int(stacks_file)
     controller = _ControllerConnection(page, worker, sys.stdin.buffer.read())
 
     def report_death() -> None:
         _, step, phase = WHERE.unpack_from(page, 0)
         gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
+        gone["fault"] = read_fault(page)
         controller.send(gone | {"out_of_memory": oom_kills() > killed_before})
         controller.send({"words": last_words()})
 
