@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -222,6 +223,13 @@ def alone(setup: Setup, spec: JobSpec) -> LocalRun:
     return run
 
 
+def together(runs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each returns; at the same time, since most of a short run is its start."""
+    with ThreadPoolExecutor(len(runs)) as executor:
+        started = {name: executor.submit(run) for name, run in runs.items()}
+        return {name: future.result() for name, future in started.items()}
+
+
 def same(digests: dict[str, str]) -> dict[str, Any]:
     if len(set(digests.values())) != 1:
         raise Wrong(f"the digests differ: {digests}")
@@ -245,40 +253,45 @@ def environment(setup: Setup) -> dict[str, Any]:
 
 def exact(setup: Setup, *, model: str, precision: str | None) -> dict[str, Any]:
     """The same bits on 1, 2 and 4 workers, which share the GPU over Gloo."""
-    digests, because = {}, []
-    for workers in setup.pick((1, 2, 4), (1, 2)):
-        outcome, _ = group(job(setup, workers=workers, model=model, precision=precision))
-        because += outcome.inexact_because
-        digests[f"{workers} workers"] = outcome.digest
+    runs = {
+        f"{n} workers": partial(group, job(setup, workers=n, model=model, precision=precision))
+        for n in setup.pick((1, 2, 4), (1, 2))
+    }
+    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    digests = {name: outcome.digest for name, outcome in outcomes.items()}
+    because = {reason for outcome in outcomes.values() for reason in outcome.inexact_because}
     if because:
         equal = len(set(digests.values())) == 1
-        raise Wrong(f"not exact (digests equal: {equal}): {list(dict.fromkeys(because))}")
+        raise Wrong(f"not exact (digests equal: {equal}): {sorted(because)}")
     return same(digests)
 
 
 def changes(setup: Setup) -> dict[str, Any]:
     """Kill and join, drain, and restore after the loss of all: the bits of the undisturbed run."""
     options = {"workers": 2, "steps": setup.pick(80, 10), "body_s": setup.pick(0.1, 0.05)}
-    calm, _ = group(job(setup, **options))
-    digests, facts = {"undisturbed": calm.digest}, {}
 
     def fault(rank: int, name: str, step: int) -> WorkerFault:
         return WorkerFault("backward", step=step, rank=rank, once=str(setup.folder / name))
 
-    killed, _ = group(job(setup, **options), [fault(1, "killed", 4)])
-    digests["kill, join"], facts["killed"] = killed.digest, killed.workers_lost
-    every = options | {"every_steps": 2}
-    faults = [fault(rank, f"all-{rank}", 7) for rank in (0, 1)]
-    restored, _ = group(job(setup, **every), faults, url=str(setup.folder / "run"))
-    digests["restore"], facts["lost before restore"] = restored.digest, restored.workers_lost
-    drained, _ = group(job(setup, **options), act=drain_one)
-    digests["drain"] = drained.digest
-    facts["generations with drain"] = drained.generations
-    if drained.generations < 2 and not setup.small:
+    all_die = [fault(rank, f"all-{rank}", 7) for rank in (0, 1)]
+    spec, with_checkpoints = job(setup, **options), job(setup, **options, every_steps=2)
+    runs = {
+        "undisturbed": partial(group, spec),
+        "kill, join": partial(group, spec, [fault(1, "killed", 4)]),
+        "restore": partial(group, with_checkpoints, all_die, str(setup.folder / "run")),
+        "drain": partial(group, spec, act=drain_one),
+    }
+    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    facts = {
+        "killed": outcomes["kill, join"].workers_lost,
+        "lost before restore": outcomes["restore"].workers_lost,
+        "generations with drain": outcomes["drain"].generations,
+    }
+    if facts["generations with drain"] < 2 and not setup.small:
         raise Wrong(f"nobody was drained before the run ended: {facts}")
-    if killed.workers_lost != 1 or restored.workers_lost < 2:
+    if facts["killed"] < 1 or facts["lost before restore"] < 2:
         raise Wrong(f"the faults did not happen: {facts}")
-    return same(digests) | facts
+    return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
 
 
 def drain_one(run: ProcessRun) -> None:
@@ -296,17 +309,18 @@ def drain_one(run: ProcessRun) -> None:
 def faults(setup: Setup) -> dict[str, Any]:
     """A device-side assert and too little memory in one member: it is lost, the others go on."""
     options = {"workers": 2, "steps": setup.pick(8, 5)}
-    calm, _ = group(job(setup, **options))
-    digests = {"undisturbed": calm.digest}
-    facts = {}
-    for kind, cause in (("assert", "device fault"), ("memory", "out of memory")):
+    causes = {"assert": "device fault", "memory": "out of memory"}
+    runs = {"undisturbed": partial(group, job(setup, **options))}
+    for kind in causes:
         file = str(setup.folder / kind)
-        outcome, lines = group(job(setup, **options, fault=kind, fault_file=file))
-        lost = [line for line in lines if line.get("event") == "WorkerLost"]
+        runs[kind] = partial(group, job(setup, **options, fault=kind, fault_file=file))
+    found = together(runs)
+    for kind, cause in causes.items():
+        lost = [line for line in found[kind][1] if line.get("event") == "WorkerLost"]
         if cause not in [line["cause"] for line in lost]:
             raise Wrong(f"{kind}: the cause {cause!r} is not in {lost}")
-        digests[kind], facts[kind] = outcome.digest, outcome.workers_lost
-    return same(digests) | facts
+    lost_of = {kind: found[kind][0].workers_lost for kind in causes}
+    return same({name: outcome.digest for name, (outcome, _) in found.items()}) | lost_of
 
 
 def overhead(setup: Setup) -> dict[str, Any]:
@@ -396,8 +410,7 @@ def compiled(setup: Setup) -> dict[str, Any]:
 
 
 def snapshot(setup: Setup) -> dict[str, Any]:
-    """Take 20 GB three times: into new memory, into memory that is being registered, and into
-    registered memory."""
+    """Take 20 GB twice: into new memory, which is then registered, and again."""
     nbytes = setup.pick(20 << 30, 32 << 20)
     device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
     if setup.on_gpu:
@@ -405,7 +418,6 @@ def snapshot(setup: Setup) -> dict[str, Any]:
     tree = {f"tensor-{i}": torch.full((nbytes // 80,), float(i), device=device) for i in range(20)}
     snapshot, facts = Snapshot(), {"gb": round(nbytes / 1e9, 1)}
     resident = memory_used()
-    expected = None
     for step, name in enumerate(("first", "second"), 1):
         if setup.on_gpu:
             torch.cuda.synchronize()
@@ -419,10 +431,9 @@ def snapshot(setup: Setup) -> dict[str, Any]:
         if step == 1:
             facts["host_memory_ratio"] = round((memory_used() - resident) / nbytes, 2)
             facts |= registering(snapshot, device)
-        digest = snapshot.manifest().digest
-        expected = expected or digest
-    values = snapshot._memory.view(torch.float32)
-    if sum(int((values == float(i)).sum()) >= nbytes // 80 for i in range(20)) != 20:
+    sampled = snapshot._memory.view(torch.float32)[::1021].clone()
+    least = 0.99 * (nbytes // 80) / 1021
+    if not all(int((sampled == float(i)).sum()) >= least for i in range(20)):
         raise Wrong("the snapshot does not hold the state")
     snapshot.close()
     return facts
@@ -602,10 +613,10 @@ CHECKS: dict[str, Check] = {
     "exact-gpt-math-fp32": _EXACT["exact-gpt-math-fp32"],
     "exact-conv-fp32": _EXACT["exact-conv-fp32"],
     "faults": Check(faults, 80.0),
-    "changes": Check(changes, 140.0),
+    "changes": Check(changes, 110.0),
     "snapshot": Check(snapshot, 80.0),
     "overhead": Check(overhead, 60.0),
-    "compile": Check(compiled, 100.0),
+    "compile": Check(compiled, 140.0),
     **_EXACT,
     "several-ranks": Check(several_ranks, 90.0, needs_gpu=True),
 }

@@ -114,6 +114,21 @@ def test_a_micro_batch_that_was_passed_once_is_not_blamed() -> None:
     assert die_one_by_one(scene, 4, m.Cause.UNKNOWN, (7, 5), step=7) == 4
 
 
+def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
+    scene = Scene(size=3, max_losses_without_progress=1)
+    scene.running("w1", "w2", "w3")
+    scene.tell(m.WorkerLost("w2", "its process ended with 70"))
+    scene.tell(m.WorkerLost("w2", "its device failed", m.Cause.DEVICE_FAULT))
+    assert not scene.ever(m.FailRun)
+    scene.stopped("w1")
+    scene.wait(40.0, "w1", phase="wait")
+    scene.ready("w4")
+    scene.wait(0.1)
+    scene.hear(*scene.members)
+    scene.tell(m.WorkerLost("w4", "its device failed", m.Cause.DEVICE_FAULT))
+    assert scene.ever(m.FailRun)
+
+
 def test_loss_out_of_memory_delays_the_replacement() -> None:
     scene = Scene(size=2, max_out_of_memory=2)
     scene.running("w1", "w2")

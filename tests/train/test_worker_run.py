@@ -8,7 +8,8 @@ import torch
 
 from elastic_dp.errors import LoopError
 from elastic_dp.sampling.seeds import seed_for
-from elastic_dp.train.worker_run import call_train_function
+from elastic_dp.train import worker_run
+from elastic_dp.train.worker_run import call_train_function, exit_if_device_failed, run_worker
 from tests.runs import spec_of
 
 
@@ -41,3 +42,54 @@ def test_a_train_function_on_the_cpu_opens_no_device(monkeypatch):
     )
     with pytest.raises(LoopError):
         call_train_function(lambda ctx: None, session)
+
+
+class Exited(BaseException):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture
+def status(monkeypatch):
+    """Where the fault is written down; `written` has what was."""
+
+    def exit_process(code):
+        raise Exited(code)
+
+    monkeypatch.setattr(worker_run.os, "_exit", exit_process)
+    made = types.SimpleNamespace(written=[])
+    made.write_fault = lambda kind, text: made.written.append((str(kind), text))
+    return made
+
+
+def test_a_device_that_fails_after_the_loop_ends_the_process(status, monkeypatch):
+    """While this worker serves others with its state, or computes its digest."""
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def serve():
+        raise error
+
+    monkeypatch.setattr(worker_run, "call_train_function", lambda train, session: None)
+    session = types.SimpleNamespace(
+        spec=types.SimpleNamespace(exact=False),
+        status=status,
+        serve_until_released=serve,
+        checkpoints=None,
+    )
+    with pytest.raises(Exited):
+        run_worker(lambda ctx: None, session)
+    text = "AcceleratorError: CUDA error: unspecified launch failure"
+    assert status.written == [("device fault", text)]
+
+
+def test_any_error_on_a_device_whose_context_is_lost_ends_the_process(status, monkeypatch):
+    """Asynchronous faults surface anywhere, or are swallowed by user code."""
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    monkeypatch.setattr(worker_run, "broken_context", lambda: error)
+    with pytest.raises(Exited):
+        exit_if_device_failed(status, KeyError("tokens"))
+    assert "device-side assert" in status.written[0][1]
+
+
+def test_an_error_of_user_code_on_a_device_that_works_ends_no_process(status):
+    exit_if_device_failed(status, KeyError("tokens"))
+    assert status.written == []
