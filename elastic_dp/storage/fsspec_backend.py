@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 # Where pipe_file(mode="create") was seen to refuse.
-_CREATES_ONLY = {"memory", "s3", "s3a"}
+_CREATES_ONLY = {"memory", "s3", "s3a", "gs", "gcs"}
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 # For the one memory:// of this process, whose "create" looks first and writes then.
 _memory = threading.Lock()
