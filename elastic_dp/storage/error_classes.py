@@ -135,6 +135,8 @@ def _status(error: Exception) -> int | None:
         return int(found[1])
     for link in _chain(error):
         told = [getattr(link, name, None) for name in ("status", "status_code")]
+        if "HttpError" in _names(link):  # gcsfs's; aiohttp's errors warn of their `code`
+            told.append(getattr(link, "code", None))
         for status in (_answer(link).get("HTTPStatusCode"), *told):
             if isinstance(status, int) and 300 <= status < 600:
                 return status

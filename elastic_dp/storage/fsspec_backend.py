@@ -18,13 +18,20 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from elastic_dp.storage.backend import ODD_KEYS, SLOWEST_BYTES_PER_S, Entry, FolderListing
+from elastic_dp.storage.backend import (
+    ODD_KEYS,
+    SLOWEST_BYTES_PER_S,
+    Entry,
+    FolderListing,
+    without_weakness,
+)
 from elastic_dp.storage.option_names import fsspec_options
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_CREATES_ONLY = {"memory", "s3", "s3a"}  # where pipe_file(mode="create") was seen to refuse
+# Where pipe_file(mode="create") was seen to refuse.
+_CREATES_ONLY = {"memory", "s3", "s3a", "gs", "gcs"}
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 # For the one memory:// of this process, whose "create" looks first and writes then.
 _memory = threading.Lock()
@@ -33,7 +40,7 @@ _memory = threading.Lock()
 class FsspecBackend:
     def __init__(self, scheme: str, url: str, options: Mapping[str, Any], stall_s: float) -> None:
         self._system, path = url_to_fs(
-            url, **_without_retries(scheme, fsspec_options(scheme, options), stall_s)
+            url, **_exact(scheme, fsspec_options(scheme, options), stall_s)
         )
         if isinstance(
             self._system, DirFileSystem
@@ -126,9 +133,13 @@ class FsspecBackend:
         return {"timeout": self._stall_s + size / SLOWEST_BYTES_PER_S}
 
 
-def _without_retries(scheme: str, options: Mapping[str, Any], stall_s: float) -> dict[str, Any]:
-    """s3fs has two layers of retries below it; with its instance to ourselves both can be turned
-    off."""
+def _exact(scheme: str, options: Mapping[str, Any], stall_s: float) -> dict[str, Any]:
+    """The options, with retries and compression turned off. s3fs has two layers of retries; an
+    instance of its own lets us turn off both."""
+    if scheme in ("http", "https"):
+        # aiohttp asks for gzip by default, and a server that compresses ignores ranges.
+        headers = {"Accept-Encoding": "identity", **(options.get("headers") or {})}
+        return {**options, "headers": headers}
     if scheme not in ("s3", "s3a"):
         return dict(options)
     limits = {"connect_timeout": stall_s, "read_timeout": stall_s}
@@ -143,6 +154,8 @@ def _entry(path: str, info: Mapping[str, Any]) -> Entry:
     for name in _VERSIONS:
         value = info.get(name)
         if value is not None:
+            if name.lower() == "etag":
+                return Entry(path, size, without_weakness(str(value)))
             value = value.timestamp() if hasattr(value, "timestamp") else value
-            return Entry(path, size, str(value) if name.lower() == "etag" else f"{value}-{size}")
+            return Entry(path, size, f"{value}-{size}")
     return Entry(path, size, "")

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from elastic_dp.errors import StorageError
-from elastic_dp.storage.backend import SLOWEST_BYTES_PER_S, Backend, Entry, FolderListing
+from elastic_dp.storage.backend import (
+    SLOWEST_BYTES_PER_S,
+    Backend,
+    Entry,
+    FolderListing,
+    without_weakness,
+)
 from elastic_dp.storage.option_names import AZURE, GOOGLE, IGNORED, KIND, S3
 
 if TYPE_CHECKING:
@@ -89,7 +95,10 @@ class ObstoreBackend:
         span: Any = {"offset": start} if end is None else (start, end)
         options: Any = {"range": span} if start or end is not None else None
         result = self._obstore.get(self._client(size), path, options=options)
-        return result.bytes(), _entry(result.meta)
+        meta = result.meta
+        if (meta["e_tag"] or "").startswith("W/"):
+            _check_encoding(path, result.attributes.get("Content-Encoding", "identity"))
+        return result.bytes(), _entry(meta)
 
     def write(self, path: str, content: Buffer, create_only: bool) -> None:
         client = self._client(memoryview(content).nbytes, writing=True)
@@ -235,10 +244,20 @@ def _botocore_files() -> bool:
     return "AWS_PROFILE" in os.environ or Path(named).expanduser().exists()
 
 
+def _check_encoding(path: str, encoding: str) -> None:
+    """Of an answer with a weak ETag. If a proxy encoded it, its bytes are not those of the object.
+    An object that was stored with an encoding has a strong ETag, and its bytes are right."""
+    if encoding != "identity":
+        raise StorageError(
+            f"{path} came as {encoding}, with a weak ETag: a proxy compresses what the store "
+            "sends, though nobody asked for it; turn compression off in the proxy for this URL"
+        )
+
+
 def _entry(meta: Any) -> Entry:
-    tag = meta["e_tag"]
-    if tag and tag.startswith("0x"):
-        tag = f'"{tag}"'  # Azure's listing leaves out the quotes that its answers to a read have
+    tag = without_weakness(meta["e_tag"] or "")
+    if tag and not tag.startswith('"'):
+        tag = f'"{tag}"'  # some listings (Azure's) leave out the quotes that answers to a read have
     version = tag or f"{meta['last_modified'].timestamp()}-{meta['size']}"
     return Entry(meta["path"], meta["size"], version)
 

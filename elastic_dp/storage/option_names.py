@@ -7,6 +7,7 @@ without credentials.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -119,8 +120,49 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
             region = {"region_name": value}
         elif kind == "gs" and word == "skip_signature":
             said |= {"token": "anon"} if value else {}
+        elif kind == "gs" and word == "service_account_key" and value is not None:
+            said["token"] = _key(value)
         else:
             said[_TO_FSSPEC[kind].get(word, word)] = value
     if region:
         said["client_kwargs"] = {**region, **(said.get("client_kwargs") or {})}
+    if kind == "az" and said.get("endpoint"):
+        return _at_endpoint(said)
     return said
+
+
+def _key(text: Any) -> dict[str, Any]:
+    """A service account's key, of which gcsfs takes the content and obstore the text."""
+    try:
+        key = json.loads(text)
+    except (TypeError, ValueError):
+        key = None
+    if not isinstance(key, dict):
+        raise StorageError("service_account_key is not the JSON text of a service account's key")
+    return key
+
+
+def _at_endpoint(said: dict[str, Any]) -> dict[str, Any]:
+    """adlfs takes a host by https; any other endpoint only in a connection string."""
+    endpoint = str(said.pop("endpoint")).rstrip("/")
+    protocol, _, host = endpoint.partition("://")
+    if "connection_string" in said:
+        raise StorageError(
+            "storage_options has an endpoint beside a connection_string; adlfs takes one of them: "
+            "put the endpoint into the connection_string as BlobEndpoint"
+        )
+    if protocol == "https" and "/" not in host:
+        return {**said, "account_host": host}
+    parts = {
+        "BlobEndpoint": endpoint,
+        "AccountName": said.pop("account_name", None),
+        "AccountKey": said.pop("account_key", None),
+        "SharedAccessSignature": str(said.pop("sas_token", None) or "").lstrip("?"),
+    }
+    if not parts["AccountKey"] and not parts["SharedAccessSignature"]:
+        raise StorageError(
+            "storage_options has an endpoint other than https://HOST; for that, adlfs needs "
+            "account_key or sas_token"
+        )
+    text = ";".join(f"{name}={value}" for name, value in parts.items() if value)
+    return {**said, "connection_string": text}

@@ -2,6 +2,7 @@
 there."""
 
 import itertools
+import json
 import os
 import urllib.request
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from tests.patience import PATIENCE_S
 from tests.storage.servers import (
     azure_connection_string,
     azure_options,
+    gcs_options,
+    gcsfs_options,
     http_server,
     s3_options,
 )
@@ -34,6 +37,7 @@ class Place:
     backend: str
     plant: Callable[[str, bytes], None]
     lists: bool = True
+    read_only: str = ""  # why
     stores: list[Store] = field(default_factory=list)
 
     def open(self, name: str = "", **limits: Any) -> Store:
@@ -94,6 +98,30 @@ def azure_place(endpoint: str, container: str, options: dict[str, Any]) -> Place
     return Place(f"az://{container}/folder/", options, "ObstoreBackend", plant)
 
 
+@pytest.fixture
+def gs_bucket(gcs):
+    """(endpoint, name) of a new bucket."""
+    name = f"bucket-{next(_numbers)}"
+    post(f"{gcs}/storage/v1/b?project=tests", json.dumps({"name": name}).encode())
+    return gcs, name
+
+
+def post(url: str, content: bytes) -> None:
+    headers = {"Content-Type": "application/octet-stream"}
+    request = urllib.request.Request(url, content, headers, method="POST")
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        answer.read()
+
+
+def gs_place(endpoint: str, bucket: str, options: dict[str, Any], **more: Any) -> Place:
+    def plant(name: str, content: bytes) -> None:
+        key = urllib.request.quote(f"folder/{name}", safe="")
+        post(f"{endpoint}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={key}", content)
+
+    backend = "FsspecBackend" if "endpoint_url" in options else "ObstoreBackend"
+    return Place(f"gs://{bucket}/folder/", options, backend, plant, **more)
+
+
 def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
     def plant(name: str, content: bytes) -> None:
         file = folder / name
@@ -106,7 +134,7 @@ def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
     return plant
 
 
-@pytest.fixture(params=["file", "memory", "s3", "s3fs", "az", "http", "http-fsspec"])
+@pytest.fixture(params=["file", "memory", "s3", "s3fs", "az", "gs", "gcsfs", "http", "http-fsspec"])
 def place(request, tmp_path):
     kind = request.param
     if kind == "file":
@@ -126,6 +154,13 @@ def place(request, tmp_path):
     elif kind == "az":
         endpoint, container = request.getfixturevalue("container")
         yield azure_place(endpoint, container, azure_options(endpoint))
+    elif kind == "gs":
+        endpoint, bucket = request.getfixturevalue("gs_bucket")
+        lacks = "fake-gcs-server 1.54 has no XML uploads, which obstore sends"
+        yield gs_place(endpoint, bucket, gcs_options(endpoint), read_only=lacks)
+    elif kind == "gcsfs":
+        endpoint, bucket = request.getfixturevalue("gs_bucket")
+        yield gs_place(endpoint, bucket, gcsfs_options(endpoint))
     else:
         with http_server(tmp_path) as url:
             fsspec_too = kind == "http-fsspec"

