@@ -9,9 +9,6 @@ process; one that is replaced is noticed.
 A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own
 libraries write both before the first record batch too; Polars writes no schema message there, and
 its dictionaries at the end. The head of such a file is made from its footer.
-
-pyarrow does not say where messages are, so the few numbers needed are taken out of their
-flatbuffers here (format/Message.fbs and format/File.fbs of Apache Arrow).
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ import threading
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from struct import pack, unpack_from
 from typing import Any
 
 import numpy as np
@@ -32,20 +27,33 @@ import pyarrow as pa
 from elastic_dp.data.columns.column_types import lossless, plain_schema
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
+from elastic_dp.data.formats.arrow_messages import (
+    BATCH,
+    CONTINUES,
+    DICTIONARY,
+    END,
+    MAGIC,
+    Message,
+    has_too_many_values,
+    head_of_footer,
+    is_fixed_size,
+    listed_messages,
+    message_of_footer,
+    messages_of_head,
+    node_types,
+    read_footer,
+    refuse_large,
+    stream_of_head,
+    too_large,
+    walked_messages,
+)
 from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.row_group_headers import Heads
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
-_MAGIC = b"ARROW1"
-_PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
-_PROBES_IN_FLIGHT = 8
-_CONTINUES = b"\xff\xff\xff\xff"
-_END = _CONTINUES + bytes(4)
 _OLD_FEATHER = b"FEA1"
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # MessageHeader
-_HEADER_BYTES = 32  # of the message that a footer becomes
 _TEXT_FACTOR = 4  # how well text is thought to be compressed
 _DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
 
@@ -65,18 +73,18 @@ class Arrow:
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         first = bytes(shard.read(0, min(12, shard.size)))
         refuse_old_feather(shard.name, first)
-        is_file, tail = first[:6] == _MAGIC, 0
-        footer = _footer(shard) if is_file else b""
-        messages = list(_listed(shard, footer) if is_file else _walked(shard))
-        batches = [message for message in messages if message.kind == _BATCH]
+        is_file, tail = first[:6] == MAGIC, 0
+        footer = read_footer(shard) if is_file else b""
+        messages = list(listed_messages(shard, footer) if is_file else walked_messages(shard))
+        batches = [message for message in messages if message.kind == BATCH]
         if not batches:
             none = np.zeros(0, dtype=np.int64)
             return Scan(pa.schema([]), none, none, none, none, check=0)
-        dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
+        dictionaries = [m.start for m in messages if m.kind == DICTIONARY]
         are_late = any(start > batches[0].start for start in dictionaries)
-        if is_file and (are_late or first[8:] != _CONTINUES):
+        if is_file and (are_late or first[8:] != CONTINUES):
             tail = len(footer)
-            head = _head_of_footer(shard, footer)
+            head = head_of_footer(shard, footer)
         elif are_late:
             raise OSError(
                 "its dictionaries change between record batches; write it as an Arrow file, "
@@ -84,9 +92,15 @@ class Arrow:
             )
         else:
             head = bytes(shard.read(0, batches[0].start))
-        schema = pa.ipc.open_stream(_stream(head)).schema
+        schema = pa.ipc.open_stream(stream_of_head(head)).schema
+        kinds = [kind for field in schema for kind in node_types(field.type)]
+        for message in messages:
+            if message.kind == BATCH and (why := has_too_many_values(message, kinds)):
+                raise DataError(f"{shard.name} has {why}")
+            if message.kind == DICTIONARY:  # `read` decodes all of them with each record batch
+                refuse_large(shard.name, message, shard)
         if is_file and not tail:
-            of_footer = pa.ipc.open_stream(_stream(_message_of_footer(footer))).schema
+            of_footer = pa.ipc.open_stream(stream_of_head(message_of_footer(footer))).schema
             if not schema.equals(of_footer):
                 raise OSError(
                     "its first message and its footer have different schemas; it is damaged"
@@ -108,7 +122,7 @@ class Arrow:
         return None
 
     def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
+        head = self._heads.read(shard, shard.head, head_of_footer if shard.tail else None)
         path = shard.local
         if path is None:
             content = shard.read(place.start, place.end)
@@ -147,120 +161,6 @@ class _Mapped:
     stamp: tuple[int, ...]  # of the file, before it was mapped
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A message of the shard: bytes `start`…`end` - 1, metadata and body."""
-
-    kind: int
-    start: int
-    end: int
-    metadata: bytes  # with its 8 bytes of prefix
-
-    @property
-    def rows(self) -> int:
-        return _Table.root(self.metadata, 8).table(2).number(0, "<q")
-
-    @property
-    def is_compressed(self) -> bool:
-        return _Table.root(self.metadata, 8).table(2).has(3)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """One table of a flatbuffer; its fields are named by their place in the schema."""
-
-    content: bytes
-    at: int
-
-    @classmethod
-    def root(cls, content: bytes, at: int) -> _Table:
-        return cls(content, at + unpack_from("<I", content, at)[0])
-
-    def has(self, slot: int) -> bool:
-        return self._field(slot) is not None
-
-    def number(self, slot: int, kind: str) -> int:
-        at = self._field(slot)
-        return 0 if at is None else int(unpack_from(kind, self.content, at)[0])
-
-    def table(self, slot: int) -> _Table:
-        return _Table(self.content, self._pointed(slot))
-
-    def pairs(self, slot: int) -> list[tuple[int, int]]:
-        at = self._pointed(slot)
-        count = unpack_from("<I", self.content, at)[0]
-        return [unpack_from("<qq", self.content, at + 4 + 16 * n) for n in range(count)]
-
-    def blocks(self, slot: int) -> Iterator[tuple[int, int, int]]:
-        """(offset, bytes of metadata, bytes of body)"""
-        if not self.has(slot):
-            return
-        at = self._pointed(slot)
-        for number in range(unpack_from("<I", self.content, at)[0]):
-            yield unpack_from("<qi4xq", self.content, at + 4 + 24 * number)
-
-    def _pointed(self, slot: int) -> int:
-        at = self._field(slot)
-        if at is None:
-            raise OSError("its metadata is not as Arrow writes it")
-        return int(at + unpack_from("<I", self.content, at)[0])
-
-    def _field(self, slot: int) -> int | None:
-        names = self.at - unpack_from("<i", self.content, self.at)[0]
-        if 4 + 2 * slot >= unpack_from("<H", self.content, names)[0]:
-            return None
-        offset = unpack_from("<H", self.content, names + 4 + 2 * slot)[0]
-        return self.at + offset if offset else None
-
-
-def _listed(shard: ShardAt, content: bytes) -> list[_Message]:
-    """Of the file format, by its footer. The metadata of record batches is read for their rows."""
-    footer = _Table.root(content, 0)
-    places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
-    places += [(_BATCH, *block) for block in footer.blocks(3)]
-
-    def message(place: tuple[int, int, int, int]) -> _Message:
-        kind, start, metadata, body = place
-        return _Message(
-            kind, start, start + metadata + body, bytes(shard.read(start, start + metadata))
-        )
-
-    with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
-        return list(pool.map(message, places))
-
-
-def _footer(shard: ShardAt) -> bytes:
-    """Of the file format: a flatbuffer."""
-    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
-    if end[4:] != _MAGIC:
-        raise OSError("it does not end as an Arrow file does; it was cut off")
-    length = int.from_bytes(end[:4], "little")
-    if length > shard.size - 10:
-        raise OSError(f"its footer would be {length} bytes long, longer than itself")
-    return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
-
-
-def _head_of_footer(shard: ShardAt, content: bytes = b"") -> bytes:
-    """The messages that a stream would begin with: the schema that the footer has, and the
-    dictionaries."""
-    content = content or _footer(shard)
-    places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
-    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
-    return b"".join([_message_of_footer(content), *dictionaries])
-
-
-def _message_of_footer(content: bytes) -> bytes:
-    """A schema message with the schema that the footer has."""
-    footer = _Table.root(content, 0)
-    schema = _HEADER_BYTES + footer.table(1).at
-    # A Message: where its table is; the places of version, type and header in it; the table; then
-    # the whole footer, into which the header points.
-    message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
-    message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
-    message += content + bytes(-len(content) % 8)
-    return b"".join([_CONTINUES, pack("<I", len(message)), message])
-
-
 def refuse_old_feather(name: str, first: bytes) -> None:
     """`first`: the file's first bytes. Raises DataError."""
     if first[:4] == _OLD_FEATHER:
@@ -271,41 +171,21 @@ def refuse_old_feather(name: str, first: bytes) -> None:
         )
 
 
-def _walked(shard: ShardAt) -> Iterator[_Message]:
-    """Of the stream format, one after the other."""
-    at = 0
-    while at + 8 <= shard.size:
-        probe = bytes(shard.read(at, min(at + _PROBE_BYTES, shard.size)))
-        if probe[:8] == _END:
-            return
-        length = 8 + int.from_bytes(probe[4:8], "little")
-        if probe[:4] != _CONTINUES or at + length > shard.size:
-            raise OSError(
-                f"no Arrow message begins at byte {at}; it is not Arrow IPC, or was cut off"
-            )
-        if length > len(probe):
-            probe = bytes(shard.read(at, at + length))
-        found = _Table.root(probe, 8)
-        end = at + length + found.number(3, "<q")
-        if end > shard.size:
-            raise OSError(f"the message at byte {at} ends at {end}, past the end; it was cut off")
-        yield _Message(found.number(1, "<B"), at, end, probe[:length])
-        at = end
-
-
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
     """Those of the columns `names` that a record batch has; nothing is copied that is not
     compressed, packed or in dictionaries."""
     body = pa.py_buffer(content)
-    schema = pa.ipc.open_stream(_stream(head)).schema
+    schema = pa.ipc.open_stream(stream_of_head(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
     there = set(schema.names)
     names = [name for name in names if name in there]
-    message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
+    message = Message(BATCH, 0, body.size, body.slice(0, length).to_pybytes())
+    if why := too_large(message, lambda at: body.slice(length + at, 8).to_pybytes()):
+        raise OSError(f"it is {why}")
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-        whole = pa.py_buffer(b"".join([_messages(head), memoryview(body), _END]))
+        whole = pa.py_buffer(b"".join([messages_of_head(head), memoryview(body), END]))
         table = pa.ipc.open_stream(whole, options=options).read_all().select(names)
     else:
         batch = pa.ipc.read_record_batch(body, schema).select(names)
@@ -317,41 +197,32 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
 
 
 def _has_dictionaries(schema: pa.Schema) -> bool:
-    kinds = (kind for field in schema for kind in _node_types(field.type))
+    kinds = (kind for field in schema for kind in node_types(field.type))
     return any(pa.types.is_dictionary(kind) for kind in kinds)
 
 
 def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
     read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
-    kinds = [kind for field in read for kind in _node_types(field.type)]
+    kinds = [kind for field in read for kind in node_types(field.type)]
     return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
 
-def _messages(head: bytes) -> bytes:
-    return head[8:] if head[:6] == _MAGIC else head
-
-
-def _stream(head: bytes) -> pa.Buffer:
-    return pa.py_buffer(_messages(head) + _END)
-
-
-def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: _Message) -> int:
+def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: Message) -> int:
     """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of
     it."""
     size = message.end - message.start
     if any(made_anew):
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
-        size += sum(each * n for each, (n, _) in zip(made_anew, lengths, strict=False))
+        size += sum(each * n for each, (n, _) in zip(made_anew, message.nodes, strict=False))
     if message.is_compressed:
-        kinds = [kind for field in schema for kind in _node_types(field.type)]
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
-        size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
+        kinds = [kind for field in schema for kind in node_types(field.type)]
+        nodes = zip(kinds, message.nodes, strict=False)
+        size += sum(_node_bytes(kind, n) for kind, (n, _) in nodes)
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
 
 
 def _null_counts(
-    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
+    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[Message]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the
     most."""
@@ -359,7 +230,7 @@ def _null_counts(
     nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
     nulls, null_lists = Counter[str](), Counter[str]()
     for message in batches:
-        found = [count for _, count in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        found = [count for _, count in message.nodes]
         for name, lists, values in nodes:
             nulls[name] += max((found[number] for number in values), default=0)
             null_lists[name] += max((found[number] for number in lists), default=0)
@@ -372,7 +243,7 @@ def _leaf_nodes(
     """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of
     which a null is a null list, and the others."""
     for field in fields:
-        kinds = list(_node_types(field.type))
+        kinds = list(node_types(field.type))
         if pa.types.is_struct(field.type):
             yield from _leaf_nodes(field.type, f"{prefix}{field.name}.", (*above, first), first + 1)
         else:
@@ -383,31 +254,17 @@ def _leaf_nodes(
         first += len(kinds)
 
 
-def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """In the order of a record batch's field nodes."""
-    yield kind
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if not pa.types.is_dictionary(kind):
-        for number in range(kind.num_fields):
-            yield from _node_types(kind.field(number).type)
-
-
 def _made_anew(kind: pa.DataType) -> list[int]:
     """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The
     offsets of lists in lists are left out: the order of a run's rows follows from these sizes, and
     runs made before go on."""
-    return [8 * is_short_time(node) for node in _node_types(kind)]
+    return [8 * is_short_time(node) for node in node_types(kind)]
 
 
 def _node_bytes(kind: pa.DataType, length: int) -> int:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if (
-        pa.types.is_primitive(kind)
-        or pa.types.is_fixed_size_binary(kind)
-        or pa.types.is_decimal(kind)
-    ):
+    if is_fixed_size(kind):
         return length * max(8, kind.bit_width) // 8 + length // 8 + 64
     return 9 * length + 64  # offsets
 

@@ -23,6 +23,7 @@ from elastic_dp.data.columns.nulls import Nulls, count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import Columns, top_level
 from elastic_dp.data.discovery.skipped_files import Skipped
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.csv import CsvRows
 from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.jsonl import JsonRows
@@ -215,6 +216,7 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
             if first != ARROW_MAGIC:
                 found.format, found.schema = "arrow stream", None
                 return
+            refuse_large_batches(raw, name)
             reader = pa.ipc.open_file(raw)
             _take_schema(found, name, reader.schema, wanted, 0)
             found.shard_rows.append(0)

@@ -14,6 +14,7 @@ from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.columns.schema import Columns, refuse_names_that_are_no_text
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.parquet import open_footer
 from elastic_dp.dataprep.sources.row_stream import (
     Rows,
@@ -82,6 +83,7 @@ def _open_arrow(
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open_mapped(name) as raw:
+            refuse_large_batches(raw, name)
             reader = _open_ipc(raw, name)
             if isinstance(reader, pa.RecordBatchStreamReader):
                 yield from reader
