@@ -149,7 +149,7 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
             if not metadata.num_rows:  # training passes it over
                 found.shard_rows.append(0)
                 continue
-            with reading(name):
+            with reading(name, files.options):
                 _take_footer(found, name, metadata, encrypted, wanted)
     if found.schema is None:
         schema = footer(files.names[0])[0].schema.to_arrow_schema()
@@ -221,7 +221,7 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
             _take_schema(found, name, reader.schema, wanted, 0)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
-                with reading(name):
+                with reading(name, files.options):
                     _take_batch(found, name, reader.get_batch(index))
 
 
