@@ -42,6 +42,8 @@ def open_images(files: Files, columns: list[str] | None, partitions: Partitions)
         for names in _batches_of_names(files):
             with reading(f"{names[0]} … {names[-1]}", files.options):
                 found = files.system.cat([files.path(name) for name in names])
+            for name in names if files.is_local else ():  # a store gives one version of an object
+                files.refuse_changed(name)
             content = [found[files.path(name)] for name in names]
             labels = [label[name.split("/")[0]] for name in names]
             yield pa.RecordBatch.from_arrays(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
 
 import pyarrow as pa
@@ -25,8 +27,10 @@ from elastic_dp.errors import DataError, ElasticError, StorageError
 from elastic_dp.storage import (
     Entry,
     FolderListing,
+    entry_of,
     glob_translate,
     is_local,
+    look_up,
     open_file_system,
     redact,
     redact_url,
@@ -39,14 +43,18 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 @dataclass(frozen=True)
 class Files:
-    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may
-    be a signature. `hidden`: names that are there, too, and begin with "." or "_"; `dead`: links to
-    nothing."""
+    """`names` are relative to `root`, sorted; `sizes` in bytes; `versions` as `Entry` has them.
+    `query`: of an http URL, which may be a signature. `hidden`: names that are there, too, and
+    begin with "." or "_"; `dead`: links to nothing.
+
+    Files must not change while they are read, once or several times: DataError.
+    """
 
     system: Any
     root: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    versions: tuple[str, ...]
     query: str = ""
     hidden: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
@@ -68,12 +76,12 @@ class Files:
         return count_skipped(others, self.hidden, {LINKS: self.dead})
 
     def _only(self, kept: Sequence[bool]) -> Files:
-        chosen = [
-            pair
-            for pair, keep in zip(zip(self.names, self.sizes, strict=True), kept, strict=True)
-            if keep
-        ]
-        return replace(self, names=tuple(n for n, _ in chosen), sizes=tuple(s for _, s in chosen))
+        return replace(
+            self,
+            names=tuple(compress(self.names, kept)),
+            sizes=tuple(compress(self.sizes, kept)),
+            versions=tuple(compress(self.versions, kept)),
+        )
 
     @property
     def is_local(self) -> bool:
@@ -83,7 +91,11 @@ class Files:
     def open(self, name: str) -> Iterator[Any]:
         """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
         path = self.path(name)
-        with reading(name, self.options), self.system.open(path, "rb") as raw:
+        with (
+            self._one_version(name),
+            reading(name, self.options),
+            self.system.open(path, "rb") as raw,
+        ):
             codec = next((c for end, c in _UNPACKED.items() if name.lower().endswith(end)), None)
             if codec:
                 yield pa.CompressedInputStream(raw, codec)
@@ -98,8 +110,37 @@ class Files:
             with self.open(name) as raw:
                 yield raw
         else:
-            with reading(name, self.options), pa.memory_map(self.path(name)) as mapped:
+            with (
+                self._one_version(name),
+                reading(name, self.options),
+                pa.memory_map(self.path(name)) as mapped,
+            ):
                 yield mapped
+
+    def refuse_changed(self, name: str) -> None:
+        """Raises DataError where the file is not the one that was listed."""
+        at = bisect_left(self.names, name)
+        size, version = self.sizes[at], self.versions[at]
+        with reading(name, self.options):
+            try:
+                now = look_up(self.system, self.path(name))
+            except FileNotFoundError:
+                now = Entry(name, -1, "")
+        if (now.size, now.version) != (size, version):
+            raise DataError(
+                f"{name} was {'removed' if now.size < 0 else 'changed'} while it was read; start "
+                "again when nothing writes to the source any more"
+            )
+
+    @contextmanager
+    def _one_version(self, name: str) -> Iterator[None]:
+        """A change is named also where it looks like damage."""
+        try:
+            yield
+        except Exception:
+            self.refuse_changed(name)
+            raise
+        self.refuse_changed(name)
 
 
 def list_files(
@@ -113,6 +154,7 @@ def list_files(
     refuses."""
     try:
         system, path = open_file_system(url, storage_options)
+        system.invalidate_cache()  # else a listing of long ago may be taken for the files
         path, query = _split(system, str(path).rstrip("/"))
         dead: list[str] = []
         if is_local(system):
@@ -125,26 +167,31 @@ def list_files(
         raise DataError(_said(f"cannot list {url!r}", error, storage_options)) from None
     except Exception as error:  # a foreign file system may raise anything
         raise StorageError(_said(f"cannot list {url!r}", error, storage_options)) from None
-    sizes = {
-        str(name).removeprefix(root).lstrip("/"): int(facts.get("size") or 0)
-        for name, facts in found.items()
-        if facts["type"] == "file"
-    }
-    if any(name.rpartition("/")[2] == INCOMPLETE for name in sizes):
+    entries = {str(name).removeprefix(root).lstrip("/"): entry for name, entry in found.items()}
+    if any(name.rpartition("/")[2] == INCOMPLETE for name in entries):
         raise DataError(not_whole(url))
     if "http" not in _protocols(system):
-        _refuse_table(url, system, path, root, sizes)
-    hidden = [name for name in sorted(sizes) if _is_hidden(name, text_globs)]
-    names = sorted(sizes.keys() - set(hidden))
+        _refuse_table(url, system, path, root, entries)
+    hidden = [name for name in sorted(entries) if _is_hidden(name, text_globs)]
+    names = sorted(entries.keys() - set(hidden))
     if not names:
         raise DataError(
             f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as "
             "'dir/**/*.csv'"
         )
-    there = tuple(sizes[name] for name in names)
+    sizes = tuple(entries[name].size for name in names)
+    versions = tuple(entries[name].version for name in names)
     links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
     return Files(
-        system, root, tuple(names), there, query, tuple(hidden), links, storage_options or {}
+        system,
+        root,
+        tuple(names),
+        sizes,
+        versions,
+        query,
+        tuple(hidden),
+        links,
+        storage_options or {},
     )
 
 
@@ -198,20 +245,23 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
     refuse_table(table, redact_url(url), root_url, names_in, system.cat_file)
 
 
-def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
-    """What names are relative to, and each file's facts by its path; of a glob also the mark beside
-    its files."""
+def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Entry]]:
+    """What names are relative to, and each file by its path; of a glob also the mark beside its
+    files."""
     marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
     if marks:
         beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
         found = system.glob(path, detail=True) | system.glob(beside, detail=True)
-        return path[: min(marks)].rpartition("/")[0], found
-    if system.isfile(path + query):
-        return path.rpartition("/")[0], {path: system.info(path + query)}
-    return path, system.find(path, detail=True)
+        root = path[: min(marks)].rpartition("/")[0]
+    elif system.isfile(path + query):
+        root, found = path.rpartition("/")[0], {path: system.info(path + query)}
+    else:
+        root, found = path, system.find(path, detail=True)
+    files = {name: info for name, info in found.items() if info["type"] == "file"}
+    return root, {name: entry_of(name, info) for name, info in files.items()}
 
 
-def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
+def _find_local(url: str, path: str) -> tuple[str, dict[str, Entry], list[str]]:
     """As `_find`, also below linked folders, and a name that holds marks of patterns may mean
     itself; and dead links."""
     backend, mark, root = LocalBackend(path), glob_mark(path), path
@@ -234,8 +284,7 @@ def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
         matched = look.entries
         if os.path.isfile(path):
             root, matched = path.rpartition("/")[0], [backend.stat(path)]
-    facts = {entry.path: {"type": "file", "size": entry.size} for entry in matched}
-    return root, facts, look.unreadable.get(LINKS, [])
+    return root, {entry.path: entry for entry in matched}, look.unreadable.get(LINKS, [])
 
 
 def _said(what: str, error: Exception, options: Mapping[str, Any] | None) -> str:
