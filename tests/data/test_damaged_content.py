@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data import read_index
+from elastic_dp.data.formats import jsonl
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
@@ -221,6 +222,20 @@ def test_json_row_that_nests_too_deep_is_refused(row, tmp_path):
         with pytest.raises(DataError, match=r"a\.jsonl: (row|column) .* inside each other"):
             ask()
     assert "inside each other" in " ".join(f.says for f in inspect(str(tmp_path)).findings)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", " \n "])
+@pytest.mark.parametrize("length", [20, 2000, 9000], ids="rows of {} bytes".format)
+def test_json_row_that_nests_too_deep_is_found_among_others(length, end, tmp_path, monkeypatch):
+    """Pieces of rows are looked at one after the other: at every place in one."""
+    monkeypatch.setattr(jsonl, "_AT_ONCE", 4096)
+    deep = '{"a": ' + "[" * 600 + "]" * 600 + "}"
+    other = json.dumps({"a": None, "t": "[ " * (length // 2)})
+    for number in range(max(3, 6000 // length)):
+        content = end.join([other] * number + [deep] + [other] * 3).encode()
+        with pytest.raises(pa.ArrowInvalid, match="inside each other") as refused:
+            jsonl._refuse_deep_rows(content)
+        assert content[refused.value.at :].lstrip().startswith(deep.encode())
 
 
 def test_json_row_of_many_lists_is_read(tmp_path):

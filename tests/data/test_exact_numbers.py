@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data import read_index
+from elastic_dp.data.formats import csv
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import DataError
 from tests.data.values import columns_of, in_place
@@ -135,3 +137,13 @@ def test_whole_numbers_of_parquet_beside_floats_of_csv_are_refused(tmp_path):
     urls = [str(tmp_path / "a.parquet"), str(written(tmp_path / "csv", "csv", [HALF]).url)]
     with pytest.raises(DataError, match="'x'"):
         in_place(DataConfig(urls, micro_batch_size=1))
+
+
+def test_numbers_with_an_exponent_are_not_looked_at_one_by_one(tmp_path, monkeypatch):
+    """Each of them is beyond 2**53, and none is written as a whole number."""
+    asked: list[Any] = []
+    monkeypatch.setattr(csv, "add_written", lambda *given: asked.append(given))
+    lines = "".join(f"{n},{n / 7}e18\n" for n in range(1, 1000))
+    (tmp_path / "a.csv").write_text("id,x\n" + lines)
+    assert read_index(DataConfig(str(tmp_path), micro_batch_size=1)).num_rows == 999
+    assert not asked

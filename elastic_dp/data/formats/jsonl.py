@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.json
 
@@ -47,6 +48,7 @@ MAX_NESTING = 100
 _OPEN_BRACKETS = 500
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _AT_ONCE = 1 << 20  # bytes of a row, so that a long one costs little memory
+_CASE = np.uint8(0xDF)
 _AROUND = 8  # bytes of a line break in which the brackets of two rows are looked for
 
 
@@ -213,15 +215,47 @@ class _TooDeep(pa.ArrowInvalid):
 
 
 def _refuse_deep_rows(content: bytes) -> None:
+    """A piece of many rows at a time, since a row is looked at only where brackets are many."""
     at = 0
     while len(content) - at > _OPEN_BRACKETS:
-        end = content.rfind(b"\n", at, at + _OPEN_BRACKETS)
-        if end < 0 or not _is_between_rows(content, end):
-            end = _row_end(content, at + _OPEN_BRACKETS)
-            brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
-            if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
-                raise _TooDeep(at)
+        end = _row_end_before(content, at, at + _AT_ONCE)
+        is_long = end - at > 2 * _AT_ONCE  # one row, for which arrays would cost memory
+        if is_long or _may_be_deep(np.frombuffer(content, np.uint8, end - at, at)):
+            _refuse_deep_rows_of(content, at, end)
         at = end + 1
+
+
+def _may_be_deep(piece: npt.NDArray[np.uint8]) -> bool:
+    """Whether more than `_OPEN_BRACKETS` may be open in a row of `piece`. Only "}\\n{" and
+    "}\\r\\n{" are known here as ends of rows, so several rows may count as one."""
+    breaks = np.flatnonzero(piece == ord("\n"))
+    breaks = breaks[(breaks > 1) & (breaks < len(piece) - 1)]
+    before = piece[breaks - 1]
+    before = np.where(before == ord("\r"), piece[breaks - 2], before)
+    breaks = breaks[(before == ord("}")) & (piece[breaks + 1] == ord("{"))]
+    bounds = np.concatenate([[0], breaks, [len(piece)]])
+    if np.diff(bounds).max() <= _OPEN_BRACKETS:
+        return False
+    opened = np.flatnonzero(piece & _CASE == ord("["))  # "{" differs from "[" in that bit
+    if len(opened) <= _OPEN_BRACKETS:
+        return False
+    return bool(np.diff(np.searchsorted(opened, bounds)).max() > _OPEN_BRACKETS)
+
+
+def _refuse_deep_rows_of(content: bytes, at: int, upto: int) -> None:
+    """Row by row; `at` and `upto` lie between rows."""
+    while upto - at > _OPEN_BRACKETS:
+        end = _row_end_before(content, at, min(at + _OPEN_BRACKETS, upto))
+        brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
+        if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
+            raise _TooDeep(at)
+        at = end + 1
+
+
+def _row_end_before(content: bytes, at: int, limit: int) -> int:
+    """The last one in `content[at:limit]`, or else the first one behind it."""
+    end = content.rfind(b"\n", at, limit)
+    return end if end >= 0 and _is_between_rows(content, end) else _row_end(content, limit)
 
 
 def _is_between_rows(content: bytes, at: int) -> bool:
