@@ -39,7 +39,7 @@ from elastic_dp.data.discovery.opened_source import (
 from elastic_dp.data.discovery.skipped_files import skipped_words
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.csv import Csv
-from elastic_dp.data.formats.exact_numbers import refuse_rounded
+from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.formats.jsonl import JsonLines
 from elastic_dp.data.formats.text import is_compressed
@@ -223,6 +223,7 @@ def read_index(
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
+    leading_zeros: dict[str, str] = {}
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -239,6 +240,7 @@ def read_index(
             continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
         rounded = {**scan.rounded, **rounded}
+        leading_zeros = {**scan.leading_zeros, **leading_zeros}
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
     for what, (count, example) in remarks.items():
@@ -247,6 +249,8 @@ def read_index(
     say_partitions(config, sources, columns)
     leaves = columns.leaves()
     refuse_rounded(rounded, leaves)
+    for warning in leading_zero_warnings(leading_zeros, leaves):
+        _log.warning("DataConfig.url: %s", warning)
     nulls.add_missing(columns.absent())
     return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
@@ -278,7 +282,14 @@ class Builder:
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
         self._scans.append(
-            replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED, rounded=_NONE)
+            replace(
+                scan,
+                footer=b"",
+                nulls=_COUNTED,
+                null_lists=_COUNTED,
+                rounded=_NONE,
+                leading_zeros=_NONE,
+            )
         )
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)

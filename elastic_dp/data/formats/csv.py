@@ -21,6 +21,7 @@ import pyarrow.csv
 
 from elastic_dp.data.columns.schema import top_level, widest
 from elastic_dp.data.formats.exact_numbers import (
+    LeadingZeros,
     Rounded,
     add_whole_numbers,
     add_written,
@@ -48,6 +49,9 @@ _QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
 _HEXADECIMAL = r"^\s*0[xX]"
+_LEADING_ZEROS = r"^\s*\+?0[0-9]+\s*$"
+_ZEROS_FIRST = re.compile(rb'0[0-9]+[ \t]*"?(?:[,\r\n]|\Z)')
+_AT_ONCE = 1 << 20  # bytes of a chunk that are compared at once, so that a long one costs no memory
 _TWO_ROW_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINES = (
     "blank lines of CSV files of one column are no rows (an empty text is written as two quotes)"
@@ -109,6 +113,7 @@ class CsvRows:
         self._ends = RowEnds()
         self._rows = 0  # parsed
         self.rounded: Rounded = {}
+        self.leading_zeros: LeadingZeros = {}
         self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
@@ -234,9 +239,13 @@ class CsvRows:
         below = whole and _may_have_hexadecimals(content)
         negative = {name: _negative(table, name) for name in whole} if below else {}
         negative = {name: rows for name, rows in negative.items() if len(rows)}
-        if not floats and not negative:
+        codes = [f.name for f in table.schema if f.type in (pa.int64(), pa.float64())]
+        codes = [name for name in codes if name not in self.leading_zeros]
+        codes = codes if codes and _may_have_leading_zeros(content) else []
+        names = dict.fromkeys((*floats, *negative, *codes))
+        if not names:
             return
-        as_text = pa.schema([(name, pa.string()) for name in (*floats, *negative)])
+        as_text = pa.schema([(name, pa.string()) for name in names])
         texts = _parse(content, as_text, self.names)
         for name, rows in floats.items():
             values = table.column(name).take(rows).to_numpy()
@@ -255,6 +264,14 @@ class CsvRows:
                     f"{written.filter(pa.array(matches))[0].as_py()!r}, which does not fit into "
                     "int64; write it as a decimal number or with a letter that makes it text, "
                     "or leave the column out"
+                )
+
+        for name in codes:
+            found = np.flatnonzero(_matches(texts.column(name).fill_null(""), _LEADING_ZEROS))
+            if len(found):
+                row, written = int(found[0]), texts.column(name)[int(found[0])].as_py()
+                self.leading_zeros[name] = (
+                    f"{written!r} (row {self._rows + row + 1} of {self._name})"
                 )
 
     def _add_rounded(self, name: str, rows: _Ints, written: pa.ChunkedArray) -> None:
@@ -420,6 +437,26 @@ def _parse(
 def _may_have_hexadecimals(content: bytes) -> bool:
     """One byte is found many times faster than two."""
     return any(mark in content and b"0" + mark in content for mark in (b"x", b"X"))
+
+
+def _may_have_leading_zeros(content: bytes) -> bool:
+    """Whether a field may hold nothing but digits, a zero first."""
+    if _ZEROS_FIRST.match(content):
+        return True
+    data = np.frombuffer(content, np.uint8)
+    for at in range(0, len(data), _AT_ONCE):
+        piece = data[at : at + _AT_ONCE + 2]
+        # commas, line ends, quotes and spaces are at most a comma
+        found = piece[:-2] <= ord(",")
+        found &= piece[1:-1] == ord("0")
+        found &= piece[2:] - ord("0") < 10
+        places = np.flatnonzero(found)
+        # after a space, which is passed over at the start of a field, most are in the midst of text
+        spaced = piece[places] == ord(" ")
+        places = places[~spaced | (piece[np.maximum(places - 1, 0)] <= ord(","))]
+        if any(_ZEROS_FIRST.match(content, at + int(place) + 1) for place in places):
+            return True
+    return False
 
 
 def _matches(texts: pa.ChunkedArray, pattern: str) -> _Bools:

@@ -24,6 +24,7 @@ from elastic_dp.data.columns.column_types import is_list, type_name
 from elastic_dp.errors import DataError
 
 Rounded = dict[str, str]  # by leaf: the first such number, and its row
+LeadingZeros = dict[str, str]  # by column of CSV: the first text such as 01234, and its row
 
 _EXACT = 1 << 53
 _SPACE = re.compile(r"\s*")
@@ -45,6 +46,21 @@ def refuse_rounded(rounded: Mapping[str, str], leaves: Iterable[pa.Field]) -> No
                     "the column out by "
                     "naming the others (columns)"
                 )
+
+
+def leading_zero_warnings(found: Mapping[str, str], leaves: Iterable[pa.Field]) -> Iterator[str]:
+    """A message for each column that is read as numbers although some were written with leading
+    zeros, as identifiers and postal codes are."""
+    for leaf in leaves:
+        if leaf.name in found and (
+            pa.types.is_integer(leaf.type) or pa.types.is_floating(leaf.type)
+        ):
+            yield (
+                f"column {leaf.name!r} is read as {type_name(leaf.type)}, so the leading zeros of "
+                f"{found[leaf.name]} are lost. If it holds identifiers, write the file as Parquet "
+                f"with a column of text: pandas.read_csv(…, dtype={{{leaf.name!r}: str}})"
+                ".to_parquet(…)"
+            )
 
 
 def add_whole_numbers(table: pa.Table, before: int, name: str, rounded: Rounded) -> None:

@@ -65,7 +65,7 @@ class Scan:
     them again would take a request. `nulls`: of each leaf column ("a.b" in a struct) that may hold
     some, as far as the shard tells; `null_lists`: lists of no fixed size that are null themselves.
     `remarks`: what the user should know of it: how many of what, and the first one's name.
-    `rounded`: see exact.py.
+    `rounded`, `leading_zeros`: see exact_numbers.py.
     """
 
     schema: pa.Schema
@@ -80,6 +80,7 @@ class Scan:
     null_lists: Mapping[str, int] = field(default_factory=dict)
     remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     rounded: Mapping[str, str] = field(default_factory=dict)
+    leading_zeros: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

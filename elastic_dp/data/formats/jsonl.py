@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from elastic_dp.data.columns.schema import widest
-from elastic_dp.data.formats.exact_numbers import Rounded, add_json, add_whole_numbers
+from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
 from elastic_dp.data.formats.format import Place, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
@@ -85,6 +85,7 @@ class JsonRows:
         self._name = name
         self._rows = 0  # parsed
         self.rounded: Rounded = {}
+        self.leading_zeros: LeadingZeros = {}  # which are no numbers of JSON
         self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from elastic_dp.data.columns.nulls import count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import has_lengths, leaves, top_level
-from elastic_dp.data.formats.exact_numbers import Rounded
+from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.errors import DataError
 
@@ -37,13 +37,14 @@ _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextRows(Protocol):
-    """The rows of one file, which is given to it from front to back. `rounded`, `remarks`: see
-    Scan.
+    """The rows of one file, which is given to it from front to back. `rounded`,
+    `leading_zeros`, `remarks`: see Scan.
 
     What is wrong with the file is a DataError that names the file, the row or line, and what to do.
     """
 
     rounded: Rounded
+    leading_zeros: LeadingZeros
     remarks: dict[str, tuple[int, str]]
 
     def head(self, content: bytes, is_all: bool) -> int | None:
@@ -141,6 +142,7 @@ def scan_rows(
         null_lists=+null_lists,
         remarks=rows.remarks,
         rounded=rows.rounded,
+        leading_zeros=rows.leading_zeros,
     )
 
 

@@ -20,7 +20,7 @@ from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
-from elastic_dp.data.formats.exact_numbers import refuse_rounded
+from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.text import TextRows
 from elastic_dp.dataprep.sources.row_stream import Rows, choose, rows_of_files
@@ -61,12 +61,13 @@ def _rows(
     *,
     mixed_is_text: bool,
 ) -> Rows:
-    schema, rounded = pa.schema([]), dict[str, str]()
+    schema, rounded, leading_zeros = pa.schema([]), dict[str, str](), dict[str, str]()
     for name in files.names:
         with reading(name, files.options):
             for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
             rounded = {**rows.rounded, **rounded}
+            leading_zeros = {**rows.leading_zeros, **leading_zeros}
             for what, (count, first) in rows.remarks.items():
                 _log.warning("%s: %s, such as %s of %s", what, f"{count:,}", first, name)
     schema = pa.schema([(f.name, _settled(f.type)) for f in schema])
@@ -74,6 +75,8 @@ def _rows(
         added = [f.name for f in partitions.fields(schema, columns)]
         schema = choose(schema, [name for name in columns if name not in added], files.names[0])
     refuse_rounded(rounded, leaves(schema))
+    for warning in leading_zero_warnings(leading_zeros, leaves(schema)):
+        _log.warning("%s", warning)
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for table in _tables(files, name, opened(name), schema):
