@@ -157,6 +157,9 @@ def inspect(
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows of a virtual worker in a step.")
     ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Decode every row, to find damaged ones.")
+    ] = False,
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
@@ -169,6 +172,7 @@ def inspect(
         virtual_workers=virtual_workers,
         micro_batch_size=micro_batch_size,
         storage_options=storage_options(storage_option),
+        deep=deep,
     )
     if as_json:
         print(json.dumps(asdict(found)))

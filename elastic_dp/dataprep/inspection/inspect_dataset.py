@@ -76,9 +76,13 @@ def inspect(
     virtual_workers: int | None = None,
     micro_batch_size: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    deep: bool = False,
 ) -> Inspection:
     """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where
     there is no data set.
+
+    `deep`: also decode every row of Parquet, Arrow, CSV and JSON Lines, which finds damaged pages.
+    A page whose damage decodes to other values is found only if it has a checksum.
 
     `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size`
     it has a plan. `storage_options`: as `DataConfig` has them.
@@ -93,7 +97,7 @@ def inspect(
     ):
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}, must be at least 1")
-    found = survey(url, columns, storage_options)
+    found = survey(url, columns, storage_options, deep=deep)
     shape = Shape(virtual_workers or 1, micro_batch_size or 1)
     known = found.has_row_groups
     return Inspection(

@@ -36,7 +36,7 @@ from elastic_dp.data.formats.parquet import (
     open_footer,
 )
 from elastic_dp.data.formats.text import flat_columns
-from elastic_dp.dataprep.sources.detect_format import find_format
+from elastic_dp.dataprep.sources.detect_format import InputSource, find_format, open_rows
 from elastic_dp.dataprep.sources.source_files import Files, list_files, reading
 from elastic_dp.dataprep.sources.text_lines import check_first_rows
 from elastic_dp.errors import DataError
@@ -44,6 +44,7 @@ from elastic_dp.storage import redact_url
 
 FOOTER_THREADS = 16
 FIRST_ROWS_BYTES = 256 << 10
+_DECODED = ("parquet", "arrow", "csv", "jsonl")  # by `deep`
 ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
 
 Ints = npt.NDArray[np.int64]
@@ -105,8 +106,11 @@ def survey(
     url: str,
     columns: Sequence[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    deep: bool = False,
 ) -> Survey:
-    """Raises DataError where there is no data set, or one without these columns."""
+    """`deep`: decode every row of Parquet, Arrow, CSV and JSON Lines. Raises DataError where there
+    is no data set, or one without these columns."""
     there = list_files(url, storage_options=storage_options)
     kind, files = find_format(url, there)
     wanted = None if columns is None else list(columns)
@@ -116,12 +120,23 @@ def survey(
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
-    elif kind in ("csv", "jsonl"):
+    elif kind in ("csv", "jsonl") and not deep:
         _survey_text(found, files, wanted)
+    if deep and kind in _DECODED:
+        _decode_all(found, InputSource(url, kind, files), wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
         found.nulls.add_missing(found.job_columns.absent())
     return found
+
+
+def _decode_all(found: Survey, source: InputSource, wanted: list[str] | None) -> None:
+    """As `convert` decodes it, up to the first row that cannot be."""
+    try:
+        for _ in open_rows(source, wanted).batches():
+            pass
+    except DataError as error:
+        found.unreadable.append(str(error))
 
 
 def _survey_text(found: Survey, files: Files, wanted: list[str] | None) -> None:
