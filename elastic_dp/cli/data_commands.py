@@ -215,19 +215,19 @@ def _print_inspection(found: Inspection) -> None:
     _print_skipped(found.skipped)
     for finding in found.findings:
         out.print(
-            f"{finding.kind}: {finding.says}",
+            f"{finding.kind}: {finding.message}",
             style="red" if finding.kind == "refused" else "yellow",
         )
-        out.print(f"    {finding.mend}")
+        out.print(f"    {finding.fix}")
     if not found.findings:
         out.print("nothing found that would read badly", style="green")
 
 
 def _print_skipped(skipped: Sequence[Skipped]) -> None:
-    from elastic_dp.data.discovery.skipped_files import skipped_words
+    from elastic_dp.data.discovery.skipped_files import skipped_message
 
     if skipped:
-        _out().print(f"not read: {skipped_words(skipped)}", style="yellow")
+        _out().print(f"not read: {skipped_message(skipped)}", style="yellow")
 
 
 def _out() -> Console:

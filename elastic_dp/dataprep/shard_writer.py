@@ -98,7 +98,7 @@ class ShardWriter:
         return pa.concat_batches(taken)
 
     def _write_group(self, group: pa.RecordBatch) -> None:
-        with _said_by_name(self._format):
+        with _named_errors(self._format):
             self._write(group)
         self.rows += group.num_rows
         self.row_groups += 1
@@ -147,7 +147,7 @@ def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
     """It can be written with columns that nest deeper than its readers go, say. Raises
     DataError."""
     sink = io.BytesIO()
-    with _said_by_name("parquet"):
+    with _named_errors("parquet"):
         try:
             pq.write_table(schema.empty_table(), sink)
             pq.read_schema(sink)
@@ -160,7 +160,7 @@ def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
 
 
 @contextmanager
-def _said_by_name(format: Format) -> Iterator[None]:
+def _named_errors(format: Format) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:

@@ -221,7 +221,7 @@ def test_json_row_that_nests_too_deep_is_refused(row, tmp_path):
     ):
         with pytest.raises(DataError, match=r"a\.jsonl: (row|column) .* inside each other"):
             ask()
-    assert "inside each other" in " ".join(f.says for f in inspect(str(tmp_path)).findings)
+    assert "inside each other" in " ".join(f.message for f in inspect(str(tmp_path)).findings)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", " \n "])

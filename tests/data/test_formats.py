@@ -19,7 +19,7 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.formats import FORMATS, text
-from elastic_dp.data.formats.format import Place, ShardAt
+from elastic_dp.data.formats.format import RowGroupLocation, ShardAt
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
@@ -714,6 +714,6 @@ def test_two_buckets_with_objects_of_one_path(kind, tmp_path):
     for shard in both:
         scan = chosen.scan(shard, None)
         known = replace(shard, check=scan.check, tail=scan.tail, head=int(scan.starts[0]))
-        place = Place(0, int(scan.starts[0]), int(scan.ends[0]))
+        place = RowGroupLocation(0, int(scan.starts[0]), int(scan.ends[0]))
         read = chosen.read(known, place, scan.schema, scan.schema.names)
         assert {name: set(read[name].to_pylist()) for name in "ab"} == {"a": {97}, "b": {98}}

@@ -251,7 +251,9 @@ def refused_by_all(path: Path, **changes) -> str:
         convert(str(path), str(path.parent / "out"), **changes)
     assert str(in_training.value) == str(by_convert.value)
     (finding,) = (f for f in inspect(str(path), **changes).findings if f.name == "unreadable")
-    assert finding.kind == "refused" and f"{finding.says}; {finding.mend}" == str(by_convert.value)
+    assert finding.kind == "refused" and f"{finding.message}; {finding.fix}" == str(
+        by_convert.value
+    )
     return str(by_convert.value)
 
 
@@ -404,4 +406,4 @@ def test_inspect_of_many_unreadable_files_names_three_and_counts_the_rest(tmp_pa
     for number in range(5):
         (tmp_path / f"{number}.csv").write_text("a,a\n1,2\n")
     findings = [f for f in inspect(str(tmp_path)).findings if f.name == "unreadable"]
-    assert len(findings) == 4 and "2 more files" in findings[-1].says
+    assert len(findings) == 4 and "2 more files" in findings[-1].message

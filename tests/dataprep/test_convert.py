@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
 from elastic_dp.data.columns import column_types as kinds
-from elastic_dp.data.discovery.skipped_files import skipped_words
+from elastic_dp.data.discovery.skipped_files import skipped_message
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import documents
@@ -561,8 +561,8 @@ def test_opening_a_folder_for_training_says_what_is_not_read_in_it(tmp_path, cap
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     told = (
-        f"not read at {tmp_path}, since no shards: 4 files: 2 .py (such as b.py), 1 .txt (such "
-        "as README.txt), 1 hidden"
+        f"not read at {tmp_path}, since these are no shards: 4 files: 2 .py (such as b.py), "
+        "1 .txt (such as README.txt), 1 hidden"
     )
     assert told in record.message
     caplog.clear()
@@ -700,7 +700,7 @@ def test_files_without_a_row_are_counted_and_their_types_do_not_matter(ending, t
     done = convert(str(tmp_path), str(tmp_path / "to"))
     assert pq.read_table(tmp_path / "to").to_pydict() == {"s": ["x"]}
     (skipped,) = done.skipped
-    assert skipped_words([skipped]) == f"2 files: 2 without a row (such as a.{ending})"
+    assert skipped_message([skipped]) == f"2 files: 2 without a row (such as a.{ending})"
 
 
 def test_files_that_are_packed_by_lz4_are_converted(tmp_path):

@@ -76,10 +76,10 @@ def test_deep_inspection_names_the_file_with_a_row_that_cannot_be_decoded(damage
     name = next(tmp_path.iterdir()).name
     assert "unreadable" not in [finding.name for finding in inspect(str(tmp_path)).findings]
     found = [f for f in inspect(str(tmp_path), deep=True).findings if f.name == "unreadable"]
-    assert len(found) == 1 and found[0].kind == "refused" and name in found[0].says
+    assert len(found) == 1 and found[0].kind == "refused" and name in found[0].message
     done = CliRunner().invoke(cli.app, ["data", "inspect", str(tmp_path), "--deep", "--json"])
     assert name in next(
-        f["says"] for f in json.loads(done.stdout)["findings"] if f["name"] == "unreadable"
+        f["message"] for f in json.loads(done.stdout)["findings"] if f["name"] == "unreadable"
     )
 
 

@@ -53,8 +53,12 @@ def decode_table(
     where: str,
     fills: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Column]:
-    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is
-    not there is all null. `where` is for errors, `fills` for nulls."""
+    """The columns `leaves` as arrays [rows, …], see the top of this file.
+
+    `leaves`: (name, plain type; see column_types.py). A struct is given as its leaves. A column
+    that `table` lacks is null in every row. `where`: what `table` is, for error messages. `fills`:
+    the values that replace nulls, by column. Raises DataError for a column that has no tensor.
+    """
     rows = table.num_rows
     while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
         for number, field in enumerate(table.schema):

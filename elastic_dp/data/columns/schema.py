@@ -1,10 +1,10 @@
-"""One schema of many shards: which columns the job reads, and whether the shards agree on them.
+"""The schema of a data set: which columns the job reads, and whether the shards agree on them.
 
-Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be
-missing in some shards, whose rows are null there. A struct is read as its leaves, columns named
-"a.b"; `DataConfig.columns` may name a leaf or the whole struct. A column may have a dot in its own
-name: "a" never means the column "a.b", and a name that means two things is refused. A column that
-has no tensor is refused here, before anything is trained.
+The types of a column may differ between shards if one type holds the values of all of them (see
+column_types.py). A shard may lack a column; its rows are null there. A struct is read as its
+leaves, which are columns named "a.b"; `DataConfig.columns` may name a leaf or a whole struct. A
+column may have a dot in its own name: "a" never means the column "a.b", and an ambiguous name is
+refused. A column that has no tensor is refused here, before training starts.
 """
 
 from __future__ import annotations

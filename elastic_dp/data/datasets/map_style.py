@@ -26,7 +26,7 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import Key
-from elastic_dp.data.pipeline.user_code_process import Process
+from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling import Order, batch_seed
 from elastic_dp.shipping import shipped
@@ -67,7 +67,7 @@ class MapStyleDataset(_NoRowGroups):
         self.fingerprint = _digest(config, self.num_rows, self._order.identity)
         self.last_step = None if config.epochs is None else config.epochs * self.steps_per_epoch
         self._processes = [
-            Process(f"data process {number + 1} of {config.workers}")
+            UserCodeProcess(f"data process {number + 1} of {config.workers}")
             for number in range(config.workers)
         ]
         self._micro_batches = MicroBatches(

@@ -12,7 +12,7 @@ import numpy as np
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
-from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation, most_bytes
+from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation, largest_bytes
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
@@ -82,7 +82,7 @@ def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_by
     if order is None:
         return
     count = min(row_groups_at_least(order), len(row_groups.rows))
-    needed = most_bytes(row_groups, count)
+    needed = largest_bytes(row_groups, count)
     if needed > memory_bytes:
         raise DataError(
             f"a worker that runs all {order.virtual_workers} virtual workers has up to "

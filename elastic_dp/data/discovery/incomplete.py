@@ -5,7 +5,7 @@ from elastic_dp.storage import redact_url
 INCOMPLETE = "_incomplete"  # lies in a data set while it is being written to an object store
 
 
-def not_whole(url: str) -> str:
+def incomplete_message(url: str) -> str:
     return (
         f"{redact_url(url)!r} is a data set that is not whole: it holds {INCOMPLETE!r}, so "
         "its conversion is still "

@@ -29,14 +29,14 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
-from elastic_dp.data.discovery.listing import list_shards, prefix_of, said_twice
+from elastic_dp.data.discovery.listing import duplicate_files_warning, list_shards, prefix_of
 from elastic_dp.data.discovery.opened_source import (
     FOOTERS_IN_FLIGHT,
     OpenedSource,
     refuse_missing,
-    say_partitions,
+    warn_of_partition_columns,
 )
-from elastic_dp.data.discovery.skipped_files import skipped_words
+from elastic_dp.data.discovery.skipped_files import skipped_message
 from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
@@ -216,7 +216,7 @@ def read_index(
     urls, sources = config.urls, _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
-    if twice := said_twice((s.store, s.listed, s.prefix) for s in sources):
+    if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
     refuse_missing(sources, config)
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
@@ -246,7 +246,7 @@ def read_index(
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
-    say_partitions(config, sources, columns)
+    warn_of_partition_columns(config, sources, columns)
     leaves = columns.leaves()
     refuse_rounded(rounded, leaves)
     for warning in leading_zero_warnings(leading_zeros, leaves):
@@ -373,7 +373,7 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
         for remark in listed.remarks:
             _log.warning("%s", remark)
         if listed.skipped and not listed.remarks:
-            _log.info("not read at %s: %s", store.url, skipped_words(listed.skipped))
+            _log.info("not read at %s: %s", store.url, skipped_message(listed.skipped))
         prefix = prefix_of(url, listed.is_file) if len(urls) > 1 else ""
         return OpenedSource(store, listed, FORMATS[listed.format](), prefix)
 

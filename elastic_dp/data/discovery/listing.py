@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
-from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_nothing
-from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_words
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
+from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_no_shard
+from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_message
 from elastic_dp.data.discovery.table_formats import (
     Table,
     refuse_table,
@@ -45,7 +45,7 @@ _SPLIT = re.compile(rf"(?:^|[^a-z])({'|'.join(_SPLITS)})(?![a-z])")
 
 
 @dataclass(frozen=True)
-class Listed:
+class ShardListing:
     """Of one source, in the order of the names. `is_file`: the URL is that of the one shard.
     `skipped`: files that lie there and are no shards. `remarks`: what the user should be told of
     it, each a sentence."""
@@ -82,7 +82,7 @@ class _Found:
         return self.is_file or not any(part[:1] in ("", ".", "_") for part in parts)
 
 
-def list_shards(config: DataConfig, url: str, store: Store) -> Listed:
+def list_shards(config: DataConfig, url: str, store: Store) -> ShardListing:
     """Raises DataError where there is none, they are not all there yet, or formats are mixed.
 
     Names are made only as they are needed.
@@ -103,7 +103,7 @@ def list_shards(config: DataConfig, url: str, store: Store) -> Listed:
     if not kept:
         raise DataError(_nothing(config, url, store, found, skipped))
     remarks = tuple(_remarks(url, store, found, kept, skipped))
-    return Listed(chosen, found.is_file, found.root, kept, skipped, remarks)
+    return ShardListing(chosen, found.is_file, found.root, kept, skipped, remarks)
 
 
 def root_of(path: str) -> str:
@@ -135,7 +135,7 @@ def format_of(name: str) -> str:
     return next((f.name for f in FORMATS.values() if lower.endswith(f.endings)), "")
 
 
-def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
+def duplicate_files_warning(sources: Iterable[tuple[Store, ShardListing, str]]) -> str:
     """Files that several names lead to, also by links, are read as often; "" if there are none.
     With each source: what goes before its names."""
     sources = list(sources)
@@ -265,7 +265,7 @@ def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
     if marked and (
         found.folder.rstrip("/") in marked or any(folder in marked for folder in folders)
     ):
-        raise DataError(f"DataConfig.url: {not_whole(url)}")
+        raise DataError(f"DataConfig.url: {incomplete_message(url)}")
 
 
 def _refuse_table(
@@ -341,7 +341,7 @@ def _nothing(
     every = [ending for f in formats for ending in f.endings]
     endings = ", ".join(f"*{ending}" for ending in every if not ending.endswith(_CODECS))
     shown = redact_url(url)
-    cause = why_nothing(
+    cause = why_no_shard(
         shown,
         store,
         found.folder,
@@ -363,7 +363,8 @@ def _remarks(
     # `_SUCCESS`, `_metadata` and the like are no news; a hidden shard is.
     hidden = (found.name(entry) for entry in found.entries if not found.is_shown(entry))
     if any(one.ending != HIDDEN for one in skipped) or (skipped and any(map(format_of, hidden))):
-        yield f"DataConfig.url: not read at {store.url}, since no shards: {skipped_words(skipped)}"
+        files = skipped_message(skipped)
+        yield f"DataConfig.url: not read at {store.url}, since these are no shards: {files}"
     yield from _folders(url, store, found)
     yield from _splits(url, store, found, kept)
 
@@ -391,11 +392,11 @@ def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
 
 def _splits(url: str, store: Store, found: _Found, kept: list[Entry]) -> Iterable[str]:
     base = shown_folder(redact_url(url), store.path, found.root)
-    if words := splits_words(map(found.name, kept), base):
+    if words := splits_message(map(found.name, kept), base):
         yield f"DataConfig.url: {redact_url(url)!r} {words}"
 
 
-def splits_words(names: Iterable[str], base: str) -> str:
+def splits_message(names: Iterable[str], base: str) -> str:
     """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names,
     with a "/"."""
     names = list(names)

@@ -7,14 +7,14 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from elastic_dp.data.discovery.skipped_files import Skipped, skipped_words
+from elastic_dp.data.discovery.skipped_files import Skipped, skipped_message
 from elastic_dp.storage import Entry, FolderListing, Store
 
 _LOOKS = 16  # folders that are looked into for an example
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 
 
-def why_nothing(
+def why_no_shard(
     shown: str,
     store: Store,
     folder: str,
@@ -41,17 +41,17 @@ def why_nothing(
         return f"no file matches the pattern; {some}. Mend the pattern"
     if skipped and all(one.ending == "hidden" for one in skipped):
         return (
-            f"only {skipped_words(skipped)}. Names that begin with '.' or '_' are files that "
+            f"only {skipped_message(skipped)}. Names that begin with '.' or '_' are files that "
             "are not finished, or notes "
             "of the program that wrote them; rename them if they are shards"
         )
     if skipped and not any(one.ending == "" or one.ending.startswith(".") for one in skipped):
         return (
-            f"nothing there can be read: {skipped_words(skipped)}. Mend the links, or rename the "
+            f"nothing there can be read: {skipped_message(skipped)}. Mend the links, or rename the "
             "keys"
         )
     if skipped:
-        words = f"none of the files has such an ending: {skipped_words(skipped)}"
+        words = f"none of the files has such an ending: {skipped_message(skipped)}"
         if given_format is not None:
             return (
                 f"{words}. Name the files by a glob, and those that match are read as "

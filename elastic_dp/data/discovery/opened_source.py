@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.schema import Columns, names_missing
-from elastic_dp.data.discovery.listing import Listed
+from elastic_dp.data.discovery.listing import ShardListing
 from elastic_dp.data.discovery.partitions import partition_names
 from elastic_dp.data.formats.format import Format, ShardAt
 from elastic_dp.errors import DataError, StorageError
@@ -30,7 +30,7 @@ class OpenedSource:
     """A source whose shards are known by name. `prefix`: of their names, for people."""
 
     store: Store
-    listed: Listed
+    listed: ShardListing
     format: Format
     prefix: str
 
@@ -77,7 +77,9 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
     )
 
 
-def say_partitions(config: DataConfig, sources: Sequence[OpenedSource], columns: Columns) -> None:
+def warn_of_partition_columns(
+    config: DataConfig, sources: Sequence[OpenedSource], columns: Columns
+) -> None:
     """Columns that only the names of folders hold. Raises DataError where one is asked for."""
     folders = {
         (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])

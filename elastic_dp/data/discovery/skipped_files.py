@@ -43,7 +43,7 @@ def count_skipped(
     return tuple(sorted(counted, key=lambda one: (-one.files, one.ending)))
 
 
-def skipped_words(skipped: Sequence[Skipped]) -> str:
+def skipped_message(skipped: Sequence[Skipped]) -> str:
     """For people, in one line."""
     total = sum(one.files for one in skipped)
     words = [

@@ -47,8 +47,8 @@ from elastic_dp.data.formats.arrow_messages import (
     too_large,
     walked_messages,
 )
-from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.formats.row_group_headers import Heads
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
@@ -66,7 +66,7 @@ class Arrow:
     merge = staticmethod(lossless)
 
     def __init__(self) -> None:
-        self._heads = Heads()
+        self._headers = RowGroupHeaders()
         self._lock = threading.Lock()
         self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
@@ -108,8 +108,10 @@ class Arrow:
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
-        made_anew = [nbytes for field in schema for nbytes in _made_anew(field.type)]
-        nbytes = np.array([_decoded_bytes(schema, made_anew, m) for m in batches], dtype=np.int64)
+        widened_bytes = [nbytes for field in schema for nbytes in _widened_bytes(field.type)]
+        nbytes = np.array(
+            [_decoded_bytes(schema, widened_bytes, m) for m in batches], dtype=np.int64
+        )
         if _has_views(schema, columns):
             nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
@@ -121,21 +123,23 @@ class Arrow:
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
         return None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        head = self._heads.read(shard, shard.head, head_of_footer if shard.tail else None)
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        head = self._headers.read(shard, shard.head, head_of_footer if shard.tail else None)
         path = shard.local
         if path is None:
-            content = shard.read(place.start, place.end)
+            content = shard.read(location.start, location.end)
             return _decode(head, content, schema.names, is_mapped=False)
         mapped = self._map(shard, path)
-        content = mapped.content.slice(place.start, place.end - place.start)
+        content = mapped.content.slice(location.start, location.end - location.start)
         table = _decode(head, content, schema.names, is_mapped=True)
         if _stamp(path) != mapped.stamp:
             raise ObjectRewritten(shard.name)
         return table
 
     def close(self) -> None:
-        self._heads.clear()
+        self._headers.clear()
         with self._lock:
             self._mapped.clear()
 
@@ -207,12 +211,12 @@ def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
     return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
 
-def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: Message) -> int:
+def _decoded_bytes(schema: pa.Schema, widened_bytes: list[int], message: Message) -> int:
     """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of
     it."""
     size = message.end - message.start
-    if any(made_anew):
-        size += sum(each * n for each, (n, _) in zip(made_anew, message.nodes, strict=False))
+    if any(widened_bytes):
+        size += sum(each * n for each, (n, _) in zip(widened_bytes, message.nodes, strict=False))
     if message.is_compressed:
         kinds = [kind for field in schema for kind in node_types(field.type)]
         nodes = zip(kinds, message.nodes, strict=False)
@@ -254,7 +258,7 @@ def _leaf_nodes(
         first += len(kinds)
 
 
-def _made_anew(kind: pa.DataType) -> list[int]:
+def _widened_bytes(kind: pa.DataType) -> list[int]:
     """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The
     offsets of lists in lists are left out: the order of a run's rows follows from these sizes, and
     runs made before go on."""

@@ -27,8 +27,8 @@ from elastic_dp.data.formats.exact_numbers import (
     add_written,
     large_floats,
 )
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.formats.row_group_headers import Heads
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     HEAD_BYTES,
@@ -81,7 +81,7 @@ class Csv:
     merge = staticmethod(widest)
 
     def __init__(self) -> None:
-        self._heads = Heads()
+        self._headers = RowGroupHeaders()
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         return scan_rows(shard, columns, CsvRows(shard.name, columns), _merge)
@@ -91,16 +91,18 @@ class Csv:
         rows.head(first_bytes(shard, HEAD_BYTES), False)
         return pa.schema([(name, pa.null()) for name in rows.names]) if rows.names else None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        content = bytes(shard.read(place.start, place.end))
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        content = bytes(shard.read(location.start, location.end))
         if is_compressed(shard):
             content = decompress(shard, content)
         elif shard.head:
-            content = self._heads.read(shard, shard.head) + content
+            content = self._headers.read(shard, shard.head) + content
         return _parse(content, schema, fill_missing=True)
 
     def close(self) -> None:
-        self._heads.clear()
+        self._headers.clear()
 
 
 class CsvRows:

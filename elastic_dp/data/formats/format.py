@@ -84,7 +84,7 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowGroupLocation:
     """One row group, as the index knows it: its number in its shard, and its bytes there."""
 
     group: int
@@ -108,10 +108,12 @@ class Format(Protocol):
         """Of a shard whose content `scan` reads: the columns of its first rows. None: not known."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """The type under which two shards' columns are read, which are plain (kinds.py); None: they
-        are not the same data."""
+        """The type in which a column is read that has these two plain types (column_types.py) in
+        two shards. None: the two are different data."""
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
         """Those of the columns of `schema` that the shard has, or of each struct in it at least the
         `leaves` ("a.b").
 

@@ -19,7 +19,7 @@ import pyarrow.json
 
 from elastic_dp.data.columns.schema import widest
 from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     decompress,
@@ -68,8 +68,10 @@ class JsonLines:
         content = content[start : content.rfind(b"\n") + 1]
         return _parse(content).schema if content.strip() else None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        content = shard.read(place.start, place.end)
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        content = shard.read(location.start, location.end)
         if is_compressed(shard):
             content = decompress(shard, content)
         return _parse(content, schema)

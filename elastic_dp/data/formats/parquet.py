@@ -29,7 +29,7 @@ from elastic_dp.data.formats.encryption import (
     refuse_unreadable,
     unreadable_chunks,
 )
-from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
 from elastic_dp.storage import ObjectRewritten
 
@@ -100,12 +100,14 @@ class Parquet:
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
         return None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
         if shard.local is not None:
-            return self._read_local(shard, shard.local, place, leaves)
-        held = _Held(shard)
-        footer = self._footer(shard, place, held, None).metadata
-        group = footer.row_group(place.group)
+            return self._read_local(shard, shard.local, location, leaves)
+        held = _FetchedRanges(shard)
+        footer = self._footer(shard, location, held, None).metadata
+        group = footer.row_group(location.group)
 
         def fetch(columns: list[str]) -> None:
             held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
@@ -114,30 +116,36 @@ class Parquet:
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return checked(_read_group(file, place.group, leaves, fetch))
+        return checked(_read_group(file, location.group, leaves, fetch))
 
     def close(self) -> None:
         with self._lock:
             self._footers.clear()
             self._footer_bytes = 0
 
-    def _read_local(self, shard: ShardAt, path: str, place: Place, leaves: list[str]) -> pa.Table:
+    def _read_local(
+        self, shard: ShardAt, path: str, location: RowGroupLocation, leaves: list[str]
+    ) -> pa.Table:
         stamp = _stamp(path)
-        kept = self._footer(shard, place, _Held(shard), stamp)
+        kept = self._footer(shard, location, _FetchedRanges(shard), stamp)
         with self._lock:
             file = kept.idle.pop() if kept.idle else None
         file = file or pq.ParquetFile(
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return checked(_read_group(file, place.group, leaves))
+            return checked(_read_group(file, location.group, leaves))
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
             self._put_back(shard.key, kept, file)
 
     def _footer(
-        self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
+        self,
+        shard: ShardAt,
+        location: RowGroupLocation,
+        held: _FetchedRanges,
+        stamp: tuple[int, ...] | None,
     ) -> _Footer:
         """The one that is kept, or else from the shard; threads that want it meanwhile wait."""
         with self._lock:
@@ -149,19 +157,25 @@ class Parquet:
                 if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
                     return kept
             try:
-                return self._read_footer(shard, place, held, stamp)
+                return self._read_footer(shard, location, held, stamp)
             finally:
                 with self._lock:
                     self._gates.pop(shard.key, None)
 
     def _read_footer(
-        self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
+        self,
+        shard: ShardAt,
+        location: RowGroupLocation,
+        held: _FetchedRanges,
+        stamp: tuple[int, ...] | None,
     ) -> _Footer:
         if shard.footer is not None:
             return self._keep(shard.key, _Footer(_parse(shard.footer), shard.tail, stamp))
         start = shard.size - shard.tail
-        is_near = start - place.end <= GAP_BYTES and place.end - place.start <= TOGETHER_BYTES
-        held.fetch([(place.start if is_near and stamp is None else start, shard.size)])
+        is_near = (
+            start - location.end <= GAP_BYTES and location.end - location.start <= TOGETHER_BYTES
+        )
+        held.fetch([(location.start if is_near and stamp is None else start, shard.size)])
         tail = held.slice(start, shard.size)
         if zlib.crc32(tail) != shard.check:
             raise ObjectRewritten(shard.name)
@@ -200,7 +214,7 @@ class _Footer:
     idle: list[pq.ParquetFile] = field(default_factory=list)
 
 
-class _Held:
+class _FetchedRanges:
     """Ranges of a shard in memory, as the file that Arrow reads them from."""
 
     closed = False

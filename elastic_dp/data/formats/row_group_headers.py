@@ -12,7 +12,7 @@ from elastic_dp.data.formats.format import ShardAt, ShardKey
 HEAD_BYTES_KEPT = 16 << 20
 
 
-class Heads:
+class RowGroupHeaders:
     """Thread safe. A head that several threads miss at once may be read more than once."""
 
     def __init__(self) -> None:

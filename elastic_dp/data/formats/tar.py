@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
@@ -111,8 +111,10 @@ class Tar:
                 break
         return pa.schema([(name, pa.null()) for name in sorted(names)])
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        content = memoryview(shard.read(place.start, place.end))
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        content = memoryview(shard.read(location.start, location.end))
         samples: list[dict[str, Any]] = []
         for member in _members(io.BytesIO(content)):
             key, ending = _split(member.name)

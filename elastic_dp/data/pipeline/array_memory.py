@@ -27,7 +27,7 @@ SMALLEST_BYTES = 1 << 20  # below, malloc does the same
 _WASTE = 2  # a block may be so many times as large as what is asked for
 
 
-class Blocks:
+class BlockPool:
     """Of one data set, for all its threads. At most `kept` blocks wait to be used again."""
 
     def __init__(self, kept: int) -> None:

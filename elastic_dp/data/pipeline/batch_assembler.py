@@ -25,7 +25,7 @@ import pyarrow as pa
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists
 from elastic_dp.data.pipeline.array_memory import (
     ALIGNED_TO,
-    Blocks,
+    BlockPool,
     aligned,
     aligned_copy,
     is_aligned,
@@ -47,12 +47,12 @@ class _Whole(NamedTuple):
     row: int
 
 
-class Gathering:
+class BatchAssembler:
     """Row `rows[i]` of row group `groups[i]` becomes row i. Micro-batch j is rows bounds[j] to
     bounds[j+1] - 1."""
 
     def __init__(
-        self, groups: Ints, rows: Ints, blocks: Blocks, bounds: Sequence[int] = ()
+        self, groups: Ints, rows: Ints, blocks: BlockPool, bounds: Sequence[int] = ()
     ) -> None:
         self._groups, self._count, self._blocks = groups, len(groups), blocks
         self._bounds = bounds

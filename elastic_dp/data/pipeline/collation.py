@@ -24,7 +24,7 @@ from elastic_dp.sampling import generator_for
 _OBJECT_BYTES = 64  # that Python takes for one, beside its content
 
 
-class Collating:
+class Collator:
     """What a `DataConfig` asks to be done with the arrays of a micro-batch. Pickles if the user's
     functions do."""
 
@@ -112,7 +112,7 @@ def pinned(batch: Any) -> Any:
 
 def aligned_tensors(batch: Any) -> Any:
     """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see
-    blocks.py."""
+    array_memory.py."""
     return _each_tensor(batch, _aligned)
 
 

@@ -22,7 +22,7 @@ from elastic_dp.data.pipeline.micro_batch_plan import (
     MicroBatch,
     MicroBatchPlan,
 )
-from elastic_dp.data.pipeline.row_group_reader import Moved
+from elastic_dp.data.pipeline.row_group_reader import PlanChanged
 from elastic_dp.data.pipeline.row_group_residency import Key
 from elastic_dp.threads import background
 
@@ -44,7 +44,7 @@ class MicroBatchSource(Protocol):
         """Chunks of such works will be made, the smaller keys first."""
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These will not; whoever is making one raises Moved."""
+        """These will not; whoever is making one raises PlanChanged."""
 
     def make(
         self, key: Key, wanted: Sequence[MicroBatch], producer: int
@@ -243,7 +243,7 @@ class MicroBatches:
         items: Sequence[Any]
         try:
             items, nbytes = self._source.make(chunk.key, chunk.micro_batches, producer)
-        except Moved:
+        except PlanChanged:
             with self._lock:
                 self._planned.put_back(chunk)
                 self._work.notify()

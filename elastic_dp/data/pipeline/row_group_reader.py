@@ -28,7 +28,7 @@ READ_THREADS = 32  # as many requests are in flight
 READS_PER_PLAN = 8  # so that planning, which needs the interpreter, delays no first read
 
 
-class Moved(Exception):
+class PlanChanged(Exception):
     """The plan changed, or all was closed, while `take` waited: look at it again."""
 
 
@@ -94,15 +94,18 @@ class RowGroupReader:
             self._work.notify()
 
     def take(self, key: Key, groups: Sequence[int]) -> dict[int, Columns | BadShard]:
-        """Those of the row groups that are here, at least one; they stay until `release`. One that
-        cannot be decoded is its BadShard. Raises what reading raised, and Moved after `forget`."""
+        """The row groups among `groups` that are in memory, at least one of them, by number.
+
+        They stay in memory until `release`. A row group that cannot be decoded is given as its
+        BadShard. Raises what reading raised, and PlanChanged after `forget`.
+        """
         with self._lock:
             self._start()
             self._resident.add(key, groups)
             needed = [self._resident[number] for number in groups]
             try:
                 here = self._wait_for(key, needed)
-            except Moved:
+            except PlanChanged:
                 raise
             except Exception:
                 self._resident.forget(key)
@@ -160,7 +163,7 @@ class RowGroupReader:
         try:
             while True:
                 if self._closed or moves != self._moves:
-                    raise Moved
+                    raise PlanChanged
                 if self._failure is not None:
                     raise self._failure
                 here = [group for group in needed if group.content is not None]

@@ -20,7 +20,7 @@ from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.formats import FORMATS
-from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
+from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
 
@@ -74,12 +74,12 @@ class ShardRowGroups:
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
         number = self._index.shard_of(row_group)
         shard = self._shard(number)
-        place = self._place(number, row_group)
+        location = self._location(number, row_group)
         try:
-            table = self._read_table(number, shard, place)
+            table = self._read_table(number, shard, location)
             if table.num_rows != self.rows[row_group]:
                 raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
-            where = f"row group {place.group} of {shard.name}"
+            where = f"row group {location.group} of {shard.name}"
             columns = decode_table(table, self._fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
@@ -93,10 +93,10 @@ class ShardRowGroups:
             if (
                 error.errno is None
             ):  # a decoder's word for content; with a number it is the machine's
-                raise _bad(shard, place, error) from error
+                raise _bad(shard, location, error) from error
             raise StorageError(f"cannot read {shard.name}: {error}") from error
         except Exception as error:  # a decoder may raise anything at bytes that are not its own
-            raise _bad(shard, place, error) from error
+            raise _bad(shard, location, error) from error
 
     def name(self, row_group: int) -> tuple[str, int, int]:
         shard = self._index.shard_of(row_group)
@@ -107,8 +107,8 @@ class ShardRowGroups:
         for opened in self._formats.values():
             opened.close()
 
-    def _read_table(self, number: int, shard: ShardAt, place: Place) -> pa.Table:
-        return self._format(number).read(shard, place, self._index.schema, self._leaves)
+    def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
+        return self._format(number).read(shard, location, self._index.schema, self._leaves)
 
     def _format(self, number: int) -> Format:
         return self._formats[self._index.sources[self._source(number)].format]
@@ -130,10 +130,10 @@ class ShardRowGroups:
             footer=index.footer(number),
         )
 
-    def _place(self, number: int, row_group: int) -> Place:
+    def _location(self, number: int, row_group: int) -> RowGroupLocation:
         index = self._index
         group = row_group - int(index.group_bounds[number])
-        return Place(group, int(index.starts[row_group]), int(index.ends[row_group]))
+        return RowGroupLocation(group, int(index.starts[row_group]), int(index.ends[row_group]))
 
     def _source(self, number: int) -> int:
         return int(self._index.shards["source"][number].as_py())
@@ -156,8 +156,8 @@ def _capacity(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if 0 < nbytes < GIVEN_BACK_BYTES else nbytes
 
 
-def _bad(shard: ShardAt, place: Place, error: Exception) -> BadShard:
-    return BadShard(shard.name, place.group, f"{type(error).__name__}: {error}")
+def _bad(shard: ShardAt, location: RowGroupLocation, error: Exception) -> BadShard:
+    return BadShard(shard.name, location.group, f"{type(error).__name__}: {error}")
 
 
 def _rewritten(shard: ShardAt) -> DataError:

@@ -38,7 +38,7 @@ _START = (
 )
 
 
-class Process:
+class UserCodeProcess:
     """Starts with `start`. `run` is `call(*arguments)` there; what it raises is raised here."""
 
     def __init__(self, name: str) -> None:

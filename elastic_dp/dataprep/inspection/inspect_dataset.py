@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from elastic_dp.data.discovery.skipped_files import Skipped
-from elastic_dp.dataprep.inspection.findings import Finding, Shape, find
+from elastic_dp.dataprep.inspection.findings import Finding, JobShape, find
 from elastic_dp.dataprep.inspection.shard_survey import Survey, survey
 from elastic_dp.errors import DataError
 
@@ -98,7 +98,7 @@ def inspect(
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}, must be at least 1")
     found = survey(url, columns, storage_options, deep=deep)
-    shape = Shape(virtual_workers or 1, micro_batch_size or 1)
+    shape = JobShape(virtual_workers or 1, micro_batch_size or 1)
     known = found.has_row_groups
     return Inspection(
         url=found.url,
@@ -125,7 +125,7 @@ def _columns(found: Survey) -> tuple[ColumnFacts, ...]:
     return tuple(facts)
 
 
-def _plan(found: Survey, shape: Shape) -> Plan | None:
+def _plan(found: Survey, shape: JobShape) -> Plan | None:
     """None where there is not one step to plan."""
     if (order := shape.order(found)) is None:
         return None

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from elastic_dp.data.discovery.listing import splits_words
+from elastic_dp.data.discovery.listing import splits_message
 from elastic_dp.data.discovery.partitions import Partitions
-from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_words
+from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_message
 from elastic_dp.dataprep.sources.documents import documents_of_column, documents_of_files
 from elastic_dp.dataprep.sources.images import open_images
 from elastic_dp.dataprep.sources.row_stream import Documents, Rows
@@ -67,7 +67,7 @@ def find_source(
             raise DataError(
                 f"no file at {redact_url(url)!r} matches "
                 f"{' or '.join(map(repr, text_globs))} (text_glob); it has "
-                f"{skipped_words(files.beside(read))}"
+                f"{skipped_message(files.beside(read))}"
             )
         return InputSource(url, "text", read, files.beside(read))
     if "dataset_dict.json" in files.names:
@@ -137,12 +137,12 @@ def find_format(url: str, files: Files) -> tuple[str, Files]:
             if kinds
             else f"no file at {redact_url(url)!r} has an ending that is known: "
             f"{', '.join(_FORMATS)}. It has "
-            f"{skipped_words(count_skipped(files.names, files.hidden))}. `elastic-dp data "
+            f"{skipped_message(count_skipped(files.names, files.hidden))}. `elastic-dp data "
             "convert --text-glob` reads files of "
             "any name as text"
         )
     kind = next(iter(kinds))
     read = files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))
-    if words := splits_words(read.names, f"{files.root}/"):
+    if words := splits_message(read.names, f"{files.root}/"):
         _log.warning("%r %s", redact_url(url), words)
     return kind, read

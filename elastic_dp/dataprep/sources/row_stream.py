@@ -1,8 +1,8 @@
-"""What every format becomes, and the types that a column may have on the way to a tensor.
+"""`Rows`: a stream of record batches, which every source format becomes.
 
-Dictionaries and extension types are written as what they stand for, views as large strings
-(kinds.py), dates stay the text they were, and the image columns of Hugging Face, structs of bytes
-and path, become the bytes.
+Columns get the types that training reads (column_types.py): dictionaries become their values,
+extension types their storage, views large strings. Dates in text files stay text. An image column
+of Hugging Face, which is a struct of bytes and path, becomes the bytes.
 """
 
 from __future__ import annotations

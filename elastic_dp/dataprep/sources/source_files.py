@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
 from elastic_dp.data.discovery.listing import glob_mark
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
 from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
@@ -169,7 +169,7 @@ def list_files(
         raise StorageError(_said(f"cannot list {url!r}", error, storage_options)) from None
     entries = {str(name).removeprefix(root).lstrip("/"): entry for name, entry in found.items()}
     if any(name.rpartition("/")[2] == INCOMPLETE for name in entries):
-        raise DataError(not_whole(url))
+        raise DataError(incomplete_message(url))
     if "http" not in _protocols(system):
         _refuse_table(url, system, path, root, entries)
     hidden = [name for name in sorted(entries) if _is_hidden(name, text_globs)]
