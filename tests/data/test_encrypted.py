@@ -66,13 +66,17 @@ def write_encrypted(path: Path, column: str, *, plaintext_footer: bool) -> None:
 @pytest.mark.parametrize(
     ("column", "plaintext_footer", "said"),
     [
-        ("x", False, "a.parquet is encrypted Parquet (its footer too), and no keys are known here"),
+        (
+            "x",
+            False,
+            "a.parquet is encrypted Parquet (its footer too), and there are no keys for it",
+        ),
         (
             "x",
             True,
-            "column 'x' of a.parquet is encrypted, and no keys are known here; leave it out",
+            "column 'x' of a.parquet is encrypted, and there are no keys for it; leave it out",
         ),
-        ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and no keys are known here"),
+        ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and there are no keys for it"),
     ],
 )
 def test_encrypted_parquet_is_refused_and_the_process_goes_on(

@@ -165,7 +165,7 @@ def test_blank_lines_in_csv_of_one_column_are_said(end, tmp_path, monkeypatch, c
     for read in lambda: rows_of(tmp_path)[0], lambda: converted(tmp_path / "a.csv"):
         caplog.clear()
         assert read() == expected
-        assert "blank lines of CSV files of one column are no rows" in caplog.text
+        assert "blank lines of CSV files with one column are not rows" in caplog.text
         assert ": 3, such as behind row 1 of a.csv" in caplog.text
     caplog.clear()
     (tmp_path / "a.csv").write_text("x,y\n1,2\n\n3,4\n")
@@ -336,22 +336,22 @@ JSON_REFUSED = {
     ),
     "cut off": (
         b'{"a": 1}\n{"a": 2}\n{"a": ',
-        "row 3 is no JSON object on a line .*begins with b'{\"a\": '",
+        "row 3 is not a JSON object on one line .*begins with b'{\"a\": '",
     ),
-    "cut off in a number": (b'{"a": 1}\n{"a": 12', "row 2 is no JSON object"),
+    "cut off in a number": (b'{"a": 1}\n{"a": 12', "row 2 is not a JSON object"),
     "duplicate keys": (
         b'{"a": 1}\n\n{"a": 1, "a": 2}\n',
-        "row 2 is no JSON object on a line .the key 'a' is there twice",
+        "row 2 is not a JSON object on one line .the key 'a' is there twice",
     ),
     "duplicate inner keys": (
         b'{"o": {"a": 1, "a": 2}}\n',
-        "row 1 is no JSON object on a line .the key 'a' is there twice",
+        "row 1 is not a JSON object on one line .the key 'a' is there twice",
     ),
-    "null first": (b'null\n{"a": 1}\n', "row 1 is no JSON object"),
-    "null": (b'{"a": 1}\n \tnull\n', "row 2 is no JSON object"),
-    "null behind": (b'{"a": "null"} null\n', "row 1 is no JSON object"),
-    "number": (b'{"a": 1}\n3\n', "row 2 is no JSON object"),
-    "zeros": (b'{"a": 1}\n' + bytes(20), "row 2 is no JSON object"),
+    "null first": (b'null\n{"a": 1}\n', "row 1 is not a JSON object"),
+    "null": (b'{"a": 1}\n \tnull\n', "row 2 is not a JSON object"),
+    "null behind": (b'{"a": "null"} null\n', "row 1 is not a JSON object"),
+    "number": (b'{"a": 1}\n3\n', "row 2 is not a JSON object"),
+    "zeros": (b'{"a": 1}\n' + bytes(20), "row 2 is not a JSON object"),
     "utf-16": ('{"a": 1}\n'.encode("utf-16"), "is UTF-16"),
     "latin-1": (
         '{"a": "\xe9"}\n'.encode() + '{"b": "x", "a": "\xe9"}\n'.encode("latin-1"),

@@ -1,4 +1,4 @@
-"""The formats of shards, by name. Each keeps `Format` (format.py)."""
+"""The formats of shards, by name. Each implements `Format` (format.py)."""
 
 from elastic_dp.data.formats.arrow import Arrow
 from elastic_dp.data.formats.csv import Csv

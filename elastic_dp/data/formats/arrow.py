@@ -1,14 +1,14 @@
 """Arrow IPC, the file format and the stream format: a record batch is a row group.
 
-Both are the same messages in a row; a file has a footer that says where they are, a stream is
-walked. What comes before the first record batch (schema, dictionaries) is its head, and a record
-batch is read as a stream of head and batch. A file of this machine is memory mapped, and
-uncompressed numbers are used where they lie. A mapped file that is cut short in place kills the
-process; one that is replaced is noticed.
+Both formats are a sequence of messages. A file has a footer that says where they are; a stream is
+walked from message to message. The messages before the first record batch (schema, dictionaries)
+are the head, and `read` decodes a stream that consists of the head and one record batch. A local
+file is memory mapped, and uncompressed numbers are views of the mapping. A mapped file that is
+truncated in place ends the process; one that is replaced is noticed.
 
-A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own
-libraries write both before the first record batch too; Polars writes no schema message there, and
-its dictionaries at the end. The head of such a file is made from its footer.
+The footer of a file has the schema, and says where the dictionaries are. Arrow's own libraries also
+write both before the first record batch. Polars writes no schema message there, and puts its
+dictionaries at the end; then the head is made from the footer.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
 _OLD_FEATHER = b"FEA1"
-_TEXT_FACTOR = 4  # how well text is thought to be compressed
-_DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
+_TEXT_FACTOR = 4  # assumed compression ratio of text
+_DICTIONARY_FACTOR = 4  # assumed number of times that a value of a dictionary occurs
 
 
 class Arrow:
@@ -148,7 +148,7 @@ class Arrow:
         with self._lock:
             mapped = self._mapped.get(shard.key)
         if mapped is None or mapped.stamp != stamp:
-            shard.read(0, 1)  # tells whether it is still the version that the index knows
+            shard.read(0, 1)  # raises if the file has another version than in the index
             with pa.memory_map(path) as file:
                 mapped = _Mapped(file.read_buffer(), stamp)
         with self._lock:
@@ -162,11 +162,11 @@ class Arrow:
 @dataclass(frozen=True)
 class _Mapped:
     content: pa.Buffer
-    stamp: tuple[int, ...]  # of the file, before it was mapped
+    stamp: tuple[int, ...]  # of the file, taken before it was mapped
 
 
 def refuse_old_feather(name: str, first: bytes) -> None:
-    """`first`: the file's first bytes. Raises DataError."""
+    """Raises DataError for a Feather file of version 1. `first`: the file's first bytes."""
     if first[:4] == _OLD_FEATHER:
         raise DataError(
             f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again "
@@ -176,8 +176,11 @@ def refuse_old_feather(name: str, first: bytes) -> None:
 
 
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
-    """Those of the columns `names` that a record batch has; nothing is copied that is not
-    compressed, packed or in dictionaries."""
+    """Decodes the columns `names` of a record batch, those that it has. Only values that are
+    compressed, bit-packed or in dictionaries are copied.
+
+    `content`: the message of the record batch, with its body.
+    """
     body = pa.py_buffer(content)
     schema = pa.ipc.open_stream(stream_of_head(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
@@ -193,10 +196,10 @@ def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> 
         table = pa.ipc.open_stream(whole, options=options).read_all().select(names)
     else:
         batch = pa.ipc.read_record_batch(body, schema).select(names)
-        if len(names) < len(schema) and not is_mapped:  # a view would keep the other columns
+        if len(names) < len(schema) and not is_mapped:  # a view would keep all columns in memory
             batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
         table = pa.Table.from_batches([batch])
-    table.validate(full=True)  # Arrow follows offsets without asking
+    table.validate(full=True)  # Arrow itself does not check offsets
     return table
 
 
@@ -212,8 +215,8 @@ def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
 
 
 def _decoded_bytes(schema: pa.Schema, widened_bytes: list[int], message: Message) -> int:
-    """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of
-    it."""
+    """An estimate for all columns: compressed content is in memory twice while it is decoded, and
+    dictionaries are replaced by their values."""
     size = message.end - message.start
     if any(widened_bytes):
         size += sum(each * n for each, (n, _) in zip(widened_bytes, message.nodes, strict=False))
@@ -228,8 +231,8 @@ def _decoded_bytes(schema: pa.Schema, widened_bytes: list[int], message: Message
 def _null_counts(
     schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[Message]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the
-    most."""
+    """(nulls, null lists) by leaf of `columns`, from the field nodes. Where nodes are nested, the
+    largest count is taken."""
     wanted = {leaf.name for leaf in leaves(schema, columns) if not may_be_null(leaf.type)}
     nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
     nulls, null_lists = Counter[str](), Counter[str]()
@@ -244,8 +247,8 @@ def _null_counts(
 def _leaf_nodes(
     fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of
-    which a null is a null list, and the others."""
+    """(leaf, field nodes in which a null is a null list, other field nodes), by number; with the
+    nodes of the structs around the leaf."""
     for field in fields:
         kinds = list(node_types(field.type))
         if pa.types.is_struct(field.type):
@@ -259,9 +262,11 @@ def _leaf_nodes(
 
 
 def _widened_bytes(kind: pa.DataType) -> list[int]:
-    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The
-    offsets of lists in lists are left out: the order of a run's rows follows from these sizes, and
-    runs made before go on."""
+    """For each node, the bytes per value that decoding adds: dates of 32 bits become int64.
+
+    The offsets of lists in lists are left out. The order of a run's rows depends on these sizes, so
+    that they must stay as they are for runs to be continued.
+    """
     return [8 * is_short_time(node) for node in node_types(kind)]
 
 

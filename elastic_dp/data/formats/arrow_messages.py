@@ -1,6 +1,6 @@
 """The messages of Arrow IPC: where they are in a file or stream, and what their metadata says.
 
-pyarrow does not say where messages are, so the few numbers needed are taken out of their
+pyarrow does not tell where messages are, so the few numbers that are needed are read from their
 flatbuffers here (format/Message.fbs and format/File.fbs of Apache Arrow).
 
 A few KiB of a compressed record batch can decompress to many GiB. So the lengths that its buffers
@@ -20,25 +20,26 @@ import pyarrow as pa
 
 from elastic_dp.errors import DataError
 
-# Of one compressed record batch or dictionary, decompressed; compressed text has the same limit.
+# Limit of a compressed record batch or dictionary, decompressed. Compressed text has the same one.
 DECOMPRESSED_BYTES = 2 << 30
 MAGIC = b"ARROW1"
 CONTINUES = b"\xff\xff\xff\xff"
 END = CONTINUES + bytes(4)
 SCHEMA, DICTIONARY, BATCH = 1, 2, 3  # MessageHeader
-_PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
+_PROBE_BYTES = 4096  # read first of a message; most metadata is shorter
 _PROBES_IN_FLIGHT = 8
 _HEADER_BYTES = 32  # of the message that a footer becomes
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of the shard: bytes `start`…`end` - 1, metadata and body."""
+    """A message: bytes `start` ≤ i < `end` of the shard, metadata and body. `kind`: SCHEMA,
+    DICTIONARY or BATCH."""
 
     kind: int
     start: int
     end: int
-    metadata: bytes  # with its 8 bytes of prefix
+    metadata: bytes  # with the 8 bytes before it
 
     @property
     def rows(self) -> int:
@@ -60,14 +61,14 @@ class Message:
 
     @property
     def _batch(self) -> _Table:
-        """A dictionary is a record batch of one column, in a table of its own."""
+        """The record batch. A dictionary message wraps one that has a single column."""
         header = _Table.root(self.metadata, 8).table(2)
         return header.table(1) if self.kind == DICTIONARY else header
 
 
 @dataclass(frozen=True)
 class _Table:
-    """One table of a flatbuffer; its fields are named by their place in the schema."""
+    """A table of a flatbuffer. `slot`: the index of a field in the flatbuffer's schema."""
 
     content: bytes
     at: int
@@ -135,7 +136,7 @@ class _OpenFile:
 def listed_messages(
     shard: Content, content: bytes, threads: int = _PROBES_IN_FLIGHT
 ) -> list[Message]:
-    """Of the file format, by its footer. The metadata of record batches is read for their rows."""
+    """The dictionaries and record batches of a file. `content`: its footer."""
     footer = _Table.root(content, 0)
     places = [(DICTIONARY, *block) for block in footer.blocks(2)]
     places += [(BATCH, *block) for block in footer.blocks(3)]
@@ -153,7 +154,7 @@ def listed_messages(
 
 
 def read_footer(shard: Content) -> bytes:
-    """Of the file format: a flatbuffer."""
+    """The footer of a file, which is a flatbuffer."""
     end = bytes(shard.read(max(0, shard.size - 10), shard.size))
     if end[4:] != MAGIC:
         raise OSError("it does not end as an Arrow file does; it was cut off")
@@ -164,8 +165,7 @@ def read_footer(shard: Content) -> bytes:
 
 
 def head_of_footer(shard: Content, content: bytes = b"") -> bytes:
-    """The messages that a stream would begin with: the schema that the footer has, and the
-    dictionaries."""
+    """The messages with which a stream of the same content would begin: schema and dictionaries."""
     content = content or read_footer(shard)
     places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
     dictionaries = [bytes(shard.read(start, end)) for start, end in places]
@@ -173,11 +173,11 @@ def head_of_footer(shard: Content, content: bytes = b"") -> bytes:
 
 
 def message_of_footer(content: bytes) -> bytes:
-    """A schema message with the schema that the footer has."""
+    """A schema message with the schema of the footer."""
     footer = _Table.root(content, 0)
     schema = _HEADER_BYTES + footer.table(1).at
-    # A Message: where its table is; the places of version, type and header in it; the table; then
-    # the whole footer, into which the header points.
+    # A Message: the offset of its table; the offsets of version, type and header in it; the table;
+    # then the footer, into which the header points.
     message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
     message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), SCHEMA)
     message += content + bytes(-len(content) % 8)
@@ -185,7 +185,7 @@ def message_of_footer(content: bytes) -> bytes:
 
 
 def walked_messages(shard: Content) -> Iterator[Message]:
-    """Of the stream format, one after the other."""
+    """The messages of a stream, in order."""
     at = 0
     while at + 8 <= shard.size:
         probe = bytes(shard.read(at, min(at + _PROBE_BYTES, shard.size)))
@@ -284,7 +284,7 @@ def _fixed_bytes(kind: pa.DataType, length: int) -> int:
 
 
 def node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """In the order of a record batch's field nodes."""
+    """The types of a column's field nodes, in the order of a record batch."""
     yield kind
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
