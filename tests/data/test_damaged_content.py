@@ -180,9 +180,9 @@ def test_json_text_that_is_not_utf8_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [b'null\n{"a": 1}', b'{"a": 1}\n \n null', b'{"a": 1}null\n'])
 def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content + b"\n")
-    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|no JSON object)"):
+    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|not a JSON object)"):
         read_index(config(tmp_path))
-    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|no JSON object)"):
+    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|not a JSON object)"):
         convert(str(tmp_path), str(tmp_path / "to"))
 
 

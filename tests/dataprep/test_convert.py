@@ -453,7 +453,7 @@ def test_convert_that_was_killed_leaves_no_readable_data_set(tmp_path, empty):
     convert(str(tmp_path), out, rows_per_group=10, shard_bytes=2000, on_progress=on_progress)
     *as_source, as_destination = refused[:5]
     for said in as_source:
-        assert ("at" if out.startswith("/") else "is not whole") in said
+        assert ("at" if out.startswith("/") else "is not complete") in said
     assert "is not empty" in as_destination
 
 

@@ -1,4 +1,4 @@
-"""Why there is no shard at a URL, and what to do: each cause has words of its own."""
+"""Explains why there is no shard at a URL, and what to do. Each cause has a message of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from elastic_dp.data.discovery.skipped_files import Skipped, skipped_message
 from elastic_dp.storage import Entry, FolderListing, Store
 
-_LOOKS = 16  # folders that are looked into for an example
+_LOOKS = 16  # folders that are listed to find an example
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 
 
@@ -25,9 +25,8 @@ def why_no_shard(
     is_shard: IsShard,
     given_format: str | None,
 ) -> str:
-    """The cause and the way out. `shown`: the URL without secrets. `look`: into `folder`, all below
-    it for a deep glob; nothing of it could be taken. `skipped`: what the URL means and is not
-    read."""
+    """The cause, and what to do. `shown`: the URL without secrets. `look`: the listing of `folder`,
+    which has no shard. `skipped`: files that match the URL and are not read."""
     base = shown_folder(shown, store.path, folder)
     if not look.entries and not look.folders and not look.unreadable:
         return _empty(shown, store, folder, base)
@@ -38,7 +37,7 @@ def why_no_shard(
         some = _some(
             base, [e.path for e in look.entries] + [f"{path}/" for path in look.folders], folder
         )
-        return f"no file matches the pattern; {some}. Mend the pattern"
+        return f"no file matches the pattern; {some}. Correct the pattern"
     if skipped and all(one.ending == "hidden" for one in skipped):
         return (
             f"only {skipped_message(skipped)}. Names that begin with '.' or '_' are files that "
@@ -47,8 +46,8 @@ def why_no_shard(
         )
     if skipped and not any(one.ending == "" or one.ending.startswith(".") for one in skipped):
         return (
-            f"nothing there can be read: {skipped_message(skipped)}. Mend the links, or rename the "
-            "keys"
+            f"nothing there can be read: {skipped_message(skipped)}. Correct the links, or rename "
+            "the keys"
         )
     if skipped:
         words = f"none of the files has such an ending: {skipped_message(skipped)}"
@@ -73,7 +72,7 @@ def why_no_shard(
 
 
 class IsShard:
-    """Of a path below a folder: whether it would be read."""
+    """Whether a path below a folder would be read as a shard."""
 
     def __init__(self, has_format: Iterable[str]) -> None:
         self._endings = tuple(has_format)
@@ -83,7 +82,7 @@ class IsShard:
 
 
 def shown_folder(shown: str, path: str, folder: str) -> str:
-    """A folder's path as a URL, by the URL of `path`, for people; with a "/" at the end."""
+    """The URL of `folder`, with a "/" at the end. `shown`: the URL of `path`."""
     shown, path, inside = shown.rstrip("/"), path.rstrip("/"), folder.strip("/")
     if not path:
         return f"{shown}/{inside}/" if inside else f"{shown}/"

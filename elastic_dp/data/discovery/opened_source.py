@@ -1,5 +1,5 @@
-"""Sources of a data set whose shards are listed, and what is wrong with the columns that are asked
-for, as far as their names and first rows tell."""
+"""A source of a data set whose shards are listed. Checks the columns that a job names against the
+first rows and the names of folders, before shards are scanned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source whose shards are known by name. `prefix`: of their names, for people."""
+    """A source whose shards are listed. `prefix`: before the names of its shards in messages."""
 
     store: Store
     listed: ShardListing
@@ -36,8 +36,8 @@ class OpenedSource:
 
 
 def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
-    """Raises DataError for a column that no shard has in its first rows, where a scan of all rows,
-    which may take hours, would be needed to know more. Mostly the first shard has all of them."""
+    """Raises DataError if no shard has a column of `config.columns` in its first rows, for formats
+    whose scan reads all rows and may take hours. Usually the first shard has all columns."""
     missing = list(config.columns or ())
     if not missing or not all(source.format.scans_content for source in sources):
         return
@@ -53,7 +53,7 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
             return name, source.format.first_columns(shard, config.columns)
         except StorageError:
             raise
-        except Exception:  # the scan says what is wrong with it
+        except Exception:  # the scan reports it
             return name, None
 
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
@@ -80,7 +80,8 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
 def warn_of_partition_columns(
     config: DataConfig, sources: Sequence[OpenedSource], columns: Columns
 ) -> None:
-    """Columns that only the names of folders hold. Raises DataError where one is asked for."""
+    """Warns of partition columns, which training does not read. Raises DataError if
+    `config.columns` names one."""
     folders = {
         (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])
         for source in sources
