@@ -1,9 +1,9 @@
-"""Row groups of a data set, whatever the shards' format: the port that reading goes through, and
-its one real side.
+"""The row groups of a data set, in any format: the interface `RowGroups`, and its implementation
+for the shards of an index.
 
-`read` runs in many threads at once. It is the place where what a decoder says becomes an error with
-a name: a shard that is not what the index saw is a DataError, bytes that cannot be decoded are a
-BadShard, and what the store says stays as it is.
+`read` runs in many threads at the same time. It turns the errors of decoders into typed ones: a
+shard that is not the one of the index is a DataError, and bytes that cannot be decoded are a
+BadShard. Errors of the store stay as they are.
 """
 
 from __future__ import annotations
@@ -24,36 +24,35 @@ from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, Shard
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
 
-# What Arrow used to decode a row group of this size goes back at once. Its allocator would keep it
-# for a second, in which the next ones come: with 64 MiB each a worker grew by up to 1.14 of its
-# budget, and by 0.97 so. Smaller ones fit into what smaller ones left.
+# After a row group of this size is decoded, Arrow's free memory is returned at once. Its allocator
+# would keep it for a second, while the next row groups arrive: with 64 MiB each, a worker grew by
+# up to 1.14 of its budget; it grows by 0.97 now. Smaller row groups fit into the memory of others.
 GIVEN_BACK_BYTES = 64 << 20
-SHARDS_KNOWN = 1024  # whose part of the index is looked up once
+SHARDS_KNOWN = 1024  # shards whose facts from the index are cached
 
 
 class RowGroups(Protocol):
-    """All that a reader knows of storage and formats; a fake of it is a list of tables."""
+    """What the reader needs of storage and formats. A fake can be a list of tables."""
 
-    rows: Ints  # [row group]
-    nbytes: Ints  # [row group]: what it takes, encoded and decoded, roughly; the order goes by it
-    reading_bytes: Ints  # [row group]: upper estimate of what it takes at once while it is read
+    rows: Ints  # int64 [row groups]
+    nbytes: Ints  # int64 [row groups]: estimated bytes in memory; the order of rows depends on it
+    reading_bytes: Ints  # int64 [row groups]: estimated peak bytes while it is read
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
-        """Decoded columns, and the bytes of memory that they hold. Raises BadShard, DataError,
-        StorageError."""
+        """The decoded columns by name, and the bytes of memory that they hold. Raises BadShard,
+        DataError, StorageError."""
 
     def name(self, row_group: int) -> tuple[str, int, int]:
-        """The shard's name, the row group's number in it, and that of its first row."""
+        """(name of the shard, number of the row group in it, number of its first row)."""
 
     def close(self) -> None: ...
 
 
 class ShardRowGroups:
-    """Those of an index, in the stores of `config`'s URLs. Thread safe."""
+    """The row groups of an index. Thread safe."""
 
     def __init__(self, config: DataConfig, index: Index, stores: list[Store]) -> None:
-        """`stores`: one for each of `config.urls`, which must be the ones that the index was made
-        of."""
+        """`config`: the one that the index was made of. `stores`: one for each of `config.urls`."""
         assert len(stores) == len(config.urls) == len(index.sources), "an index of another config"
         self.rows, self.nbytes = index.rows, index.nbytes
         self.reading_bytes = index.nbytes.copy()
@@ -90,12 +89,10 @@ class ShardRowGroups:
         except ElasticError:
             raise
         except OSError as error:
-            if (
-                error.errno is None
-            ):  # a decoder's word for content; with a number it is the machine's
+            if error.errno is None:  # raised by a decoder; the operating system sets a number
                 raise _bad(shard, location, error) from error
             raise StorageError(f"cannot read {shard.name}: {error}") from error
-        except Exception as error:  # a decoder may raise anything at bytes that are not its own
+        except Exception as error:  # a decoder may raise anything for damaged content
             raise _bad(shard, location, error) from error
 
     def name(self, row_group: int) -> tuple[str, int, int]:
@@ -143,8 +140,8 @@ class ShardRowGroups:
 
 
 def _held_bytes(column: Column) -> int:
-    """Its buffers grew by doubling: all of a small one was in use before, of a large one only what
-    was written counts."""
+    """The memory of a column whose buffers grew by doubling. A small buffer counts with its full
+    capacity; of a large one only the pages that were written are in memory."""
     if isinstance(column, Lists):
         return _held_bytes(column.values) + column.offsets.nbytes
     if isinstance(column, pa.Array):
