@@ -1,8 +1,8 @@
-"""`convert`: what a team has, to shards that train well: row groups of 1 to 4 MiB, a footer for
-each shard.
+"""`convert`: writes any supported source as shards that train well, with row groups of 1 to 4 MiB
+and a footer per shard.
 
-It streams, in memory that does not depend on the source's size; the same source gives the same
-bytes; and the destination is a data set only when all of it is there (see destination.py).
+It streams: its memory does not depend on the size of the source. The same source gives the same
+bytes. The destination becomes a data set only when it is complete (see destination.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHARD_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Converted:
-    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row.
-    `skipped`: files of the source that were not read, and those that have no row."""
+    """The result of `convert`. `nbytes`: size of the files. `dropped_tokens`: the last tokens, too
+    few for a row. `skipped`: files of the source that were not read, or have no rows."""
 
     rows: int
     row_groups: int
@@ -162,8 +162,8 @@ def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped,
 
 
 def _compression(format: Format, schema: pa.Schema) -> Compression:
-    """Images are compressed already, numbers hardly get smaller, and Arrow that is not can be
-    memory mapped."""
+    """The default. Images are compressed already, numbers hardly get smaller, and Arrow without
+    compression can be memory mapped."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     dense = "image" in schema.names or any(is_one(f.type) for f in schema for is_one in lists)
     return "none" if format == "arrow" or dense else "snappy"

@@ -587,7 +587,7 @@ def test_opening_a_folder_for_training_says_what_is_not_read_in_it(tmp_path, cap
             {},
             "'a' is string in b.jsonl and int64",
         ),
-        ({"a.jpg": ""}, {}, "a.jpg lies in no subfolder"),
+        ({"a.jpg": ""}, {}, "a.jpg is not in a subfolder"),
         ({"dataset_dict.json": "{}", "test/state.json": "{}"}, {}, r"several splits \(test\)"),
         ({"a.tar": ""}, {}, "tar shards, which convert does not read"),
         ({"a.txt": "ab"}, {"tokenizer": "bytes", "pack": 9}, "3 tokens, too few"),

@@ -37,12 +37,12 @@ from elastic_dp.sampling.mixture import row_groups_at_once
 from elastic_dp.shipping import shipped
 from elastic_dp.storage import Store
 
-PRODUCERS = 2  # threads, where user code needs no processes
-AHEAD_PART = 8  # of the memory, one in so many is for micro-batches made ahead
-# And one in so many for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220
-# in row groups of 1 to 5 MiB.
+PRODUCERS = 2  # threads that make micro-batches, unless user code runs in processes
+AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
+# 1 / SLACK_PART of the memory is for what Arrow's allocator keeps in addition to row groups: 50 MiB
+# for 220 MiB in row groups of 1 to 5 MiB.
 SLACK_PART = 6
-ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # made in one go, by the row groups' own estimates
+ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batches
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
 
@@ -50,7 +50,7 @@ Located = tuple[Ints, Ints]  # row groups, rows in them
 
 
 class _DelegatesToStream:
-    """What a data set and an evaluation hand on to their stream."""
+    """Methods that training data and evaluation data delegate to their stream."""
 
     _stream: _Stream
 
@@ -123,8 +123,7 @@ class StreamingDataset(_DelegatesToStream):
 
 
 class StreamingEvaluation(_DelegatesToStream):
-    """An `EvaluationData` (see dataset_interface.py). User code runs in the caller's thread, or
-    early: never in processes."""
+    """An `EvaluationData` (see dataset_interface.py). User code never runs in other processes."""
 
     def __init__(
         self,
@@ -150,8 +149,8 @@ class StreamingEvaluation(_DelegatesToStream):
         identity = f"evaluation {digest} {order.identity}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._order = order
-        # Row groups stay while there is room: `batch` may come without `read_ahead`, and
-        # evaluations come again.
+        # Row groups stay in memory while there is room: `batch` may be called without `read_ahead`,
+        # and evaluations are repeated.
         self._stream = _Stream(config, row_groups, order, 1, 0, True, pin, threads, stores)
         self._stream.last_step = 0
 
@@ -179,7 +178,7 @@ class StreamingEvaluation(_DelegatesToStream):
 
 @dataclass(frozen=True, slots=True)
 class _StreamCall:
-    """What a data process runs: user code with the generators of one micro-batch."""
+    """The callable that a data process runs: user code with the generators of one micro-batch."""
 
     collator: Collator
     seed: int
@@ -256,7 +255,7 @@ class _Stream:
         self._micro_batches.read_ahead(step, virtual_workers)
 
     def batch(self, step: int, virtual_worker: int) -> Any:
-        """None: none of its rows can be decoded."""
+        """None if none of its rows can be decoded."""
         self._start_processes()
         try:
             made = self._micro_batches.take(step, virtual_worker)
@@ -286,8 +285,8 @@ class _Stream:
             self._micro_batches.remake(lambda located: not found.isdisjoint(located[0].tolist()))
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        """ "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet", rows counted in the
-        shard from 0."""
+        """Example: "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet". Rows are
+        counted in the shard, from 0."""
         by_shard: dict[str, list[int]] = {}
         groups, rows = self._order.locate(step, virtual_worker)
         for group, row in zip(groups.tolist(), rows.tolist(), strict=True):
@@ -319,7 +318,7 @@ class _Stream:
         return [((groups, rows), len(rows)) for groups, rows in each]
 
     def parts(self, before: Located, after: Located) -> bool:
-        """Where one row group ends: one that lies in one chunk need not be copied."""
+        """Whether a row group ends between the two: a row group in one chunk need not be copied."""
         return self._in_file_order and before[0][0] != after[0][0]
 
     def plan(self, needs: Sequence[tuple[Key, Sequence[Located]]]) -> None:
@@ -331,7 +330,7 @@ class _Stream:
     def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         groups = np.concatenate([m.work[0] for m in wanted])
         rows = np.concatenate([m.work[1] for m in wanted])
-        # One by itself may be for user code, and counts as what that makes of it.
+        # A single micro-batch may go through user code, and counts with the bytes of its result.
         bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()] if len(wanted) > 1 else []
         assembler = BatchAssembler(groups, rows, self._blocks, bounds)
         failed = self._fill(assembler, key)
@@ -347,8 +346,8 @@ class _Stream:
         return made, assembler.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
     def _fill(self, assembler: BatchAssembler, key: Key) -> dict[int, BadShard]:
-        """Row groups as they come. Given back: those that cannot be decoded, where the job does not
-        skip them."""
+        """Copies rows from row groups as these arrive. Returns the row groups that cannot be
+        decoded, unless the job skips them."""
         todo, failed = self._readable(assembler.row_groups), dict[int, BadShard]()
         for row_group in self.bad.intersection(assembler.row_groups):
             assembler.leave_out(row_group)
@@ -359,7 +358,7 @@ class _Stream:
             try:
                 failed |= self._copy(assembler, here, partial(self._own, key, taken))
             finally:
-                here.clear()  # lets go before the reader does
+                here.clear()  # drops the references before the reader counts the memory as free
                 self.reader.release(key, taken)
         return failed
 
@@ -411,13 +410,13 @@ def _groups_of(works: Sequence[Located]) -> list[int]:
 
 
 def _rows_in(row_groups: RowGroups, ahead_bytes: int) -> int:
-    """How many are made at once."""
+    """The limit of rows of a chunk."""
     row_bytes = max(1, int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum())))
     return min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
 
 
 def largest_bytes(row_groups: RowGroups, count: int) -> int:
-    """Of so many row groups, at most."""
+    """The bytes of the `count` largest row groups."""
     count = min(count, len(row_groups.nbytes))
     return int(np.partition(row_groups.nbytes, -count)[-count:].sum()) if count else 0
 
@@ -425,8 +424,8 @@ def largest_bytes(row_groups: RowGroups, count: int) -> int:
 def _locate_each(
     order: Order | Mixture, steps: range, virtual_worker: int
 ) -> Iterable[tuple[Any, Any]]:
-    """What `order.locate` gives for each step; several steps of an epoch at once, which costs as
-    much as one."""
+    """`order.locate` for each step. Locates several steps of an epoch together, which costs as much
+    as one."""
     if isinstance(order, Mixture):
         yield from (order.locate(step, virtual_worker) for step in steps)
         return

@@ -1,7 +1,7 @@
-"""What in a data set will read badly, why, and the command that mends it. Each rule is a function
-of the survey and of the job's shape.
+"""Findings: what in a data set will be slow to read or refused, why, and the command that fixes it.
+Each rule is a function of the survey and of the job's shape.
 
-The numbers that they judge by are the constants below.
+The constants below are the thresholds of the rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 
 LARGE_BYTES = 4 << 20  # of one column in one row group, decoded
 AIM_BYTES = 2 << 20
-SMALL_BYTES = 64 << 10  # of all needed columns in one row group, as stored: a request costs as much
+SMALL_BYTES = 64 << 10  # of all needed columns in one row group, as stored; a request costs as much
 FOOTER_BYTES_PER_CHUNK = 1 << 10
 FOOTER_BYTES = 32 << 10
 MANY_SHARDS, SMALL_SHARD_BYTES = 10_000, 4 << 20
@@ -37,8 +37,8 @@ _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind`: "refused", it cannot be trained on as it is; "slow", it can. `name` is stable, for
-    programs."""
+    """`kind`: "refused": the data set cannot be trained on as it is; "slow": it can. `name`: an
+    identifier for programs. `message`: what was found. `fix`: what to do, often a command."""
 
     name: str
     kind: Literal["refused", "slow"]
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class JobShape:
-    """Of the job; as small as can be where it is not known."""
+    """The shape of the job; the smallest one if it is not known."""
 
     virtual_workers: int = 1
     micro_batch_size: int = 1
@@ -58,7 +58,7 @@ class JobShape:
         return STREAMS * self.virtual_workers
 
     def order(self, survey: Survey) -> Order | None:
-        """None where there is no step to take."""
+        """None if there is not a single step."""
         if survey.rows < self.virtual_workers * self.micro_batch_size:
             return None
         return Order(
@@ -70,7 +70,7 @@ class JobShape:
 
 
 def find(survey: Survey, shape: JobShape) -> tuple[Finding, ...]:
-    """Those that refuse first."""
+    """All findings, "refused" ones first."""
     found = [finding for rule in _RULES for finding in rule(survey, shape)]
     return tuple(sorted(found, key=lambda finding: finding.kind))
 
@@ -202,7 +202,7 @@ def _too_few_rows(survey: Survey, shape: JobShape) -> Iterator[Finding]:
 
 
 def _memory(survey: Survey, shape: JobShape) -> Iterator[Finding]:
-    """As opening.py refuses it."""
+    """The same check as in opening.py."""
     if (order := shape.order(survey)) is None:
         return
     count = row_groups_at_least(order)
@@ -264,7 +264,7 @@ def _large(survey: Survey, shape: JobShape) -> Iterator[Finding]:
 
 
 def _small(survey: Survey, shape: JobShape) -> Iterator[Finding]:
-    """Of a data set so small that each stream would have less yet, there is nothing to mend."""
+    """Not for a data set that is so small that streams would have even less."""
     stored, streams = survey.stored(), shape.most_streams
     if len(stored) <= streams or stored.sum() < streams * SMALL_BYTES:
         return
@@ -297,8 +297,8 @@ def _few(survey: Survey, shape: JobShape) -> Iterator[Finding]:
 
 
 def _good_rows(survey: Survey, shape: JobShape) -> int:
-    """Rows of AIM_BYTES in the widest column, or fewer, so that each stream has a row group of its
-    own."""
+    """The rows that take AIM_BYTES in the widest column; or fewer, so that each stream has a row
+    group of its own."""
     widest, streams = max(sum(column.decoded) for column in survey.columns), shape.most_streams
     return max(1, min(AIM_BYTES * survey.rows // max(widest, 1), survey.rows // streams))
 
@@ -348,7 +348,7 @@ def _small_shards(survey: Survey, _: JobShape) -> Iterator[Finding]:
 
 
 def _command(survey: Survey, rows: int | None = None) -> str:
-    """To a folder beside it."""
+    """The command that converts the data set to a folder next to it."""
     fixed = survey.url
     for mark in _GLOB:
         fixed = fixed.partition(mark)[0]

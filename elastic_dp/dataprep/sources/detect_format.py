@@ -1,4 +1,4 @@
-"""Which format a URL holds, by the names of its files."""
+"""Finds the format of a source from the names of its files."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _OPENERS = {
 
 @dataclass(frozen=True)
 class InputSource:
-    """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that
-    have it; `skipped`: the others."""
+    """A source. `kind`: the format, or "saved" for a folder by `datasets.save_to_disk`. `files`:
+    the files of that format. `skipped`: the other files."""
 
     url: str
     kind: str
@@ -58,8 +58,8 @@ def find_source(
     text_globs: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> InputSource:
-    """`text_globs`: read the files that match one of them as text, and no others. Raises DataError
-    where the format is not known, or is not one."""
+    """`text_globs`: read only the files that match one of these patterns, as text. Raises DataError
+    if the format is unknown, or there are several."""
     files = list_files(url, text_globs, storage_options)
     if text_globs:
         read = files.matching(text_globs)
@@ -86,8 +86,8 @@ def find_source(
 def open_rows(
     source: InputSource, columns: list[str] | None = None, *, partitions: bool = True
 ) -> Rows:
-    """`partitions`: with the columns that only the names of folders hold. Raises DataError where it
-    has no rows as it is."""
+    """`partitions`: with partition columns, whose values are in the names of folders. Raises
+    DataError if the source has no rows with columns."""
     if source.kind == "text":
         raise DataError(
             f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: "
@@ -103,8 +103,8 @@ def open_rows(
 
 
 def open_documents(source: InputSource, columns: list[str] | None = None) -> Documents:
-    """Text: each .txt file is one document, or each row of one column of text (`text` where not
-    named)."""
+    """Documents of text: one for each .txt file, or one for each row of a column of text (`text`,
+    unless `columns` names it)."""
     if source.kind == "text":
         return documents_of_files(source.files)
     rows, url = open_rows(source, columns, partitions=False), source.url
@@ -125,7 +125,7 @@ def open_documents(source: InputSource, columns: list[str] | None = None) -> Doc
 
 
 def find_format(url: str, files: Files) -> tuple[str, Files]:
-    """The format, and the files that have it. Text beside another format is a README."""
+    """(format, files of that format). Text files next to another format are taken for a README."""
     kinds = Counter(_FORMATS[k] for name in files.names if (k := kind_of(name)) in _FORMATS)
     if len(kinds) > 1:
         kinds.pop("text", None)

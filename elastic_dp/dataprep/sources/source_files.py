@@ -1,8 +1,8 @@
-"""Which files a URL means, and their bytes: a folder with all below it, one file, or a glob; hidden
-ones left out.
+"""The files of a source and their content: a folder with everything below it, one file, or a glob,
+without hidden files.
 
-What is said of a URL or by a store goes through `redact`, and hides the foreign exception, whose
-text may hold more.
+Messages with a URL, or with the text of a foreign exception, go through `redact`. The foreign
+exception itself is dropped from the chain, since its text may have secrets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 class Files:
     """`names` are relative to `root`, sorted; `sizes` in bytes; `versions` as `Entry` has them.
     `query`: of an http URL, which may be a signature. `hidden`: names that are there, too, and
-    begin with "." or "_"; `dead`: links to nothing.
+    begin with "." or "_"; `dead`: dangling links.
 
     Files must not change while they are read, once or several times: DataError.
     """
@@ -70,7 +70,7 @@ class Files:
         return self._only([_matches(name, globs) for name in self.names])
 
     def beside(self, read: Files) -> tuple[Skipped, ...]:
-        """What is here and not in `read`, a part of it."""
+        """The files that are not in `read`, which is a part of these."""
         chosen = set(read.names)
         others = (name for name in self.names if name not in chosen)
         return count_skipped(others, self.hidden, {LINKS: self.dead})
@@ -89,7 +89,8 @@ class Files:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
-        """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
+        """The decompressed file, as a file object for pyarrow. Errors within the `with` block name
+        the file."""
         path = self.path(name)
         with (
             self._one_version(name),
@@ -104,7 +105,7 @@ class Files:
 
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
-        """Memory mapped where it is a file of this machine, so that a large record batch costs no
+        """As `open`; a local file is memory mapped, so that a large record batch takes no
         memory."""
         if not self.is_local:
             with self.open(name) as raw:
@@ -118,7 +119,7 @@ class Files:
                 yield mapped
 
     def refuse_changed(self, name: str) -> None:
-        """Raises DataError where the file is not the one that was listed."""
+        """Raises DataError if the file is not the version that was listed."""
         at = bisect_left(self.names, name)
         size, version = self.sizes[at], self.versions[at]
         with reading(name, self.options):
@@ -134,7 +135,7 @@ class Files:
 
     @contextmanager
     def _one_version(self, name: str) -> Iterator[None]:
-        """A change is named also where it looks like damage."""
+        """Checks the version at the end, also after an error: a changed file may look damaged."""
         try:
             yield
         except Exception:
@@ -148,13 +149,15 @@ def list_files(
     text_globs: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Files:
-    """`text_globs`: files that match one are not hidden by a "_" ("__init__.py").
+    """`text_globs`: files that match one of them are read even if their name begins with "_"
+    ("__init__.py").
 
-    Raises DataError if there is none or not all are there yet, StorageError if the store
-    refuses."""
+    Raises DataError if there are no files, or a conversion has not finished, and StorageError if
+    the store refuses.
+    """
     try:
         system, path = open_file_system(url, storage_options)
-        system.invalidate_cache()  # else a listing of long ago may be taken for the files
+        system.invalidate_cache()  # a cached listing may be out of date
         path, query = _split(system, str(path).rstrip("/"))
         dead: list[str] = []
         if is_local(system):
@@ -196,7 +199,7 @@ def list_files(
 
 
 def kind_of(name: str) -> str:
-    """The ending that tells the format: "jsonl" of "a/b.jsonl.gz"."""
+    """The ending of a name without that of a codec: "jsonl" for "a/b.jsonl.gz"."""
     file = name.rpartition("/")[2].lower()
     for packed in _UNPACKED:
         file = file.removesuffix(packed)
@@ -205,6 +208,7 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def reading(name: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Raises DataError, without secrets, for errors while the file `name` is read."""
     try:
         yield
     except (ElasticError, AssertionError):
@@ -214,7 +218,7 @@ def reading(name: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
 
 
 def _split(system: Any, path: str) -> tuple[str, str]:
-    """In a path of http a "?" is no glob's."""
+    """(path, query). Only in http does "?" begin a query; elsewhere it is a mark of a glob."""
     if "http" not in _protocols(system):
         return path, ""
     path, mark, query = path.partition("?")
@@ -227,7 +231,7 @@ def _protocols(system: Any) -> Sequence[str]:
 
 
 def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[str]) -> None:
-    """Also where a glob, or the name of one file, leaves its log out."""
+    """Raises DataError for a table, also if the glob or file name does not include its log."""
 
     def names_in(folder: str) -> list[str]:
         try:
@@ -246,8 +250,8 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
 
 
 def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Entry]]:
-    """What names are relative to, and each file by its path; of a glob also the mark beside its
-    files."""
+    """(path that names are relative to, entries by path). For a glob with the `_incomplete` objects
+    next to its files."""
     marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
     if marks:
         beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
@@ -262,8 +266,8 @@ def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Entry]]:
 
 
 def _find_local(url: str, path: str) -> tuple[str, dict[str, Entry], list[str]]:
-    """As `_find`, also below linked folders, and a name that holds marks of patterns may mean
-    itself; and dead links."""
+    """As `_find`, and dangling links. Follows links to folders. A name with marks of a pattern may
+    be the name of a file."""
     backend, mark, root = LocalBackend(path), glob_mark(path), path
     matched: list[Entry] = []
     look = FolderListing([], [], {})
@@ -297,6 +301,6 @@ def _is_hidden(name: str, text_globs: Sequence[str]) -> bool:
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
-    """A glob without "/" is one of file names, in any folder."""
+    """Whether a pattern matches. One without "/" is matched with the file name, in any folder."""
     file = name.rpartition("/")[2]
     return any(fnmatchcase(name if "/" in glob else file, glob) for glob in globs)
