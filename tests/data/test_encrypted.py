@@ -11,7 +11,7 @@ import pyarrow.parquet.encryption as crypto
 import pytest
 
 from elastic_dp.dataprep import convert
-from tests.data.test_formats import rows_of
+from tests.data.shards import rows_of
 
 ROWS = pa.table({"x": [1, 2, 3], "y": ["a", "b", "c"], "at": [{"lat": 1.5, "lon": 2.5}] * 3})
 # Each of these once ended the process, so it runs in one of its own, and says what it raised.

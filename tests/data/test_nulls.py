@@ -21,7 +21,7 @@ from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.dataprep import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError, SpecError
-from tests.data.test_formats import plain_values, write_arrow
+from tests.data.shards import plain_values, write_arrow
 from tests.data.test_index import config, opened
 
 ROWS = [

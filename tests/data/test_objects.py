@@ -21,8 +21,8 @@ from elastic_dp.data.pipeline.collation import nbytes_of
 from elastic_dp.dataprep import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
+from tests.data.shards import BINARY, in_memory
 from tests.data.test_batch_assembler import gathered
-from tests.data.test_formats import BINARY, in_memory
 from tests.data.test_index import config, opened
 
 ROWS = 37

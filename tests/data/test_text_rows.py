@@ -21,7 +21,8 @@ from elastic_dp.data.formats.csv import RowEnds
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import find_source, open_rows
 from elastic_dp.errors import DataError
-from tests.data.test_formats import any_content, ends_quoted, quote, rows_of
+from tests.data.shards import any_content, rows_of
+from tests.data.test_formats import ends_quoted, quote
 from tests.data.test_index import config
 
 
