@@ -125,5 +125,5 @@ def _store_errors(
     except ElasticError:
         raise
     except kinds as error:
-        said = redact(f"cannot write to {url!r}: {type(error).__name__}: {error}", options)
-        raise StorageError(said) from None
+        message = redact(f"cannot write to {url!r}: {type(error).__name__}: {error}", options)
+        raise StorageError(message) from None

@@ -222,7 +222,7 @@ def test_schemas_that_differ_and_shards_without_rows(tmp_path):
     (empty,) = found(folder, "empty_shards")
     assert (
         empty.kind == "slow"
-        and "1 of 2 shards hold no row, and are passed over: b.parquet" in empty.message
+        and "1 of 2 shards hold no row, and are skipped: b.parquet" in empty.message
     )
     shard(folder, {"tokens": tokens(256, kind=np.uint64)}, "c.parquet")
     differ = next(

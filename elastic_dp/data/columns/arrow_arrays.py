@@ -69,11 +69,11 @@ def decode_table(
     there = {name: number for number, name in enumerate(table.column_names)}
     decoded = {}
     for name, kind in leaves:
-        told = f"column {name!r} of {where}"
+        what = f"column {name!r} of {where}"
         column = (
-            _cast(table.column(there[name]), kind, told) if name in there else _nulls(rows, kind)
+            _cast(table.column(there[name]), kind, what) if name in there else _nulls(rows, kind)
         )
-        decoded[name] = decode_column(column, told, fills.get(name))
+        decoded[name] = decode_column(column, what, fills.get(name))
     return decoded
 
 

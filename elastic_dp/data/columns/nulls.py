@@ -104,8 +104,8 @@ def check_nulls(
             )
         values[name] = fitting
     for leaf in leaves:
-        if said := nulls.refused(leaf, filled=leaf.name in values):
-            raise DataError(said)
+        if message := nulls.refused(leaf, filled=leaf.name in values):
+            raise DataError(message)
     return values
 
 

@@ -13,9 +13,9 @@ Three things hold for both:
 
 Row groups that cannot be decoded: with on_bad_shard="fail", `batch` raises BadShard. With "skip",
 `batch` leaves out their rows, so it has `masked` rows fewer than `rows` says. A worker reports what
-it found by `bad_row_groups`; each worker is told what all have agreed on by `mark_bad`. So all
-workers leave out the same rows. `check_bad` and `check_left_out` raise if these are too many: at
-the same step whatever the number of workers.
+it found by `bad_row_groups`; `mark_bad` gives each worker the row groups on which all have agreed.
+So all workers leave out the same rows. `check_bad` and `check_left_out` raise if these are too
+many: at the same step whatever the number of workers.
 """
 
 from __future__ import annotations

@@ -200,9 +200,9 @@ class _ItemsCall:
         try:
             return _fetch(self.config, indices)
         except Exception as error:  # user code may raise anything
-            said = traceback.format_exception_only(error)[-1].strip()
+            message = traceback.format_exception_only(error)[-1].strip()
             lines = "".join(traceback.format_exception(error))
-            raise UserCodeError("", f"MapStyleData raised {said}", lines) from error
+            raise UserCodeError("", f"MapStyleData raised {message}", lines) from error
 
 
 def _length(config: MapStyleData) -> int:

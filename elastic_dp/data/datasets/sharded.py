@@ -292,13 +292,13 @@ class _Stream:
         for group, row in zip(groups.tolist(), rows.tolist(), strict=True):
             shard, _, first = self._row_groups.name(group)
             by_shard.setdefault(shard, []).append(first + row)
-        said = []
+        parts = []
         for name, numbers in list(by_shard.items())[:_SHARDS_NAMED]:
             more = ", …" if len(numbers) > _ROWS_NAMED else ""
-            said.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
+            parts.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
         if len(by_shard) > _SHARDS_NAMED:
-            said.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
-        return "; ".join(said) or "no rows"
+            parts.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
+        return "; ".join(parts) or "no rows"
 
     def describe_row_group(self, row_group: int) -> str:
         shard, number, _ = self._row_groups.name(row_group)

@@ -40,12 +40,12 @@ def _columns_difference(old: dict[str, str], new: dict[str, str]) -> str:
 def _names_difference(old: Index, new: Index) -> str:
     was, now = ({(s, n) for s, n in _names(index)} for index in (old, new))
     gone, come = sorted(was - now), sorted(now - was)
-    said = [
+    parts = [
         f"shard {names[0][1]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {word}"
         for names, word in ((gone, "is gone"), (come, "is new"))
         if names
     ]
-    return ", ".join(said) or "the sources are in another order"
+    return ", ".join(parts) or "the sources are in another order"
 
 
 def _names(index: Index) -> Iterator[tuple[int, str]]:

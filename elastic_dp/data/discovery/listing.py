@@ -316,10 +316,10 @@ def _only_format(url: str, root: str, entries: list[Entry]) -> str:
             counts[found] += 1
             examples[found] = name
     if len(counts) > 1:
-        said = " and ".join(f"{count} {f} (such as {examples[f]})" for f, count in counts.items())
+        counted = (f"{count} {f} (such as {examples[f]})" for f, count in counts.items())
         raise DataError(
-            f"DataConfig.url: {redact_url(url)!r} holds shards of several formats: {said}; set "
-            "DataConfig.format, or move some away"
+            f"DataConfig.url: {redact_url(url)!r} holds shards of several formats: "
+            f"{' and '.join(counted)}; set DataConfig.format, or move some away"
         )
     return next(iter(counts), "")
 

@@ -94,11 +94,11 @@ def warn_of_partition_columns(
         names = [name for name in names if name in config.columns]
     if not names:
         return
-    said = (
+    message = (
         f"only the names of folders hold the column{'s' * (len(names) > 1)} "
         f"{', '.join(map(repr, names))}, which are not "
         "read; `elastic-dp data convert` writes them as columns"
     )
     if config.columns is not None:
-        raise DataError(f"DataConfig.columns: {said}")
-    _log.warning("DataConfig.url: %s", said)
+        raise DataError(f"DataConfig.columns: {message}")
+    _log.warning("DataConfig.url: %s", message)

@@ -95,9 +95,9 @@ def call_user(name: str, function: Any, *arguments: Any) -> Any:
     except ElasticError:
         raise
     except Exception as error:  # user code may raise anything
-        said = traceback.format_exception_only(error)[-1].strip()
+        description = traceback.format_exception_only(error)[-1].strip()
         lines = "".join(traceback.format_exception(error))
-        raise UserCodeError("", f"{name} raised {said}", lines) from error
+        raise UserCodeError("", f"{name} raised {description}", lines) from error
 
 
 def located(error: UserCodeError, step: int, virtual_worker: int, rows: str) -> UserCodeError:

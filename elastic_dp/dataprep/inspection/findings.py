@@ -113,8 +113,8 @@ def _packed(survey: Survey, _: JobShape) -> Iterator[Finding]:
         largest = max(s for n, s in zip(survey.names, survey.sizes, strict=True) if n in packed)
         message = (
             f"{len(packed)} shards are compressed ({_some(packed)}; {size(largest)} at most) "
-            "and cannot be cut: each is "
-            "one row group, which is unpacked whole, and kept in memory by whoever reads any of it"
+            "and cannot be cut: each is one row group, which each worker that reads a part of it "
+            "decompresses and keeps in memory"
         )
         yield Finding("compressed_text", "slow", message, _command(survey))
 
@@ -139,8 +139,8 @@ def _differing(survey: Survey, _: JobShape) -> Iterator[Finding]:
 
 
 def _unreadable(survey: Survey, _: JobShape) -> Iterator[Finding]:
-    for said in survey.unreadable[:_NAMES_SHOWN]:
-        message, _sep, fix = said.partition("; ")
+    for error in survey.unreadable[:_NAMES_SHOWN]:
+        message, _sep, fix = error.partition("; ")
         yield Finding("unreadable", "refused", message, fix or "fix or remove the file")
     more = len(survey.unreadable) - _NAMES_SHOWN
     if more > 0:
@@ -157,7 +157,7 @@ def _no_rows(survey: Survey, _: JobShape) -> Iterator[Finding]:
     empty = [n for n, rows in zip(survey.names, survey.shard_rows, strict=True) if not rows]
     if empty:
         message = (
-            f"{len(empty)} of {len(survey.names)} shards hold no row, and are passed over: "
+            f"{len(empty)} of {len(survey.names)} shards hold no row, and are skipped: "
             f"{_some(empty)}"
         )
         yield Finding("empty_shards", "slow", message, "remove them")
@@ -173,8 +173,8 @@ def _no_tensor(survey: Survey, _: JobShape) -> Iterator[Finding]:
 
 def _nulls(survey: Survey, _: JobShape) -> Iterator[Finding]:
     for leaf in survey.job_columns.wanted_leaves():
-        if said := survey.nulls.refused(leaf):
-            yield Finding("nulls", "refused", *_message_and_fix(said))
+        if refusal := survey.nulls.refused(leaf):
+            yield Finding("nulls", "refused", *_message_and_fix(refusal))
 
 
 def _ragged(survey: Survey, _: JobShape) -> Iterator[Finding]:
@@ -211,10 +211,8 @@ def _memory(survey: Survey, shape: JobShape) -> Iterator[Finding]:
         message = (
             f"one worker that runs all {shape.virtual_workers} virtual workers has up to "
             f"{min(count, len(survey.group_rows))} row groups open, {size(needed)} (the "
-            "largest has "
-            f"{size(max(survey.group_bytes))}), more than DataConfig.memory_bytes is if "
-            "nothing is said, "
-            f"{size(DataConfig.memory_bytes)}"
+            f"largest has {size(max(survey.group_bytes))}), more than the default of "
+            f"DataConfig.memory_bytes, {size(DataConfig.memory_bytes)}"
         )
         yield Finding("memory", "refused", message, _command(survey, _good_rows(survey, shape)))
 

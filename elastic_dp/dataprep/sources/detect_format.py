@@ -117,8 +117,8 @@ def open_documents(source: InputSource, columns: list[str] | None = None) -> Doc
         texts = [name for name in texts if name == "text"]
     if len(texts) != 1 or (columns is not None and len(columns) != 1):
         raise DataError(
-            f"{redact_url(url)!r} must have one column of text to pack, or be told which "
-            "(columns); it has "
+            f"{redact_url(url)!r} must have one column of text to pack; name it by columns. "
+            "It has "
             f"{', '.join(f'{field.name!r} ({field.type})' for field in rows.schema)}"
         )
     return documents_of_column(rows, texts[0])
