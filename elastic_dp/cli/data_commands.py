@@ -157,6 +157,9 @@ def inspect(
     micro_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows of a virtual worker in a step.")
     ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Decode every row, to find damaged ones.")
+    ] = False,
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
@@ -169,6 +172,7 @@ def inspect(
         virtual_workers=virtual_workers,
         micro_batch_size=micro_batch_size,
         storage_options=storage_options(storage_option),
+        deep=deep,
     )
     if as_json:
         print(json.dumps(asdict(found)))
@@ -211,19 +215,19 @@ def _print_inspection(found: Inspection) -> None:
     _print_skipped(found.skipped)
     for finding in found.findings:
         out.print(
-            f"{finding.kind}: {finding.says}",
+            f"{finding.kind}: {finding.message}",
             style="red" if finding.kind == "refused" else "yellow",
         )
-        out.print(f"    {finding.mend}")
+        out.print(f"    {finding.fix}")
     if not found.findings:
         out.print("nothing found that would read badly", style="green")
 
 
 def _print_skipped(skipped: Sequence[Skipped]) -> None:
-    from elastic_dp.data.discovery.skipped_files import skipped_words
+    from elastic_dp.data.discovery.skipped_files import skipped_message
 
     if skipped:
-        _out().print(f"not read: {skipped_words(skipped)}", style="yellow")
+        _out().print(f"not read: {skipped_message(skipped)}", style="yellow")
 
 
 def _out() -> Console:

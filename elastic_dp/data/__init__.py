@@ -1,9 +1,10 @@
-"""From a data set's URL to the tensors of one micro-batch: `open_data(config,
+"""From the URL of a data set to the tensors of a micro-batch: `open_data(config,
 virtual_workers=V).batch(step, v)`.
 
-Order is arithmetic (`sampling/`): whoever asks for (step, virtual worker) gets the same rows. The
-driver opens once and ships `dataset.index` to the workers, which then list nothing. Opening needs
-torch, which takes a second or two to import, so that waits for the first use.
+The order of rows is computed (`sampling/`): (step, virtual worker) has the same rows in every
+process. The driver opens a data set once and ships `dataset.index` to the workers, which list
+nothing. `open_data` needs torch, which takes a second or two to import, so it is imported at the
+first use.
 """
 
 from typing import TYPE_CHECKING, Any

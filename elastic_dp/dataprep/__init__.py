@@ -1,4 +1,4 @@
-"""What makes and inspects shards: `convert`, `inspect`. Nothing in training imports it."""
+"""Makes shards (`convert`) and inspects them (`inspect`). Training imports nothing from here."""
 
 from elastic_dp.dataprep.convert import Converted, convert
 from elastic_dp.dataprep.inspection.inspect_dataset import Inspection, inspect

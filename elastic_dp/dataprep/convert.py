@@ -1,8 +1,8 @@
-"""`convert`: what a team has, to shards that train well: row groups of 1 to 4 MiB, a footer for
-each shard.
+"""`convert`: writes any supported source as shards that train well, with row groups of 1 to 4 MiB
+and a footer per shard.
 
-It streams, in memory that does not depend on the source's size; the same source gives the same
-bytes; and the destination is a data set only when all of it is there (see destination.py).
+It streams: its memory does not depend on the size of the source. The same source gives the same
+bytes. The destination becomes a data set only when it is complete (see destination.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pyarrow as pa
 
 from elastic_dp.data.columns.nulls import Nulls, check_nulls, fill
-from elastic_dp.data.discovery.skipped_files import NO_ROWS, Skipped, count_skipped, skipped_words
+from elastic_dp.data.discovery.skipped_files import NO_ROWS, Skipped, count_skipped, skipped_message
 from elastic_dp.dataprep.destination import Destination
 from elastic_dp.dataprep.shard_writer import (
     Compression,
@@ -32,8 +32,8 @@ SHARD_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Converted:
-    """`nbytes`: written, as files. `dropped_tokens`: the text's last ones, too few for a row.
-    `skipped`: files of the source that were not read, and those that have no row."""
+    """The result of `convert`. `nbytes`: size of the files. `dropped_tokens`: the last tokens, too
+    few for a row. `skipped`: files of the source that were not read, or have no rows."""
 
     rows: int
     row_groups: int
@@ -61,21 +61,29 @@ def convert(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[Converted], None] | None = None,
 ) -> Converted:
-    """Writes all rows of `source` to `destination`, an empty or absent folder, in their order.
+    """Writes all rows of `source` to `destination`, in their order.
 
-    `source`: a folder, file or glob of Parquet, Arrow, JSON Lines, CSV or text files, a folder that
-    `datasets.save_to_disk` wrote, or a folder of images with a subfolder per class; any fsspec URL,
-    as is `destination`. `rows_per_group`: None for 2 MiB of the widest column. `tokenizer` and
-    `pack`: one column of text, or .txt files that are one document each, become rows of `pack`
-    tokens (see packing.py); the tokenizer is "bytes", a tokenizer.json, a Hugging Face name, or any
-    `Tokenizer`. `format`: Parquet, but Arrow for tokens, where it takes half the bytes and no
-    decoding. `compression`: "none" for lists, images and Arrow, else "snappy". `text_glob`: with
-    `pack`, the files whose names match one of these patterns are the text, whatever their endings,
-    and no others are; "*.py" matches in every folder, "docs/*" from the source's own on.
-    `fill_nulls`: what is written for a column's nulls, also for those in lists, as
-    `DataConfig.fill_nulls` has it. `storage_options`: of both URLs, where they are not local paths,
-    as `DataConfig` has them. `on_progress` is called after each batch. Raises DataError, and
-    StorageError where it cannot be written.
+    - `source`: a folder, file or glob of Parquet, Arrow, JSON Lines, CSV or text files; a folder
+      that `datasets.save_to_disk` wrote; or a folder of images with a subfolder per class. Any
+      fsspec URL. Its files must not change meanwhile.
+    - `destination`: an empty or absent folder. Any fsspec URL.
+    - `rows_per_group`: rows of a row group. None: as many as take 2 MiB in the widest column.
+    - `shard_bytes`: a shard ends with the row group that takes its file to this size.
+    - `columns`: the columns to write, in this order. None: all.
+    - `format`: None: Parquet, but Arrow for tokens, which takes half the bytes and no decoding.
+    - `compression`: None: "none" for lists, images and Arrow, otherwise "snappy".
+    - `tokenizer` and `pack`: one column of text, or .txt files that are one document each, become
+      rows of `pack` tokens (see token_packing.py). The tokenizer is "bytes", a tokenizer.json, a
+      name on the Hugging Face hub, or any `Tokenizer`.
+    - `end_of_text`: the token after each document. None: the tokenizer's usual one.
+    - `text_glob`: with `pack`, only the files whose names match one of these patterns are read, as
+      text, whatever their ending. "*.py" matches in every folder, "docs/*" in that folder.
+    - `fill_nulls`: the value that is written for a column's nulls, as in `DataConfig.fill_nulls`.
+    - `storage_options`: for both URLs, as in `DataConfig`. Local paths take none.
+    - `on_progress`: called after each batch.
+
+    Raises DataError where the source cannot be read or written as asked, and StorageError where the
+    store refuses.
     """
     _check(rows_per_group, shard_bytes, format, compression, tokenizer, pack, text_glob)
     if fill_nulls and pack is not None:
@@ -154,15 +162,15 @@ def _count(writer: ShardWriter, packing: Packing | None, skipped: tuple[Skipped,
 
 
 def _compression(format: Format, schema: pa.Schema) -> Compression:
-    """Images are compressed already, numbers hardly get smaller, and Arrow that is not can be
-    memory mapped."""
+    """The default. Images are compressed already, numbers hardly get smaller, and Arrow without
+    compression can be memory mapped."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     dense = "image" in schema.names or any(is_one(f.type) for f in schema for is_one in lists)
     return "none" if format == "arrow" or dense else "snappy"
 
 
 def _nothing(source: str, packing: Packing | None, skipped: tuple[Skipped, ...]) -> str:
-    beside = f". Not read there: {skipped_words(skipped)}" if skipped else ""
+    beside = f". Not read there: {skipped_message(skipped)}" if skipped else ""
     if packing is None:
         return f"{redact_url(source)!r} holds no rows{beside}"
     return (

@@ -1,11 +1,11 @@
-"""Where new shards go so that nothing reads as a data set before it is whole.
+"""The destination of new shards, which nothing reads as a data set before it is complete.
 
-On this machine they are written to a hidden folder beside the destination, which takes its name in
-one rename. An object store has no such rename: there each shard appears whole, by its put, and
-`_incomplete` lies beside them from before the first until after the last; neither training nor
-another conversion reads a folder that holds it. Whatever ends a conversion by an exception removes
-what it wrote. A kill leaves the hidden folder, or `_incomplete` with the shards so far, and the
-next conversion to that place is refused until they are removed.
+On a local disk, shards are written to a hidden folder next to the destination, which is renamed at
+the end. An object store has no such rename. There, each shard appears complete, by one put, and an
+object `_incomplete` exists from before the first shard until after the last one; neither training
+nor another conversion reads a folder that has it. An exception removes everything that was written.
+After a kill, the hidden folder, or `_incomplete` with the shards so far, remains, and another
+conversion to that destination is refused until they are removed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from elastic_dp.storage import is_local, open_file_system, redact
 
 
 class Destination:
-    """An empty or absent folder at `url`. Use `writing()`, and in it `shard(name)` for one after
-    the other."""
+    """An empty or absent folder at `url`. Use `shard(name)` for one shard after the other, within
+    `writing()`."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url, dict(options or {})
@@ -40,15 +40,15 @@ class Destination:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """All shards appear at its end, or none. Raises DataError where there is something
-        already."""
+        """All shards appear at the end of the `with` block, or none. Raises DataError if the
+        destination is not empty."""
         with _store_errors(self._url, self._options):
             self._refuse_what_is_there()
             self._begin()
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # the first error is the one to tell
+            with suppress(Exception):  # the first error is the one to report
                 self._discard()
             raise
         with _store_errors(self._url, self._options):
@@ -56,7 +56,7 @@ class Destination:
 
     @contextmanager
     def shard(self, name: str) -> Iterator[Any]:
-        """A file to write to; where writing fails it does not appear."""
+        """A file to write to. It does not appear if writing fails."""
         self._names.append(name)
         with _store_errors(self._url, self._options, OSError):
             file = self._system.open(f"{self._written_to}/{name}", "wb")
@@ -65,7 +65,7 @@ class Destination:
             except BaseException:
                 _abandon(file)
                 raise
-            if self._is_local:  # the rename must not outlive a power cut that the bytes do not
+            if self._is_local:  # a power cut must not leave the rename without the bytes
                 file.flush()
                 os.fsync(file.fileno())
             file.close()
@@ -92,12 +92,12 @@ class Destination:
 
     def _publish(self) -> None:
         if self._is_local:
-            os.rename(self._written_to, self._path)  # takes the place of an empty folder
+            os.rename(self._written_to, self._path)  # replaces an empty folder
         else:
             self._system.rm_file(f"{self._path}/{INCOMPLETE}")
 
     def _discard(self) -> None:
-        """`_incomplete` goes last: until then the rest is not to be read."""
+        """Removes `_incomplete` last: until then nothing reads the other objects."""
         for name in [*self._names, INCOMPLETE]:
             with suppress(FileNotFoundError):
                 self._system.rm_file(f"{self._written_to}/{name}")
@@ -106,7 +106,7 @@ class Destination:
 
 
 def _abandon(file: Any) -> None:
-    """An upload that is closed becomes an object; one that is discarded does not."""
+    """Drops a file without publishing it: an upload that is closed becomes an object."""
     if hasattr(file, "discard") and hasattr(file, "buffer"):
         file.discard()
         file.closed = True
@@ -118,12 +118,12 @@ def _abandon(file: Any) -> None:
 def _store_errors(
     url: str, options: Mapping[str, Any], kinds: type[Exception] = Exception
 ) -> Iterator[None]:
-    """A foreign file system may raise anything; around code that is not its own, only an OSError is
-    the store's."""
+    """Raises StorageError for errors of the store. A file system may raise anything. Around other
+    code, only an OSError (`kinds`) comes from the store."""
     try:
         yield
     except ElasticError:
         raise
     except kinds as error:
-        said = redact(f"cannot write to {url!r}: {type(error).__name__}: {error}", options)
-        raise StorageError(said) from None
+        message = redact(f"cannot write to {url!r}: {type(error).__name__}: {error}", options)
+        raise StorageError(message) from None

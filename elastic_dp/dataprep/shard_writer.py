@@ -1,7 +1,7 @@
-"""Record batches of any size to shards of equal row groups, Parquet or Arrow IPC.
+"""Writes record batches of any size as Parquet or Arrow shards with row groups of equal size.
 
-Every row group has exactly `rows_per_group` rows, save the last of all. A shard ends with the row
-group that takes it to `shard_bytes`. The same rows give the same bytes.
+Every row group has exactly `rows_per_group` rows, except the last one of the data set. A shard ends
+with the row group that takes it to `shard_bytes`. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Compression = Literal["none", "snappy", "lz4", "zstd"]
 
 
 class ShardWriter:
-    """Use in a `with`, and `write` batches in it. The counts are of row groups already written."""
+    """Use it in a `with` block, and call `write` with batches. `rows`, `row_groups`, `shards` and
+    `nbytes` count what is written so far."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class ShardWriter:
         if kind is None:
             self._finish()
         elif self._file is not None:
-            with suppress(Exception):  # it ends anyway, by `error`; left open it would write later
+            with suppress(Exception):  # `error` is raised anyway; an open file would write later
                 self._file.close()
             self._open_shard.__exit__(kind, error, traceback)
 
@@ -67,8 +68,7 @@ class ShardWriter:
             self._write_group(self._take(self.rows_per_group))
 
     def _enough_rows(self) -> int | None:
-        """Rows of GROUP_BYTES in the widest column, or None while fewer bytes than that are
-        here."""
+        """The rows that take GROUP_BYTES in the widest column; None while there are fewer bytes."""
         widest = max(
             sum(batch.column(i).nbytes for batch in self._pending) for i in range(len(self._schema))
         )
@@ -98,7 +98,7 @@ class ShardWriter:
         return pa.concat_batches(taken)
 
     def _write_group(self, group: pa.RecordBatch) -> None:
-        with _said_by_name(self._format):
+        with _named_errors(self._format):
             self._write(group)
         self.rows += group.num_rows
         self.row_groups += 1
@@ -132,8 +132,8 @@ class ShardWriter:
             self._file = None
 
     def _parquet_options(self) -> dict[str, Any]:
-        """Dictionaries only of words, statistics only of single numbers: of anything else they cost
-        and give nothing."""
+        """Dictionaries only for strings, statistics only for numbers: for other columns they cost
+        space and time without use."""
         words = [f.name for f in self._schema if pa.types.is_string(f.type)]
         numbers = [f.name for f in self._schema if pa.types.is_primitive(f.type)]
         return {
@@ -144,10 +144,10 @@ class ShardWriter:
 
 
 def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
-    """It can be written with columns that nest deeper than its readers go, say. Raises
-    DataError."""
+    """Raises DataError for columns that Parquet can store but its readers cannot read, such as
+    columns that nest too deep."""
     sink = io.BytesIO()
-    with _said_by_name("parquet"):
+    with _named_errors("parquet"):
         try:
             pq.write_table(schema.empty_table(), sink)
             pq.read_schema(sink)
@@ -160,7 +160,7 @@ def refuse_columns_parquet_cannot_give_back(schema: pa.Schema) -> None:
 
 
 @contextmanager
-def _said_by_name(format: Format) -> Iterator[None]:
+def _named_errors(format: Format) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:

@@ -1,9 +1,8 @@
-"""Documents to rows of exactly N tokens: laid end to end, an end-of-text token after each, cut
-every N.
+"""Packs documents into rows of exactly N tokens: documents are joined, with an end-of-text token
+after each, and cut every N tokens.
 
-So no token is padding, and no token is lost but those after the last whole row, fewer than N, which
-are dropped and counted. Rows are fixed-size lists of uint16 where the vocabulary allows, else of
-int32.
+No token is padding. Only the tokens after the last complete row, fewer than N, are dropped and
+counted. Rows are fixed-size lists of uint16, or of int32 for larger vocabularies.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import pyarrow as pa
 from elastic_dp.dataprep.sources import Documents
 from elastic_dp.errors import DataError
 
-BATCH_CHARS = 1 << 18  # tokenized at once; a token is an object of Python for a moment
+BATCH_CHARS = 1 << 18  # tokenized at once; each token is a Python object for a moment
 BATCH_PIECES = 1024
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """`encode` adds no special token of its own."""
+    """Turns texts into token ids. `encode` adds no special tokens."""
 
     vocabulary: int  # ids are below this
     end_of_text: int
@@ -34,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, and 256 for the end of a text."""
+    """Tokens are the bytes of UTF-8, and 256 for the end of a text."""
 
     vocabulary = 257
     end_of_text = 256
@@ -44,8 +43,8 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Of the `tokenizers` library. `end_of_text`: its token, by name; None: the usual names are
-    tried."""
+    """A tokenizer of the `tokenizers` library. `end_of_text`: the name of its token; None: the
+    usual names are tried."""
 
     def __init__(self, tokenizer: Any, end_of_text: str | None = None) -> None:
         tokenizer.no_padding()
@@ -66,8 +65,8 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
-    """`name`: "bytes", a tokenizer.json or a folder that has one, or a name on the Hugging Face
-    hub."""
+    """`name`: "bytes", a tokenizer.json, a folder that has one, or a name on the Hugging Face hub.
+    Raises DataError if it cannot be loaded."""
     if name == "bytes":
         return ByteTokenizer()
     try:
@@ -85,7 +84,8 @@ def open_tokenizer(name: str, end_of_text: str | None = None) -> Tokenizer:
 
 
 class Packing:
-    """One pass over documents. `dropped_tokens` is right once `batches` has ended."""
+    """Packs documents in one pass. `length`: tokens of a row. `dropped_tokens` is set when
+    `batches` has ended."""
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
         if length < 1:

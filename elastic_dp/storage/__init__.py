@@ -28,7 +28,8 @@ from fsspec.utils import glob_translate
 
 from elastic_dp.storage.backend import Entry, FolderListing
 from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
-from elastic_dp.storage.file_systems import is_local, open_file_system
+from elastic_dp.storage.file_systems import is_local, look_up, open_file_system
+from elastic_dp.storage.fsspec_backend import entry_of
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
 from elastic_dp.urls import StorageURL, redact_url
@@ -41,8 +42,10 @@ __all__ = [
     "StorageURL",
     "Store",
     "StoreCounts",
+    "entry_of",
     "glob_translate",
     "is_local",
+    "look_up",
     "open_file_system",
     "redact",
     "redact_url",

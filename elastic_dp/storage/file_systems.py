@@ -13,6 +13,9 @@ from typing import Any
 from fsspec.core import split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from elastic_dp.storage.backend import Entry
+from elastic_dp.storage.fsspec_backend import entry_of
+from elastic_dp.storage.local_backend import LocalBackend
 from elastic_dp.storage.option_names import fsspec_options
 
 
@@ -22,6 +25,15 @@ def open_file_system(url: str, options: Mapping[str, Any] | None = None) -> tupl
     scheme = "" if "::" in url else split_protocol(url)[0] or "file"
     found: tuple[Any, str] = url_to_fs(url, **fsspec_options(scheme, options or {}))
     return found
+
+
+def look_up(system: Any, path: str) -> Entry:
+    """The file as it is now, whatever was listed before. Raises FileNotFoundError, or what fsspec
+    raises."""
+    if is_local(system):
+        return LocalBackend(path).stat(path)
+    system.invalidate_cache()
+    return entry_of(path, system.info(path))
 
 
 def is_local(system: Any) -> bool:

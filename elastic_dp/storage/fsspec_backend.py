@@ -62,7 +62,7 @@ class FsspecBackend:
         found = self._system.find(
             folder, maxdepth=None if deep else 1, detail=True, **self._limit(0)
         )
-        return [_entry(path, info) for path, info in found.items() if path != folder]
+        return [entry_of(path, info) for path, info in found.items() if path != folder]
 
     def look(self, folder: str, deep: bool) -> FolderListing:
         self._system.invalidate_cache()
@@ -80,7 +80,7 @@ class FsspecBackend:
             if any(part in ("", ".", "..") for part in inside.split("/")):
                 look.unreadable.setdefault(ODD_KEYS, []).append(path)
             elif info["type"] != "directory":
-                look.entries.append(_entry(path, info))
+                look.entries.append(entry_of(path, info))
             else:
                 look.folders.append(path)
         return look
@@ -90,7 +90,7 @@ class FsspecBackend:
         info = self._system.info(self._full(path), **self._limit(0))
         if info["type"] != "file":
             raise FileNotFoundError(f"{path} is not a file")
-        return _entry(path, info)
+        return entry_of(path, info)
 
     def read(
         self, path: str, start: int, end: int | None, versioned: bool
@@ -149,7 +149,8 @@ def _exact(scheme: str, options: Mapping[str, Any], stall_s: float) -> dict[str,
     return {**options, "config_kwargs": config, "skip_instance_cache": True}
 
 
-def _entry(path: str, info: Mapping[str, Any]) -> Entry:
+def entry_of(path: str, info: Mapping[str, Any]) -> Entry:
+    """`info`: what a file system of fsspec says of a file."""
     size = info.get("size") or 0
     for name in _VERSIONS:
         value = info.get(name)

@@ -74,11 +74,11 @@ def test_inspect_has_no_findings_for_what_convert_writes(tmp_path):
 def test_large_row_groups_and_the_command_that_mends_them(tmp_path):
     folder = shard(tmp_path / "set", {"tokens": tokens(4096)}, rows=4096)
     large, few = sorted(
-        found(folder, "large_row_groups", "few_row_groups"), key=lambda f: -len(f.says)
+        found(folder, "large_row_groups", "few_row_groups"), key=lambda f: -len(f.message)
     )
-    assert "have 32 MiB in column 'tokens'" in large.says and "here 256 rows" in large.says
+    assert "have 32 MiB in column 'tokens'" in large.message and "here 256 rows" in large.message
     command = f"elastic-dp data convert {folder} {folder}-converted --rows-per-group 256"
-    assert large.mend == command and "1 row groups for 8 streams" in few.says
+    assert large.fix == command and "1 row groups for 8 streams" in few.message
     run(*command.split()[1:])
     found(f"{folder}-converted")
 
@@ -86,15 +86,15 @@ def test_large_row_groups_and_the_command_that_mends_them(tmp_path):
 def test_small_row_groups(tmp_path):
     folder = shard(tmp_path / "set", {"id": range(100_000)}, rows=1000)
     (small,) = found(folder, "small_row_groups")
-    assert "row groups have 7.84 KiB (median of 100)" in small.says
-    assert small.mend.endswith("--rows-per-group 12500")
+    assert "row groups have 7.84 KiB (median of 100)" in small.message
+    assert small.fix.endswith("--rows-per-group 12500")
 
 
 def test_few_row_groups_for_the_virtual_workers(tmp_path):
     folder = shard(tmp_path / "set", {"tokens": tokens(4096)})
     found(folder)
     (few,) = found(folder, "few_row_groups", virtual_workers=8, micro_batch_size=1)
-    assert "16 row groups for 64 streams" in few.says and few.mend.endswith("--rows-per-group 64")
+    assert "16 row groups for 64 streams" in few.message and few.fix.endswith("--rows-per-group 64")
 
 
 def test_virtual_workers_that_share_a_stream(tmp_path):
@@ -103,9 +103,9 @@ def test_virtual_workers_that_share_a_stream(tmp_path):
     shape = {"virtual_workers": 1024, "micro_batch_size": 1}
     shared, few = found(folder, "shared_streams", "few_row_groups", **shape)
     plan = inspect(str(folder), **shape).plan
-    assert plan.streams < 1024 and f"{plan.streams} of them fit into the 512 MiB" in shared.says
-    assert f"up to {-(-1024 // plan.streams)} times the traffic" in shared.says
-    assert "--rows-per-group 1" in shared.mend and few.kind == "slow"
+    assert plan.streams < 1024 and f"{plan.streams} of them fit into the 512 MiB" in shared.message
+    assert f"up to {-(-1024 // plan.streams)} times the traffic" in shared.message
+    assert "--rows-per-group 1" in shared.fix and few.kind == "slow"
     with open_data_of(folder, 1024) as data:
         assert data._order.streams == plan.streams  # as training has it
 
@@ -119,10 +119,12 @@ def open_data_of(folder, virtual_workers):
 def test_a_job_that_is_too_large_for_the_data_or_the_memory(tmp_path, monkeypatch):
     folder = shard(tmp_path / "set", {"tokens": tokens(4096)})
     (few,) = found(folder, "too_few_rows", virtual_workers=2, micro_batch_size=4000)
-    assert few.kind == "refused" and "4096 rows are fewer than one global batch of 8000" in few.says
+    assert (
+        few.kind == "refused" and "4096 rows are fewer than one global batch of 8000" in few.message
+    )
     monkeypatch.setattr(DataConfig, "memory_bytes", 32 << 20)
     (memory,) = found(folder, "memory")
-    assert memory.kind == "refused" and "has up to 9 row groups open" in memory.says
+    assert memory.kind == "refused" and "has up to 9 row groups open" in memory.message
     with pytest.raises(DataError, match="has up to 9 row groups open"):
         open_data(
             DataConfig(str(folder), micro_batch_size=1, memory_bytes=32 << 20), virtual_workers=1
@@ -135,7 +137,7 @@ def test_row_groups_of_uneven_sizes(tmp_path):
         writer.write_table(values.slice(0, 4096), row_group_size=256)
         writer.write_table(values.slice(4096), row_group_size=8192)
     (uneven,) = found(tmp_path, "uneven_row_groups")
-    assert "the largest takes" in uneven.says
+    assert "the largest takes" in uneven.message
 
 
 def test_many_small_shards(tmp_path, monkeypatch):
@@ -148,7 +150,7 @@ def test_many_small_shards(tmp_path, monkeypatch):
 def test_compressed_text_is_one_row_group(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000))
     packed, scan = sorted(found(tmp_path, "compressed_text", "scan"), key=lambda f: f.name)
-    assert "1 shards are compressed (a.jsonl.gz" in packed.says and "reads all" in scan.says
+    assert "1 shards are compressed (a.jsonl.gz" in packed.message and "reads all" in scan.message
 
 
 def test_shards_are_judged_as_training_judges_them(tmp_path):
@@ -156,7 +158,7 @@ def test_shards_are_judged_as_training_judges_them(tmp_path):
     points = pa.array([{"x": 1.0, "when": None}] * 4096)
     folder = shard(tmp_path / "set", {"tokens": tokens(4096), "point": points}, "a.parquet")
     (none,) = found(folder, "no_tensor")
-    assert "'point.when' is null" in none.says
+    assert "'point.when' is null" in none.message
     found(folder, columns=["tokens", "point.x"])
     shard(folder, {"tokens": tokens(4096), "point": points, "more": range(4096)}, "b.parquet")
     said = str(found(folder, "no_tensor", "nulls"))
@@ -191,7 +193,7 @@ def test_inspect_finds_ragged_lists(tmp_path, first):
     lists = [[0] * first[0], [0] * first[1]] + [[0], [0, 0, 0]] * 4095
     folder = shard(tmp_path / "set", {"a": lists}, rows=1024)
     (ragged,) = found(folder, "ragged")
-    assert ragged.kind == "refused" and "DataConfig.collate_fn" in ragged.mend
+    assert ragged.kind == "refused" and "DataConfig.collate_fn" in ragged.fix
     later = shard(tmp_path / "later", {"a": [[0, 0]] * 4096 + [[0, 0, 0]] * 4096}, rows=1024)
     found(later, "ragged")
     same = shard(tmp_path / "same", {"a": [[1, 2]] * 8192}, rows=1024)
@@ -207,11 +209,11 @@ def test_nulls_and_types_without_a_tensor(tmp_path):
     }
     folder = shard(tmp_path / "set", columns, rows=4096, write_statistics=True)
     findings = found(folder, "nulls", "no_tensor", "no_tensor")
-    assert "'x' (double) holds 16384 nulls" in " ".join(f.says for f in findings)
+    assert "'x' (double) holds 16384 nulls" in " ".join(f.message for f in findings)
     (few,) = found(
         folder, "few_row_groups", columns=["text"], virtual_workers=8, micro_batch_size=1
     )
-    assert 'shuffle="full"' in few.mend
+    assert 'shuffle="full"' in few.fix
 
 
 def test_schemas_that_differ_and_shards_without_rows(tmp_path):
@@ -220,11 +222,13 @@ def test_schemas_that_differ_and_shards_without_rows(tmp_path):
     (empty,) = found(folder, "empty_shards")
     assert (
         empty.kind == "slow"
-        and "1 of 2 shards hold no row, and are passed over: b.parquet" in empty.says
+        and "1 of 2 shards hold no row, and are skipped: b.parquet" in empty.message
     )
     shard(folder, {"tokens": tokens(256, kind=np.uint64)}, "c.parquet")
-    differ = next(f for f in found(folder, "schemas_differ", "empty_shards") if "int64" in f.says)
-    assert "int32>[2048] in a.parquet and list<uint64>[2048] in c.parquet" in differ.says
+    differ = next(
+        f for f in found(folder, "schemas_differ", "empty_shards") if "int64" in f.message
+    )
+    assert "int32>[2048] in a.parquet and list<uint64>[2048] in c.parquet" in differ.message
     nothing = shard(tmp_path / "nothing", {"tokens": tokens(0)})
     found(nothing, "no_rows")
 
@@ -251,8 +255,8 @@ def test_formats_without_row_groups(tmp_path, name, finding):
     content = {"a.csv": "x" * 1997 + "\n1\n", "a.jsonl": '{"a": 1}' + " " * 1992}
     (tmp_path / name).write_text(content.get(name, "x" * 2000))
     (said,) = found(tmp_path, finding)
-    assert "1.95 KiB" in said.says or finding == "no_shards"
-    assert "elastic-dp data convert" in said.mend or name == "a.tar"
+    assert "1.95 KiB" in said.message or finding == "no_shards"
+    assert "elastic-dp data convert" in said.fix or name == "a.tar"
     assert "rows not counted" in run("data", "inspect", tmp_path).stdout
 
 
@@ -266,7 +270,7 @@ def test_inspect_reads_arrow_files(tmp_path):
     with pa.ipc.new_stream(tmp_path / "stream.arrow", some.schema) as stream:
         stream.write_table(some)
     (streams,) = found(tmp_path / "stream.arrow", "scan")
-    assert streams.kind == "slow" and "walks through all of 1 shards" in streams.says
+    assert streams.kind == "slow" and "walks through all of 1 shards" in streams.message
     ragged = pa.table({"a": [[1], [1, 2]] * 40_000})
     (tmp_path / "ragged").mkdir()
     with pa.ipc.new_file(tmp_path / "ragged" / "a.arrow", ragged.schema) as file:

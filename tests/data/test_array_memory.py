@@ -8,7 +8,7 @@ import torch
 from elastic_dp.data.pipeline.array_memory import (
     ALIGNED_TO,
     SMALLEST_BYTES,
-    Blocks,
+    BlockPool,
     aligned,
     is_aligned,
 )
@@ -22,7 +22,7 @@ def address(array: np.ndarray) -> int:
 
 
 def test_block_without_references_is_used_again():
-    blocks = Blocks(2)
+    blocks = BlockPool(2)
     first = blocks.empty((ROWS, 8), INT32)
     where = address(first)
     first[...] = 7
@@ -33,7 +33,7 @@ def test_block_without_references_is_used_again():
 
 
 def test_a_piece_a_tensor_or_a_view_of_it_keeps_the_whole():
-    blocks = Blocks(4)
+    blocks = BlockPool(4)
     keepers = (
         lambda array: array[5:7],
         lambda array: torch.from_numpy(array[5:7]),
@@ -54,7 +54,7 @@ def test_a_piece_a_tensor_or_a_view_of_it_keeps_the_whole():
 
 
 def test_no_more_wait_than_may():
-    blocks = Blocks(2)
+    blocks = BlockPool(2)
     arrays = [blocks.empty((ROWS, 8), INT32) for _ in range(5)]
     del arrays
     assert len(blocks._free) == 2
@@ -64,7 +64,7 @@ def test_no_more_wait_than_may():
 
 
 def test_threads_never_share_one():
-    blocks, wrong = Blocks(4), []
+    blocks, wrong = BlockPool(4), []
 
     def work(mark: int) -> None:
         for _ in range(300):
@@ -84,7 +84,7 @@ def test_threads_never_share_one():
 def test_every_array_begins_where_torchs_own_would():
     """Else MKL's products of matrices would differ with it, and what is handed out would depend on
     the fleet."""
-    blocks = Blocks(2)
+    blocks = BlockPool(2)
     for count in (1, 3, 1000, SMALLEST_BYTES // 4 + 1, SMALLEST_BYTES // 4 + 1):
         array = blocks.empty((count,), INT32)
         assert is_aligned(array) and array.shape == (count,)

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_dp.data.columns.arrow_arrays import Lists, decode_column
-from elastic_dp.data.pipeline.array_memory import Blocks, aligned_copy, is_aligned
-from elastic_dp.data.pipeline.batch_assembler import Gathering
+from elastic_dp.data.pipeline.array_memory import BlockPool, aligned_copy, is_aligned
+from elastic_dp.data.pipeline.batch_assembler import BatchAssembler
 
 
 def decoded(values):
     return decode_column(pa.chunked_array([pa.array(values)]), "column 'x' of a.parquet")
 
 
-def gathered(columns, groups, rows, bounds=(), own=lambda group: None) -> Gathering:
-    gathering = Gathering(np.array(groups), np.array(rows), Blocks(4), bounds)
-    for group in reversed(gathering.row_groups):  # they come in any order
-        gathering.copy(group, {"x": columns[group]}, own)
-    return gathering
+def gathered(columns, groups, rows, bounds=(), own=lambda group: None) -> BatchAssembler:
+    assembler = BatchAssembler(np.array(groups), np.array(rows), BlockPool(4), bounds)
+    for group in reversed(assembler.row_groups):  # they come in any order
+        assembler.copy(group, {"x": columns[group]}, own)
+    return assembler
 
 
 @st.composite
@@ -74,10 +74,10 @@ def test_micro_batches_share_nothing_whether_they_were_copied_or_not(drawn, data
         owned.extend({group} & kept)
         return 7 if group in kept else None
 
-    gathering = gathered(columns, groups, rows, bounds, own)
-    cut = [gathering.cut(start, stop)["x"] for start, stop in itertools.pairwise(bounds)]
+    assembler = gathered(columns, groups, rows, bounds, own)
+    cut = [assembler.cut(start, stop)["x"] for start, stop in itertools.pairwise(bounds)]
     assert all(is_aligned(out) for out in cut if out.nbytes)
-    assert gathering.nbytes == sum(out.nbytes for out in gathering._out.values()) + 7 * len(owned)
+    assert assembler.nbytes == sum(out.nbytes for out in assembler._out.values()) + 7 * len(owned)
     for (start, stop), out in zip(itertools.pairwise(bounds), cut, strict=True):
         assert np.array_equal(out, expected[start:stop])
         out.fill(1)  # and nobody else sees it
@@ -91,9 +91,9 @@ def test_lists_are_an_array_where_a_micro_batch_has_one_length():
     assert isinstance(regular, np.ndarray) and isinstance(ragged, Lists)
     for columns, ragged_at in (([regular, ragged], 1), ([ragged, regular], 0)):
         groups = [ragged_at, 1 - ragged_at, ragged_at, ragged_at]
-        gathering = gathered(columns, groups, [2, 0, 1, 0])
-        assert gathering.cut(0, 3)["x"].tolist() == [[8, 9], [1, 2], [6, 7]]
-        assert [row.tolist() for row in gathering.cut(1, 4)["x"]] == [[1, 2], [6, 7], [5]]
+        assembler = gathered(columns, groups, [2, 0, 1, 0])
+        assert assembler.cut(0, 3)["x"].tolist() == [[8, 9], [1, 2], [6, 7]]
+        assert [row.tolist() for row in assembler.cut(1, 4)["x"]] == [[1, 2], [6, 7], [5]]
 
 
 def test_texts_are_lists_of_objects():
@@ -101,20 +101,20 @@ def test_texts_are_lists_of_objects():
     assert gathered(columns, [0, 1, 0, 0], [2, 0, 0, 1]).cut(0, 3)["x"] == [None, "c", "a"]
 
 
-def test_gathering_leaves_out_rows_of_a_bad_row_group():
+def test_assembler_leaves_out_rows_of_a_bad_row_group():
     columns = [np.arange(4), np.arange(4) + 10, np.arange(4) + 20]
-    gathering = Gathering(np.array([0, 1, 2, 1, 1]), np.array([3, 2, 1, 0, 1]), Blocks(4))
+    assembler = BatchAssembler(np.array([0, 1, 2, 1, 1]), np.array([3, 2, 1, 0, 1]), BlockPool(4))
     for group in (0, 2):
-        gathering.copy(group, {"x": columns[group], "text": decoded(list("abcd"))})
-    gathering.leave_out(1)
-    assert gathering.cut(0, 3)["x"].tolist() == [3, 21]
-    assert gathering.cut(0, 3)["text"] == ["d", "b"]
-    assert gathering.cut(3, 5) is None
+        assembler.copy(group, {"x": columns[group], "text": decoded(list("abcd"))})
+    assembler.leave_out(1)
+    assert assembler.cut(0, 3)["x"].tolist() == [3, 21]
+    assert assembler.cut(0, 3)["text"] == ["d", "b"]
+    assert assembler.cut(3, 5) is None
 
 
 def test_micro_batch_that_is_written_to_changes_no_other():
-    gathering = gathered([np.arange(6)], [0] * 6, range(6))
-    first, second = gathering.cut(0, 3)["x"], gathering.cut(3, 6)["x"]
+    assembler = gathered([np.arange(6)], [0] * 6, range(6))
+    first, second = assembler.cut(0, 3)["x"], assembler.cut(3, 6)["x"]
     first[:] = -1
     assert second.tolist() == [3, 4, 5]
 
@@ -126,8 +126,8 @@ def test_rows_that_make_no_array_begin_where_arrays_do():
     groups, rows = [0] * 7 + [1] * 7, [*range(7), *range(7)]
     for columns in ((regular, ragged), (ragged, regular)):
         for order in (lambda groups: groups, reversed):
-            gathering = Gathering(np.array(groups), np.array(rows), Blocks(4))
-            for group in order(gathering.row_groups):
-                gathering.copy(group, {"x": columns[group]})
-            handed_out = gathering.cut(0, 14)["x"]
+            assembler = BatchAssembler(np.array(groups), np.array(rows), BlockPool(4))
+            for group in order(assembler.row_groups):
+                assembler.copy(group, {"x": columns[group]})
+            handed_out = assembler.cut(0, 14)["x"]
             assert len(handed_out) == 14 and all(map(is_aligned, handed_out))

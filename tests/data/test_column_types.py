@@ -21,7 +21,7 @@ from elastic_dp.data import open_data, read_index
 from elastic_dp.data.columns.column_types import lossless, plain
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
-from tests.data.test_formats import in_memory, rows_of
+from tests.data.shards import in_memory, rows_of
 from tests.data.test_index import config, opened
 
 WORDS = ["a", "bb", "more than the twelve bytes of a view", "é"]
@@ -429,7 +429,7 @@ if who == "imports":
             return cls()
     pa.register_extension_type(Point())
 from elastic_dp.data import read_index
-from tests.data.test_formats import rows_of
+from tests.data.shards import rows_of
 from tests.data.test_index import config
 for form in ("parquet", "arrow"):
     for columns in (None, ["m"], ["p.s"]):

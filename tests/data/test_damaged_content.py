@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.data import read_index
+from elastic_dp.data.formats import jsonl
 from elastic_dp.data.formats import text as text_format
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import BadShard, DataError
@@ -179,9 +180,9 @@ def test_json_text_that_is_not_utf8_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [b'null\n{"a": 1}', b'{"a": 1}\n \n null', b'{"a": 1}null\n'])
 def test_json_line_that_is_null_is_refused_and_ends_no_process(content, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(content + b"\n")
-    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|no JSON object)"):
+    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|not a JSON object)"):
         read_index(config(tmp_path))
-    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|no JSON object)"):
+    with pytest.raises(DataError, match=r"a\.jsonl.*(a line holds a null|not a JSON object)"):
         convert(str(tmp_path), str(tmp_path / "to"))
 
 
@@ -220,7 +221,21 @@ def test_json_row_that_nests_too_deep_is_refused(row, tmp_path):
     ):
         with pytest.raises(DataError, match=r"a\.jsonl: (row|column) .* inside each other"):
             ask()
-    assert "inside each other" in " ".join(f.says for f in inspect(str(tmp_path)).findings)
+    assert "inside each other" in " ".join(f.message for f in inspect(str(tmp_path)).findings)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", " \n "])
+@pytest.mark.parametrize("length", [20, 2000, 9000], ids="rows of {} bytes".format)
+def test_json_row_that_nests_too_deep_is_found_among_others(length, end, tmp_path, monkeypatch):
+    """Pieces of rows are looked at one after the other: at every place in one."""
+    monkeypatch.setattr(jsonl, "_AT_ONCE", 4096)
+    deep = '{"a": ' + "[" * 600 + "]" * 600 + "}"
+    other = json.dumps({"a": None, "t": "[ " * (length // 2)})
+    for number in range(max(3, 6000 // length)):
+        content = end.join([other] * number + [deep] + [other] * 3).encode()
+        with pytest.raises(pa.ArrowInvalid, match="inside each other") as refused:
+            jsonl._refuse_deep_rows(content)
+        assert content[refused.value.at :].lstrip().startswith(deep.encode())
 
 
 def test_json_row_of_many_lists_is_read(tmp_path):
@@ -388,3 +403,18 @@ def test_compressed_text_that_unpacks_to_too_much_is_refused_before_it_is_unpack
         tracemalloc.stop()
     assert peak < 20 << 20
     assert convert(str(path), str(tmp_path / "to")).rows == 24 << 18
+
+
+def test_inspect_and_training_count_the_rows_of_row_groups_whatever_the_file_says(tmp_path):
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": [1.5, 2.5, 3.5]}), sink)
+    content = sink.getvalue()
+    length = int.from_bytes(content[-8:-4], "little")
+    footer, _ = thrift.decode(content[-8 - length : -8])
+    next(node for number, node in footer[1] if number == 3)[1] = 0  # rows of the file
+    packed = thrift.encode(footer)
+    end = len(packed).to_bytes(4, "little") + b"PAR1"
+    (tmp_path / "a.parquet").write_bytes(content[: -8 - length] + packed + end)
+    assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_rows == 0
+    assert inspect(str(tmp_path)).rows == 3
+    assert read_index(config(tmp_path)).rows.tolist() == [3]

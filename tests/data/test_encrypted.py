@@ -11,7 +11,7 @@ import pyarrow.parquet.encryption as crypto
 import pytest
 
 from elastic_dp.dataprep import convert
-from tests.data.test_formats import rows_of
+from tests.data.shards import rows_of
 
 ROWS = pa.table({"x": [1, 2, 3], "y": ["a", "b", "c"], "at": [{"lat": 1.5, "lon": 2.5}] * 3})
 # Each of these once ended the process, so it runs in one of its own, and says what it raised.
@@ -66,13 +66,17 @@ def write_encrypted(path: Path, column: str, *, plaintext_footer: bool) -> None:
 @pytest.mark.parametrize(
     ("column", "plaintext_footer", "said"),
     [
-        ("x", False, "a.parquet is encrypted Parquet (its footer too), and no keys are known here"),
+        (
+            "x",
+            False,
+            "a.parquet is encrypted Parquet (its footer too), and there are no keys for it",
+        ),
         (
             "x",
             True,
-            "column 'x' of a.parquet is encrypted, and no keys are known here; leave it out",
+            "column 'x' of a.parquet is encrypted, and there are no keys for it; leave it out",
         ),
-        ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and no keys are known here"),
+        ("at.lon", True, "column 'at.lon' of a.parquet is encrypted, and there are no keys for it"),
     ],
 )
 def test_encrypted_parquet_is_refused_and_the_process_goes_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_dp.config import DataConfig
+from elastic_dp.data import read_index
+from elastic_dp.data.formats import csv
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import DataError
 from tests.data.values import columns_of, in_place
@@ -135,3 +138,69 @@ def test_whole_numbers_of_parquet_beside_floats_of_csv_are_refused(tmp_path):
     urls = [str(tmp_path / "a.parquet"), str(written(tmp_path / "csv", "csv", [HALF]).url)]
     with pytest.raises(DataError, match="'x'"):
         in_place(DataConfig(urls, micro_batch_size=1))
+
+
+def test_numbers_with_an_exponent_are_not_looked_at_one_by_one(tmp_path, monkeypatch):
+    """Each of them is beyond 2**53, and none is written as a whole number."""
+    asked: list[Any] = []
+    monkeypatch.setattr(csv, "add_written", lambda *given: asked.append(given))
+    lines = "".join(f"{n},{n / 7}e18\n" for n in range(1, 1000))
+    (tmp_path / "a.csv").write_text("id,x\n" + lines)
+    assert read_index(DataConfig(str(tmp_path), micro_batch_size=1)).num_rows == 999
+    assert not asked
+
+
+@pytest.mark.parametrize("ending", ["csv", "csv.gz"])
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([["12", "01234"], ["0042"]], "'01234' (row 2 of 0"),
+        ([["12"], ["7", '"0042"']], "'0042' (row 2 of 1"),
+        ([["01234"]], "'01234' (row 1 of 0"),
+        ([["5", " 007"]], "' 007' (row 2 of 0"),
+        ([["5", "+007"]], "'+007' (row 2 of 0"),
+        ([["0.5", "007"]], "'007' (row 2 of 0"),
+    ],
+)
+def test_leading_zeros_that_a_column_of_numbers_loses_are_said_once(
+    files, said, ending, tmp_path, caplog
+):
+    config = written(tmp_path, ending, *files)
+    with caplog.at_level(logging.WARNING):
+        read_index(config)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and "column 'x' is read as" in warnings[0] and said in warnings[0]
+    caplog.clear()
+    convert(str(config.url), str(tmp_path / "to"))
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [["01234", "A-7"]],  # text
+        [["0", "10", "100", "0.5", "-0.25", "0"]],
+        [["2026-01-02 05:30", "00:01:07"]],
+        [['"a 0123 b"', '"0123,"']],
+        [["0x0F", "10"]],
+    ],
+)
+def test_leading_zeros_that_no_column_loses_are_not_said(files, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        read_index(written(tmp_path, "csv", *files))
+    assert not caplog.records
+
+
+def test_leading_zeros_of_a_column_that_is_not_read_are_not_said(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        read_index(
+            DataConfig(written(tmp_path, "csv", ["007"]).url, micro_batch_size=1, columns=["id"])
+        )
+    assert not caplog.records
+
+
+def test_row_of_leading_zeros_counts_from_the_start_of_the_file(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 64)
+    monkeypatch.setattr(csv, "_AT_ONCE", 7)
+    read_index(written(tmp_path, "csv", [*range(1, 50), "051", *range(52, 99)]))
+    assert "'051' (row 50 of 0.csv)" in caplog.text

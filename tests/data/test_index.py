@@ -255,7 +255,7 @@ def marked(folder: str) -> None:
 def test_a_conversion_that_has_not_finished_is_no_data_set(url):
     marked("/half/set")
     pq.write_table(table(0, 9), "other/a.parquet", filesystem=fsspec.filesystem("memory"))
-    with pytest.raises(DataError, match=r"memory://half/.* is not whole.*remove the folder"):
+    with pytest.raises(DataError, match=r"memory://half/.* is not complete.*remove the folder"):
         read_index(config(url))
 
 
@@ -265,7 +265,7 @@ def test_a_conversion_elsewhere_is_nobodys_concern():
     for url in ("memory://whole", "memory://whole/*", "memory://w*/*.parquet"):
         assert read_index(config(url)).num_rows == 9
     fsspec.filesystem("memory").rm("/whole/half/a.parquet")
-    with pytest.raises(DataError, match="is not whole"):  # before the first shard, too
+    with pytest.raises(DataError, match="is not complete"):  # before the first shard, too
         read_index(config("memory://whole/half", format="arrow"))
 
 

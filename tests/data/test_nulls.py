@@ -21,7 +21,7 @@ from elastic_dp.data.discovery.index_difference import difference
 from elastic_dp.dataprep import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError, SpecError
-from tests.data.test_formats import plain_values, write_arrow
+from tests.data.shards import plain_values, write_arrow
 from tests.data.test_index import config, opened
 
 ROWS = [
@@ -186,7 +186,7 @@ def test_inspect_counts_nulls_of_fields_of_structs(tmp_path):
             (tmp_path / "a.parquet").unlink()
             write_arrow(tmp_path / "a.arrow", pa.table({"p": points}), stream=False)
         found = [f for f in inspect(str(tmp_path)).findings if f.name == "nulls"]
-        assert [f.says.split(",")[0] for f in found] == [
+        assert [f.message.split(",")[0] for f in found] == [
             "column 'p.x' (double) holds 16 nulls",
             "column 'p.y' (int64) holds 16 nulls",
         ]

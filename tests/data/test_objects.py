@@ -21,8 +21,8 @@ from elastic_dp.data.pipeline.collation import nbytes_of
 from elastic_dp.dataprep import convert
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect
 from elastic_dp.errors import DataError
+from tests.data.shards import BINARY, in_memory
 from tests.data.test_batch_assembler import gathered
-from tests.data.test_formats import BINARY, in_memory
 from tests.data.test_index import config, opened
 
 ROWS = 37
@@ -128,7 +128,8 @@ def test_row_groups_of_objects_and_times_hold_no_more_than_was_estimated(
 ):
     """Memory is planned by it. Long enough that what does not grow with the rows does not count.
 
-    Of lists of lists in Arrow the offsets, 8 bytes an item, are left out: see `arrow._made_anew`.
+    Of lists of lists in Arrow the offsets, 8 bytes an item, are left out: see
+    `arrow._widened_bytes`.
     """
     table = pa.concat_tables([TABLE.select([name])] * 300).combine_chunks()
     if form == "parquet":
@@ -260,9 +261,9 @@ def test_objects_made_ahead_count_towards_memory(tmp_path):
     """Text counted as nothing: as much of it was made ahead as there were chunks for."""
     chats = [[{"role": "user", "content": "x" * 1000}] * 4] * 64
     column = decode_column(pa.chunked_array([pa.array(chats)]), "x")
-    gathering = gathered([column], [0] * 64, range(64))
-    assert 64 * 4000 < gathering.nbytes < 64 * 8000
-    assert 64 * 4000 < nbytes_of(gathering.cut(0, 64)) < 64 * 8000
+    assembler = gathered([column], [0] * 64, range(64))
+    assert 64 * 4000 < assembler.nbytes < 64 * 8000
+    assert 64 * 4000 < nbytes_of(assembler.cut(0, 64)) < 64 * 8000
     texts = decode_column(pa.chunked_array([pa.array(["y" * 1000] * 64)]), "x")
     assert 64_000 < gathered([texts], [0] * 64, range(64)).nbytes < 128_000
     ragged = decode_column(pa.chunked_array([pa.array([[1] * n for n in range(64)])]), "x")

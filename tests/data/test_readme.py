@@ -43,7 +43,7 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_readme_commands_do_what_they_say(raw):
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
     for command in COMMANDS:
         result = CliRunner().invoke(cli.app, shlex.split(command))
         assert result.exit_code == 0, (command, result.output)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, Moved, RowGroupReader
+from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, PlanChanged, RowGroupReader
 from elastic_dp.errors import BadShard, StorageError
 from tests.data.row_groups import FakeRowGroups
 from tests.patience import PATIENCE_S, eventually
@@ -262,7 +262,7 @@ def test_a_changed_plan_wakes_who_waits_and_so_does_closing():
     woken: list[str] = []
 
     def wait(key):
-        with pytest.raises(Moved):
+        with pytest.raises(PlanChanged):
             reader.take(key, [0])
         woken.append(str(key))
 

@@ -21,7 +21,8 @@ from elastic_dp.data.formats.csv import RowEnds
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import find_source, open_rows
 from elastic_dp.errors import DataError
-from tests.data.test_formats import any_content, ends_quoted, quote, rows_of
+from tests.data.shards import any_content, rows_of
+from tests.data.test_formats import ends_quoted, quote
 from tests.data.test_index import config
 
 
@@ -165,7 +166,7 @@ def test_blank_lines_in_csv_of_one_column_are_said(end, tmp_path, monkeypatch, c
     for read in lambda: rows_of(tmp_path)[0], lambda: converted(tmp_path / "a.csv"):
         caplog.clear()
         assert read() == expected
-        assert "blank lines of CSV files of one column are no rows" in caplog.text
+        assert "blank lines of CSV files with one column are not rows" in caplog.text
         assert ": 3, such as behind row 1 of a.csv" in caplog.text
     caplog.clear()
     (tmp_path / "a.csv").write_text("x,y\n1,2\n\n3,4\n")
@@ -251,7 +252,9 @@ def refused_by_all(path: Path, **changes) -> str:
         convert(str(path), str(path.parent / "out"), **changes)
     assert str(in_training.value) == str(by_convert.value)
     (finding,) = (f for f in inspect(str(path), **changes).findings if f.name == "unreadable")
-    assert finding.kind == "refused" and f"{finding.says}; {finding.mend}" == str(by_convert.value)
+    assert finding.kind == "refused" and f"{finding.message}; {finding.fix}" == str(
+        by_convert.value
+    )
     return str(by_convert.value)
 
 
@@ -334,22 +337,22 @@ JSON_REFUSED = {
     ),
     "cut off": (
         b'{"a": 1}\n{"a": 2}\n{"a": ',
-        "row 3 is no JSON object on a line .*begins with b'{\"a\": '",
+        "row 3 is not a JSON object on one line .*begins with b'{\"a\": '",
     ),
-    "cut off in a number": (b'{"a": 1}\n{"a": 12', "row 2 is no JSON object"),
+    "cut off in a number": (b'{"a": 1}\n{"a": 12', "row 2 is not a JSON object"),
     "duplicate keys": (
         b'{"a": 1}\n\n{"a": 1, "a": 2}\n',
-        "row 2 is no JSON object on a line .the key 'a' is there twice",
+        "row 2 is not a JSON object on one line .the key 'a' is there twice",
     ),
     "duplicate inner keys": (
         b'{"o": {"a": 1, "a": 2}}\n',
-        "row 1 is no JSON object on a line .the key 'a' is there twice",
+        "row 1 is not a JSON object on one line .the key 'a' is there twice",
     ),
-    "null first": (b'null\n{"a": 1}\n', "row 1 is no JSON object"),
-    "null": (b'{"a": 1}\n \tnull\n', "row 2 is no JSON object"),
-    "null behind": (b'{"a": "null"} null\n', "row 1 is no JSON object"),
-    "number": (b'{"a": 1}\n3\n', "row 2 is no JSON object"),
-    "zeros": (b'{"a": 1}\n' + bytes(20), "row 2 is no JSON object"),
+    "null first": (b'null\n{"a": 1}\n', "row 1 is not a JSON object"),
+    "null": (b'{"a": 1}\n \tnull\n', "row 2 is not a JSON object"),
+    "null behind": (b'{"a": "null"} null\n', "row 1 is not a JSON object"),
+    "number": (b'{"a": 1}\n3\n', "row 2 is not a JSON object"),
+    "zeros": (b'{"a": 1}\n' + bytes(20), "row 2 is not a JSON object"),
     "utf-16": ('{"a": 1}\n'.encode("utf-16"), "is UTF-16"),
     "latin-1": (
         '{"a": "\xe9"}\n'.encode() + '{"b": "x", "a": "\xe9"}\n'.encode("latin-1"),
@@ -404,4 +407,4 @@ def test_inspect_of_many_unreadable_files_names_three_and_counts_the_rest(tmp_pa
     for number in range(5):
         (tmp_path / f"{number}.csv").write_text("a,a\n1,2\n")
     findings = [f for f in inspect(str(tmp_path)).findings if f.name == "unreadable"]
-    assert len(findings) == 4 and "2 more files" in findings[-1].says
+    assert len(findings) == 4 and "2 more files" in findings[-1].message

@@ -1,15 +1,16 @@
-"""Arrow columns to arrays, without Python per row, and without a copy where Arrow's memory is an
-array.
+"""Decodes Arrow columns to NumPy arrays, without Python code per row, and without a copy where
+Arrow stores an array.
 
-- whole numbers, floats, bools: arrays [rows]
-- timestamps, dates, times of day, durations: int64 in the unit that is stored
-- fixed-size lists of those (nested too), fixed-shape tensors: arrays [rows, size, …]
-- fixed-size binary: bytes as arrays uint8 [rows, size]
-- lists of those: where all have one length, arrays [rows, length]; else `Lists`, also of lists
-- structs: their leaves, as columns "a.b"; dictionaries: what they stand for; extension types: their
+- integers, floats, bools: arrays [rows]
+- timestamps, dates, times of day, durations: int64 [rows] in the stored unit
+- fixed-size lists of these (also nested), fixed-shape tensors: arrays [rows, size, …]
+- fixed-size binary: uint8 [rows, size]
+- lists of these: arrays [rows, length] if all lists have one length; otherwise `Lists`
+- structs: their leaves, as columns "a.b"; dictionaries: their values; extension types: their
   storage
-- strings, binary, and objects (schema.py): stay Arrow's, where a null is None; nulls anywhere else
-  are filled, or a DataError (nulls.py)
+- strings, binary, and objects (see schema.py): Arrow arrays, in which a null is None
+
+Nulls of the other types are filled, or refused with a DataError (nulls.py).
 """
 
 from __future__ import annotations
@@ -53,8 +54,12 @@ def decode_table(
     where: str,
     fills: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Column]:
-    """The columns `leaves`, whose types are plain (kinds.py); structs as their leaves. One that is
-    not there is all null. `where` is for errors, `fills` for nulls."""
+    """The columns `leaves` as arrays [rows, …], see the top of this file.
+
+    `leaves`: (name, plain type; see column_types.py). A struct is given as its leaves. A column
+    that `table` lacks is null in every row. `where`: what `table` is, for error messages. `fills`:
+    the values that replace nulls, by column. Raises DataError for a column that has no tensor.
+    """
     rows = table.num_rows
     while any(pa.types.is_struct(storage_of(kind)) for kind in table.schema.types):
         for number, field in enumerate(table.schema):
@@ -64,17 +69,17 @@ def decode_table(
     there = {name: number for number, name in enumerate(table.column_names)}
     decoded = {}
     for name, kind in leaves:
-        told = f"column {name!r} of {where}"
+        what = f"column {name!r} of {where}"
         column = (
-            _cast(table.column(there[name]), kind, told) if name in there else _nulls(rows, kind)
+            _cast(table.column(there[name]), kind, what) if name in there else _nulls(rows, kind)
         )
-        decoded[name] = decode_column(column, told, fills.get(name))
+        decoded[name] = decode_column(column, what, fills.get(name))
     return decoded
 
 
 def _cast(column: pa.ChunkedArray, kind: pa.DataType, where: str) -> pa.ChunkedArray:
-    """The shard can be read: what fails is that it holds a number that the type of all shards does
-    not."""
+    """The column in the type of all shards. Raises DataError, not BadShard, if a value does not
+    fit: the shard itself is sound."""
     try:
         return cast(column, kind)
     except pa.ArrowInvalid as error:
@@ -91,8 +96,8 @@ def _nulls(rows: int, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def decode_column(column: pa.ChunkedArray, where: str, value: Any = None) -> Column:
-    """`value`: for nulls, None for none. Numbers stay views of Arrow's memory; those of memory that
-    is no one else's can be written to."""
+    """`value`: replaces nulls; None: nothing does. Arrays of numbers are views of Arrow's memory,
+    and writable if that memory is writable."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
@@ -117,7 +122,7 @@ def _values(array: pa.Array, where: str) -> Array | Lists:
 
 
 def _lists(array: pa.Array, where: str) -> Array | Lists:
-    """An array [rows, length, …] where all rows have one length."""
+    """An array [rows, length, …] if all rows have one length, otherwise `Lists`."""
     if array.null_count:
         raise DataError(f"{where} holds {array.null_count} null lists; {NULL_LISTS_WAYS_OUT}")
     offsets = array.offsets.to_numpy().astype(np.int64)
@@ -160,7 +165,7 @@ def _numbers(array: pa.Array, where: str) -> Array:
 
 
 def _view(array: pa.Array) -> Array:
-    """As `to_numpy`, which says of any memory that it cannot be written to."""
+    """As `to_numpy`, but writable where Arrow's memory is."""
     dtype, (_, values) = np.dtype(array.type.to_pandas_dtype()), array.buffers()
     if not len(array):
         return np.empty(0, dtype)

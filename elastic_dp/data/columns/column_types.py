@@ -1,12 +1,12 @@
-"""Types of columns: which ones hold the same values, and what a column is cast to as it is read.
+"""Types of columns: which types hold the same values, and to which type a column is cast.
 
-Writers spell one column in several ways: strings, large strings, views of strings and dictionaries
-of them; lists whose offsets have 32 or 64 bits; extension types, which Arrow shows as such only
-where somebody has registered them. A data set has one type for each column, whoever wrote a shard
-and whatever this process has imported.
+Writers store the same column in different types: strings, large strings, string views and
+dictionaries of strings; lists with offsets of 32 or 64 bits; extension types, which Arrow shows
+only if they are registered in the process. A data set has one type for each column, which depends
+neither on the writer of a shard nor on what this process has imported.
 
-Numbers are widened only where every value stays what it is: int32 beside int64, float32 beside
-float64, int32 beside float64; int64 beside float64 is refused.
+Numbers are widened only if no value changes: int32 and int64 become int64, float32 and float64
+become float64, int32 and float64 become float64. int64 beside float64 is refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SIGNIFICANT_BITS = {16: 11, 32: 24, 64: 53}  # of floats, by their width
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """What columns of this type are read as: what dictionaries stand for, views as large strings,
-    extensions as their storage. An extension of pyarrow's own stays where it is stored as numbers;
-    every process knows it."""
+    """The *plain* type, in which columns of this type are read: dictionaries as their values, views
+    as large strings, extension types as their storage. pyarrow's own extension types stay if they
+    are stored as numbers, since every process has them registered."""
     if isinstance(kind, pa.BaseExtensionType):
         storage = plain(kind.storage_type)
         own = not isinstance(kind, pa.ExtensionType)
@@ -57,8 +57,8 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` of formats whose shards say their types: the type that holds all values of
-    both, which are plain."""
+    """`Format.merge` for formats that declare types: the type that holds all values of both plain
+    types; None if there is none."""
     if type_name(one) == type_name(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -84,12 +84,12 @@ def lossless(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """`column` as `wanted`, which is plain. What decodes to the same arrays is left as it is: most
-    columns."""
+    """Casts `column` to the plain type `wanted`. Layouts that decode to the same arrays are left as
+    they are, so most columns are not copied."""
     if column.type.equals(wanted):
         return column
     if pa.types.is_dictionary(column.type):
-        values = plain(column.type.value_type)  # pyarrow looks nothing up in a dictionary of views
+        values = plain(column.type.value_type)  # pyarrow cannot decode a dictionary of views
         if not values.equals(column.type.value_type):
             column = column.cast(pa.dictionary(column.type.index_type, values))
         column = column.cast(values)
@@ -98,7 +98,8 @@ def cast(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
 
 
 def type_name(kind: pa.DataType) -> str:
-    """As Arrow says it, without the names that writers give to list items ("item", "element")."""
+    """Arrow's name of the type, without the names that writers give to list items ("item",
+    "element")."""
     if pa.types.is_fixed_size_list(kind):
         return f"list<{type_name(kind.value_type)}>[{kind.list_size}]"
     if is_list(kind):
@@ -111,19 +112,19 @@ def type_name(kind: pa.DataType) -> str:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Also of a fixed size."""
+    """Whether it is a list, also of a fixed size."""
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
 def storage_of(kind: pa.DataType) -> pa.DataType:
-    """Itself, if it is no extension type."""
+    """The storage type of an extension type; any other type itself."""
     return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
 
 
 def null_bytes(kind: pa.DataType) -> int:
-    """What a null takes in memory, at most."""
+    """An upper bound of the bytes that a null takes in memory."""
     kind = storage_of(kind)
     if pa.types.is_fixed_size_list(kind):
         return 1 + int(kind.list_size) * null_bytes(kind.value_type)
@@ -133,13 +134,13 @@ def null_bytes(kind: pa.DataType) -> int:
 
 
 def growth(kind: pa.DataType, wanted: pa.DataType) -> float:
-    """How many times the memory `cast` takes."""
+    """The factor by which `cast` increases the memory of a column."""
     one, other = _item_bytes(kind), _item_bytes(wanted)
     return max(1.0, other / one) if one and other else 1.0
 
 
 def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
-    """`wanted`, with the string and list layout of `kind` where that makes no difference."""
+    """`wanted`, with the string and list layout of `kind` where both decode to the same arrays."""
     if kind.equals(wanted) or isinstance(kind, pa.FixedShapeTensorType):
         return kind
     if isinstance(kind, pa.BaseExtensionType):
@@ -159,7 +160,7 @@ def _target(kind: pa.DataType, wanted: pa.DataType) -> pa.DataType:
 
 
 def _with_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
-    """The same kind of list, of these."""
+    """The list type `kind` with other values."""
     if values.equals(kind.value_type):
         return kind
     if pa.types.is_fixed_size_list(kind):
@@ -179,7 +180,7 @@ def _one_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _one_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The fields of both, by name."""
+    """A struct with the fields of both, by name; None if they differ in type."""
     fields = {field.name: field.type for field in one}
     if len(fields) < one.num_fields or len({field.name for field in other}) < other.num_fields:
         return None  # two fields of one name
@@ -192,7 +193,7 @@ def _one_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
-    """Whether every value of `narrow` is one of `wide`."""
+    """Whether `wide` holds every value of `narrow` exactly."""
     if wide.equals(narrow):
         return True
     if pa.types.is_floating(narrow):
@@ -207,7 +208,7 @@ def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
 
 
 def _item_bytes(kind: pa.DataType) -> int:
-    """0: not known, or not of one size."""
+    """Bytes of a value, or of an item of a list; 0 if unknown or not fixed."""
     kind = storage_of(kind)
     if is_list(kind):
         return _item_bytes(kind.value_type)

@@ -1,10 +1,10 @@
-"""Nulls, which no tensor has: counted when a data set is opened, refused by name, or filled where
-the job says so.
+"""Nulls, which a tensor cannot hold: counted when a data set is opened, and refused by column, or
+filled if the job says with what.
 
-The shards' own counts are used: footers of Parquet, messages of Arrow, the one scan of the other
-formats. Where there are none (Parquet without statistics, and its lists, of which it counts the
-empty ones, too) nulls are found when the row group is read, and refused in the same words. Text and
-objects (schema.py) have nulls: they are None.
+The counts come from the shards: Parquet's statistics, Arrow's messages, the scan of other formats.
+Parquet without statistics has no counts, and neither have its lists, since statistics count empty
+lists as nulls. There, nulls are found when a row group is read, and refused with the same words.
+Text and objects (see schema.py) may be null: a null is None.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NULL_LISTS_WAYS_OUT = (
 
 
 class Nulls:
-    """Of one data set, shard by shard."""
+    """Counts the nulls of a data set, shard by shard."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, str]] = {}  # by column: how many, and the first shard
@@ -49,15 +49,16 @@ class Nulls:
                     found[name] = before + count, first
 
     def add_missing(self, absent: Iterable[tuple[pa.Field, str, int]]) -> None:
-        """(column, first shard, rows): of shards that have none of its values."""
+        """`absent`: (column, first shard, rows) of columns that some shards lack: each row there is
+        a null."""
         for leaf, shard, rows in absent:
             self._lacking.setdefault(leaf.name, shard)
             counts = {leaf.name: rows}
             self.add(shard, *(({}, counts) if has_lengths(leaf.type) else (counts, {})))
 
     def refused(self, leaf: pa.Field, *, filled: bool = False) -> str:
-        """What is wrong with a column, "" if nothing is known to be. No value fills a list of no
-        fixed size."""
+        """Why a column is refused; "" if it is not. `filled`: a value replaces its nulls, which is
+        possible in all but lists of variable length."""
         if may_be_null(leaf.type) or pa.types.is_null(leaf.type):
             return ""
         column = f"column {leaf.name!r} ({type_name(leaf.type)}) holds"
@@ -81,8 +82,11 @@ def check_nulls(
     leaves: Iterable[pa.Field],
     parameter: str = "DataConfig.fill_nulls",
 ) -> dict[str, Any]:
-    """The values that fill nulls, as the columns have them. Raises DataError where one does not fit
-    its column, or where a column has nulls and no value for them."""
+    """The values that replace nulls, in the types of their columns.
+
+    Raises DataError if a value does not fit its column, or if a column has nulls and no value for
+    them. `parameter`: the name of `fills` in messages.
+    """
     kinds = {leaf.name: leaf.type for leaf in leaves}
     if missing := [name for name in fills or () if name not in kinds]:
         raise DataError(
@@ -100,8 +104,8 @@ def check_nulls(
             )
         values[name] = fitting
     for leaf in leaves:
-        if said := nulls.refused(leaf, filled=leaf.name in values):
-            raise DataError(said)
+        if message := nulls.refused(leaf, filled=leaf.name in values):
+            raise DataError(message)
     return values
 
 
@@ -111,7 +115,7 @@ def may_be_null(kind: pa.DataType) -> bool:
 
 
 def count_nulls(array: Any) -> int:
-    """Also of items of lists."""
+    """The number of nulls, with those among the items of lists."""
     kind, count = array.type, int(array.null_count)
     if not (_is_list(kind) or pa.types.is_fixed_size_list(kind)):
         return count
@@ -119,7 +123,7 @@ def count_nulls(array: Any) -> int:
 
 
 def count_null_lists(array: Any) -> int:
-    """Those of them that no value fills."""
+    """The number of null lists, for lists of variable length, which no value can replace."""
     if not has_lengths(array.type):
         return 0
     return int(array.null_count) + sum(count_null_lists(c.flatten()) for c in _chunks(array))
@@ -130,13 +134,13 @@ def _chunks(array: Any) -> list[pa.Array]:
 
 
 def fill(array: pa.Array, value: Any) -> pa.Array:
-    """`value` for each null, and for each null item of lists. A list of no fixed size that is null
-    stays so."""
+    """Replaces each null, and each null item of lists, by `value`. A null list of variable length
+    stays null."""
     return array if count_nulls(array) == 0 else _filled(array, value, None)
 
 
 def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> pa.Array:
-    """`rows`: those whose value does not count, since the list around it is null."""
+    """`rows`: a mask of rows inside of a null list; their values do not count."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return kind.wrap_array(_filled(array.storage, value, rows))
@@ -161,8 +165,8 @@ def _filled(array: pa.Array, value: Any, rows: npt.NDArray[np.bool_] | None) -> 
 
 
 def _fitting(value: Any, kind: pa.DataType) -> Any:
-    """As the column has it: a float is rounded to the column's own precision, anything else is kept
-    as it is, or None."""
+    """`value` in the type of the column; None if it does not fit. A float is rounded to the
+    column's precision; any other value must be held exactly."""
     inner = _item_type(kind)
     if is_object(kind) or isinstance(value, bool) != pa.types.is_boolean(inner):
         return None
@@ -176,7 +180,7 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
 
 
 def _item_type(kind: pa.DataType) -> pa.DataType:
-    """Of the values that are filled."""
+    """The type of the innermost values."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type

@@ -1,10 +1,10 @@
-"""One schema of many shards: which columns the job reads, and whether the shards agree on them.
+"""The schema of a data set: which columns the job reads, and whether the shards agree on them.
 
-Their types need not be equal, if one holds the values of all (see kinds.py), and a column may be
-missing in some shards, whose rows are null there. A struct is read as its leaves, columns named
-"a.b"; `DataConfig.columns` may name a leaf or the whole struct. A column may have a dot in its own
-name: "a" never means the column "a.b", and a name that means two things is refused. A column that
-has no tensor is refused here, before anything is trained.
+The types of a column may differ between shards if one type holds the values of all of them (see
+column_types.py). A shard may lack a column; its rows are null there. A struct is read as its
+leaves, which are columns named "a.b"; `DataConfig.columns` may name a leaf or a whole struct. A
+column may have a dot in its own name: "a" never means the column "a.b", and an ambiguous name is
+refused. A column that has no tensor is refused here, before training starts.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ Merge = Callable[[pa.DataType, pa.DataType], pa.DataType | None]
 
 
 class Columns:
-    """Of one data set, shard by shard."""
+    """Merges the schemas of a data set, shard by shard. `wanted`: the columns that the job
+    names."""
 
     def __init__(self, wanted: Sequence[str] | None) -> None:
         self._wanted = wanted
-        self._types: dict[str, tuple[pa.DataType, str]] = {}  # and the first shard that has it
-        self._shards: dict[_Types, str] = {}  # the first of each kind
-        self._numbers: dict[_Types, int] = {}  # of these kinds
+        # A *kind* of shard: all shards with the same types.
+        # Type, first shard that has the column
+        self._types: dict[str, tuple[pa.DataType, str]] = {}
+        self._shards: dict[_Types, str] = {}  # first shard of each kind
+        self._numbers: dict[_Types, int] = {}  # number of each kind
         self._kind = 0  # of the last shard
         self._rows = Counter[int]()  # by kind
-        self._nulls: list[
-            frozenset[str]
-        ] = []  # by kind: leaves of Arrow's null type, which have no values
-        self._first: tuple[str, list[str]] = "", []  # shard, and all its columns
+        self._nulls: list[frozenset[str]] = []  # by kind: leaves of Arrow's null type
+        self._first: tuple[str, list[str]] = "", []  # first shard, and all its columns
         self._last: pa.Schema | None = None
 
     def add(self, shard: str, schema: pa.Schema, merge: Merge, rows: int = 0) -> int:
-        """The number of its kind: shards that have the same types. Raises DataError where a column
-        is not what it is in another shard."""
+        """Adds a shard, and returns the number of its kind. Raises DataError if a column cannot be
+        merged with that of another shard."""
         if self._last is None or not schema.equals(self._last):
             refuse_names_that_are_no_text(shard, schema)
             if self._last is None:
@@ -63,7 +64,7 @@ class Columns:
         return self._kind
 
     def add_rows(self, rows: int) -> None:
-        """More of the last shard."""
+        """Adds rows to the last shard."""
         self._rows[self._kind] += rows
 
     def _merge(self, shard: str, here: _Types, merge: Merge) -> None:
@@ -85,11 +86,11 @@ class Columns:
         self._nulls.append(frozenset(names))
 
     def schema(self) -> pa.Schema:
-        """Top-level columns, in the order in which they are wanted."""
+        """The top-level columns, in the order in which they are wanted."""
         return pa.schema([pa.field(name, kind) for name, (kind, _) in self._types.items()])
 
     def first_names(self) -> list[str]:
-        """All columns of the first shard."""
+        """The names of all columns of the first shard."""
         return self._first[1]
 
     def leaves(self) -> list[pa.Field]:
@@ -105,11 +106,11 @@ class Columns:
         return found
 
     def wanted_leaves(self) -> list[pa.Field]:
-        """`leaves`, also those that have no tensor."""
+        """As `leaves`, with those that have no tensor."""
         return leaves(self.schema(), self._wanted)
 
     def refuse_missing(self) -> None:
-        """Raises DataError for a column that was asked for and is in no shard."""
+        """Raises DataError if no shard has one of the columns that the job names."""
         there = {name for name, _ in _columns_and_structs(self.schema())}
         missing = [name for name in self._wanted or () if name not in there]
         if missing:
@@ -121,8 +122,8 @@ class Columns:
             )
 
     def refuse_case(self) -> None:
-        """Raises DataError where two columns differ only in case and no shard has both: one column,
-        most likely, of which a half would be null."""
+        """Raises DataError if two columns differ only in case and no shard has both. Most likely
+        they are one column, of which a part would be null."""
         several: dict[str, list[str]] = {}
         for name in self._types:
             several.setdefault(name.casefold(), []).append(name)
@@ -137,8 +138,8 @@ class Columns:
                 )
 
     def costs(self) -> list[tuple[float, int]]:
-        """For each kind of shard: how many times the memory its rows take in the types of all, and
-        bytes for each row."""
+        """For each kind of shard: the factor by which the merged types increase its memory, and the
+        bytes added per row."""
         wanted, found = self.wanted_leaves(), []
         for here in self._shards:
             types = {leaf.name: leaf.type for leaf in leaves(pa.schema(here))}
@@ -149,13 +150,13 @@ class Columns:
         return found
 
     def valued(self, nulls: Mapping[str, int]) -> Mapping[str, int]:
-        """Those of the last shard's nulls that are in columns with a type; the others are in
+        """`nulls` of the last shard without columns of Arrow's null type, which count in
         `absent`."""
         return {name: n for name, n in nulls.items() if name not in self._nulls[self._kind]}
 
     def absent(self) -> Iterator[tuple[pa.Field, str, int]]:
-        """(column, shard, rows): of the columns of which some kind of shard has no value, with the
-        first such shard and the rows of all."""
+        """(column, first shard, rows) for each kind of shard that has no value of a column, with
+        the rows of all shards of that kind."""
         if len(self._shards) == 1:
             return
         wanted = self.wanted_leaves()
@@ -165,7 +166,7 @@ class Columns:
             yield from ((leaf, shard, rows) for leaf in wanted if leaf.name not in there)
 
     def _refuse_ambiguous(self, schema: pa.Schema, where: str) -> None:
-        """Raises DataError where a name that is read means several columns or structs."""
+        """Raises DataError if a name that is read means several columns or structs."""
         there = Counter(name for name, _ in _columns_and_structs(schema))
         read = [leaf.name for leaf in leaves(schema, self._wanted)]
         for name in (*(self._wanted or ()), *read):
@@ -186,7 +187,7 @@ class Columns:
 
 
 def names_missing(wanted: Iterable[str], schema: pa.Schema) -> list[str]:
-    """The fields of a column of nulls may be any."""
+    """Those of `wanted` that `schema` lacks. A column of nulls may have any field."""
     there = {name for name, _ in _columns_and_structs(schema)}
     nulls = tuple(f"{field.name}." for field in schema if pa.types.is_null(field.type))
     return [name for name in wanted if name not in there and not name.startswith(nulls)]
@@ -202,8 +203,8 @@ def refuse_names_that_are_no_text(shard: str, schema: pa.Schema) -> None:
 def leaves(
     fields: Iterable[pa.Field], wanted: Sequence[str] | None = None, prefix: str = ""
 ) -> list[pa.Field]:
-    """The columns that are no structs, named "a.b" where they lie in one. `wanted`: names of them,
-    or of structs."""
+    """The columns that are not structs; a field of a struct is named "a.b". `wanted`: names of
+    leaves or of structs; None: all."""
     found = list[pa.Field]()
     for field in fields:
         name = prefix + field.name
@@ -216,7 +217,7 @@ def leaves(
 
 
 def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
-    """The columns of a shard that hold those `wanted`; all for None."""
+    """The top-level columns that contain `wanted`; None: all."""
     if wanted is None:
         return list(schema.names)
     tops = dict(reversed(list(_columns_and_structs(schema))))
@@ -224,8 +225,8 @@ def top_level(schema: pa.Schema, wanted: Sequence[str] | None) -> list[str]:
 
 
 def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """`Format.merge` of formats whose types were guessed from the values: the type that holds
-    both."""
+    """`Format.merge` for formats whose types are inferred from values: the type that holds both;
+    None if there is none."""
     try:
         fields = [pa.schema([("x", kind)]) for kind in (one, other)]
         return pa.unify_schemas(fields, promote_options="permissive").field("x").type
@@ -234,7 +235,7 @@ def widest(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Of any length: no array, but objects."""
+    """Whether it is text or bytes of variable length, which become Python objects."""
     return bool(
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
@@ -246,7 +247,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_object(kind: pa.DataType) -> bool:
-    """What is handed out as Python's own objects: maps, decimals, and lists of these, of text or of
+    """Whether values become Python objects: maps, decimals, and lists of these, of text or of
     structs."""
     depth = 0
     while is_list(kind):
@@ -259,15 +260,15 @@ def is_object(kind: pa.DataType) -> bool:
 
 
 def has_lengths(kind: pa.DataType) -> bool:
-    """Whether it is lists of any length, or has some in lists of one length."""
+    """Whether it is a list of variable length, or a fixed-size list that contains such lists."""
     while pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
     return is_list(kind)
 
 
 def is_time(kind: pa.DataType) -> bool:
-    """Timestamps, dates, times of day, durations: whole numbers of the unit in which they are
-    stored."""
+    """Whether it is a timestamp, date, time of day or duration, which become integers in the stored
+    unit."""
     return bool(pa.types.is_temporal(kind)) and not pa.types.is_interval(kind)
 
 
@@ -276,8 +277,8 @@ def is_short_time(kind: pa.DataType) -> bool:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Without the kinds of which Python's objects would depend on what is installed, or that Arrow
-    cannot pick rows of."""
+    """The type in which values become Python objects. It has no types whose objects depend on
+    installed packages, and none of which Arrow cannot select rows."""
     if is_time(kind):
         return pa.int32() if is_short_time(kind) else pa.int64()
     if pa.types.is_dictionary(kind):
@@ -299,8 +300,8 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def refuse_without_tensor(leaf: pa.Field) -> None:
-    """Raises DataError, with what to do behind a semicolon. Text and objects have none, and need
-    none."""
+    """Raises DataError for a type that has no tensor and is neither text nor an object. The way out
+    follows after a semicolon."""
     kind = leaf.type.value_type if pa.types.is_dictionary(leaf.type) else leaf.type
     if is_text(kind) or is_object(kind):
         return
@@ -324,7 +325,7 @@ def refuse_without_tensor(leaf: pa.Field) -> None:
 def _columns_and_structs(
     fields: Iterable[pa.Field], prefix: str = "", top: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """All that a name can mean, and the top-level column that holds it."""
+    """(name, its top-level column) of all columns, structs and fields."""
     for field in fields:
         name, owner = prefix + field.name, field.name if top is None else top
         yield name, owner

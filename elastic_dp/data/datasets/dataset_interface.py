@@ -1,18 +1,21 @@
-"""What `train/` needs of a data set. Two kinds keep it: shards at a URL and map-style datasets.
+"""The interfaces of data sets that `train/` uses. There are two implementations: shards at a URL,
+and map-style datasets.
 
-Three things hold for both. `rows`, `epoch_of`, `ends_epoch`, `describe` and `masked` do no I/O.
-`batch` may be called for any step, in any order, any number of times, and gives the same whatever
-was read ahead. And where user code may draw from global generators (`transform(batch)`,
-`collate_fn`, `__getitem__`), it either runs in `batch`, in the thread that called it, which has
-seeded them for (step, virtual worker); or, with `workers`, in a process that seeds them in the same
-way. `transform(batch, rng)` runs ahead, in threads: it must not keep state between calls.
+Three things hold for both:
 
-A row group that cannot be decoded. With on_bad_shard="fail", `batch` raises its BadShard. With
-"skip", `batch` leaves its rows out, so there may be fewer than `rows` says: `masked` fewer. What a
-worker found in a micro-batch it tells the group by `bad_row_groups`; what the group has recorded it
-hands to each worker by `mark_bad`, so that all leave out the same whatever each could read.
-`check_bad` and `check_left_out` say when that is too much, of what all have agreed on: at the same
-step in every fleet.
+- `rows`, `epoch_of`, `ends_epoch`, `describe` and `masked` do no I/O.
+- `batch` may be called for any step, in any order, and any number of times. Its result does not
+  depend on what was read ahead.
+- User code that may draw from global generators (`transform(batch)`, `collate_fn`, `__getitem__`)
+  runs in `batch`, in the calling thread, which has seeded them for (step, virtual worker). With
+  `workers` it runs in a process that seeds them in the same way. `transform(batch, rng)` runs
+  ahead, in threads, and must not keep state between calls.
+
+Row groups that cannot be decoded: with on_bad_shard="fail", `batch` raises BadShard. With "skip",
+`batch` leaves out their rows, so it has `masked` rows fewer than `rows` says. A worker reports what
+it found by `bad_row_groups`; `mark_bad` gives each worker the row groups on which all have agreed.
+So all workers leave out the same rows. `check_bad` and `check_left_out` raise if these are too
+many: at the same step whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -24,63 +27,59 @@ from elastic_dp.data.discovery.index import Index
 
 
 class BadRowGroups(Protocol):
-    """Row groups by their number in the index; they are the same on all workers."""
+    """Bad row groups, by their number in the index, which is the same on all workers."""
 
     def mark_bad(self, row_groups: Iterable[int]) -> None:
-        """From the next `batch` on their rows are left out, also of what was made ahead."""
+        """From the next `batch` on, leaves out their rows, also in micro-batches made ahead."""
 
     def describe_row_group(self, row_group: int) -> str:
-        """For messages. Example: "row group 3 of part-00003.parquet"."""
+        """A name for messages. Example: "row group 3 of part-00003.parquet"."""
 
 
 class Dataset(BadRowGroups, Protocol):
-    """Training data. Steps count from 1, epochs from 0, virtual workers from 0."""
+    """Training data. Steps are counted from 1, epochs and virtual workers from 0."""
 
     index: Index | None  # for `open_data` in another process; None: map-style, pickled whole
-    fingerprint: (
-        str  # of the data set's shape and all that sets the order. Equal: same rows per step
-    )
+    fingerprint: str  # equal for data sets that have the same rows in each step
     num_rows: int
     steps_per_epoch: int  # at least 1
 
     @property
     def counts(self) -> dict[str, float]:
-        """For telemetry, since the start: `waited_s` (time in `batch`, but for user code that runs
-        in the caller's thread), and of shards `row_groups_read`, `row_groups_read_again`,
-        `requests`, `retries`, `bytes_read`."""
+        """Counters since the start: `waited_s`, the seconds in `batch` without user code in the
+        caller's thread; for shards also `row_groups_read`, `row_groups_read_again`, `requests`,
+        `retries`, `bytes_read`."""
 
     def epoch_of(self, step: int) -> int: ...
 
     def ends_epoch(self, step: int) -> bool: ...
 
     def rows(self, step: int, virtual_worker: int) -> int:
-        """How many rows the micro-batch has. With tail="short" an epoch's last step may have fewer,
-        or 0.
-
-        Arithmetic: rows that cannot be decoded count.
-        """
+        """The number of rows of the micro-batch, with rows that cannot be decoded. With
+        tail="short" the last step of an epoch may have fewer rows than others, or 0."""
 
     def masked(self, step: int, virtual_worker: int) -> int:
-        """How many of them are known to lie in bad row groups. Right for a micro-batch once `batch`
-        gave it."""
+        """The number of its rows in row groups that are known to be bad. Exact once `batch` has
+        returned the micro-batch."""
 
     def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]:
-        """Those that the micro-batch has rows in; once `batch` gave it. What was found ahead of it
-        is not among them, so that they do not depend on how far ahead each worker reads."""
+        """The bad row groups of the micro-batch, once `batch` has returned it. Row groups that were
+        found to be bad while reading ahead are not among them, so that the result does not depend
+        on how far ahead a worker reads."""
 
     def check_bad(self, row_groups: Iterable[int]) -> None:
-        """Raises DataError where so many rows must not be left out."""
+        """Raises DataError if these row groups have more rows than may be left out."""
 
     def batch(self, step: int, virtual_worker: int) -> Any:
         """A dict of CPU tensors [rows, …] that own their memory, or what `collate_fn` returns.
 
-        None if no row is left but masked ones. Not to be asked for a micro-batch of 0 rows. Raises
-        UserCodeError with step and rows for what user code raised, StorageError, BadShard,
+        None if all rows are masked. Must not be called for a micro-batch of 0 rows. Raises
+        UserCodeError, with step and rows, for an exception in user code; StorageError; BadShard;
         DataError.
         """
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        """For error messages. Example: "rows 17, 93, … of part-00003.parquet"."""
+        """The rows, for error messages. Example: "rows 17, 93, … of part-00003.parquet"."""
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         """A hint: from `step` on, this worker runs these. Calling it again moves it, and keeps what
@@ -93,7 +92,7 @@ class EvaluationData(BadRowGroups, Protocol):
     """All rows once, in file order, the last batch shorter; `seed`, `epochs`, `shuffle`, `tail` do
     not matter.
 
-    User code never runs in processes: its random numbers are those of the thread that calls
+    User code never runs in other processes: its random numbers are those of the thread that calls
     `batch`.
     """
 
@@ -107,10 +106,10 @@ class EvaluationData(BadRowGroups, Protocol):
     def masked(self, index: int) -> int: ...
 
     def check_left_out(self, rows: int) -> None:
-        """Of an evaluation of all rows. Raises DataError where so many must not be left out."""
+        """Raises DataError if an evaluation of all rows must not leave out so many `rows`."""
 
     def batch(self, index: int) -> Any:
-        """None if no row is left but masked ones."""
+        """As `Dataset.batch`. None if all rows are masked."""
 
     def describe(self, index: int) -> str: ...
 

@@ -1,10 +1,9 @@
-"""A map-style `torch.utils.data.Dataset` in the same order arithmetic.
+"""A map-style `torch.utils.data.Dataset`, in the same computed order as shards.
 
-Access is random, so all rows are permuted freely. Items are fetched one by one (`__getitems__`,
-where the dataset has it, all at once). The random numbers of `__getitem__` and `collate_fn` are the
-dataset's own business, and come from the global generators: those of the thread that calls `batch`,
-or, with `workers`, those of processes that fetch ahead and seed theirs in the same way. So both
-give the same.
+Access is random, so rows are permuted freely. Items are fetched one by one, or all at once if the
+dataset has `__getitems__`. `__getitem__` and `collate_fn` may draw from the global generators:
+those of the thread that calls `batch`, or, with `workers`, those of processes that fetch ahead and
+seed them in the same way. So both give the same items.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch
 from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import Key
-from elastic_dp.data.pipeline.user_code_process import Process
+from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
 from elastic_dp.sampling import Order, batch_seed
 from elastic_dp.shipping import shipped
 
 Ints = npt.NDArray[np.int64]
 
-AHEAD_BYTES = 1 << 30  # of micro-batches that processes have made
+AHEAD_BYTES = 1 << 30  # limit of micro-batches that processes make ahead
 _ROWS_NAMED = 8
 
 
 class _NoRowGroups:
-    """There are none that could be bad."""
+    """A data set without row groups, so that none can be bad."""
 
     index: Index | None = None
 
@@ -67,7 +66,7 @@ class MapStyleDataset(_NoRowGroups):
         self.fingerprint = _digest(config, self.num_rows, self._order.identity)
         self.last_step = None if config.epochs is None else config.epochs * self.steps_per_epoch
         self._processes = [
-            Process(f"data process {number + 1} of {config.workers}")
+            UserCodeProcess(f"data process {number + 1} of {config.workers}")
             for number in range(config.workers)
         ]
         self._micro_batches = MicroBatches(
@@ -113,13 +112,13 @@ class MapStyleDataset(_NoRowGroups):
         return _describe(self._order.locate(step, virtual_worker)[1])
 
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
-        """Does nothing without processes: see the file's docstring."""
+        """Does nothing without processes: items are fetched in `batch` then."""
         if self._processes:
             self._start_processes()
             self._micro_batches.read_ahead(step, virtual_workers)
 
     def close(self) -> None:
-        """The dataset is the user's."""
+        """Does not close the dataset, which belongs to the user."""
         self._micro_batches.close()
         for process in self._processes:
             process.close()
@@ -141,10 +140,10 @@ class MapStyleDataset(_NoRowGroups):
         return False
 
     def plan(self, needs: Sequence[tuple[Key, Sequence[Ints]]]) -> None:
-        """There is nothing to read but by the dataset itself."""
+        """Nothing to do: the dataset itself reads."""
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """What is being made is thrown away when it is."""
+        """Nothing to do: micro-batches that are being made are dropped later."""
 
     def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         (one,) = wanted
@@ -181,7 +180,7 @@ class MapStyleEvaluation(_NoRowGroups):
         """Does nothing: items may draw from the caller's generators."""
 
     def close(self) -> None:
-        """The dataset is the user's."""
+        """Does not close the dataset, which belongs to the user."""
 
     def _indices(self, index: int) -> Ints:
         assert 0 <= index < self.num_batches, "no such batch"
@@ -192,7 +191,7 @@ class MapStyleEvaluation(_NoRowGroups):
 
 @dataclass(frozen=True, slots=True)
 class _ItemsCall:
-    """What a data process runs."""
+    """The callable that a data process runs."""
 
     config: MapStyleData
 
@@ -201,9 +200,9 @@ class _ItemsCall:
         try:
             return _fetch(self.config, indices)
         except Exception as error:  # user code may raise anything
-            said = traceback.format_exception_only(error)[-1].strip()
+            message = traceback.format_exception_only(error)[-1].strip()
             lines = "".join(traceback.format_exception(error))
-            raise UserCodeError("", f"MapStyleData raised {said}", lines) from error
+            raise UserCodeError("", f"MapStyleData raised {message}", lines) from error
 
 
 def _length(config: MapStyleData) -> int:
@@ -224,16 +223,18 @@ def _fetch(config: MapStyleData, indices: Ints) -> Any:
 
 
 def _fetch_here(config: MapStyleData, indices: Ints, pin: bool) -> Any:
-    """In the process that uses it; what comes from another one is in memory of ours."""
+    """A micro-batch made in this process. Its tensors are aligned here; those from another process
+    are aligned already."""
     batch = _fetch(config, indices)
     return pinned(batch) if pin else aligned_tensors(batch)
 
 
 def _digest(config: MapStyleData, num_rows: int, identity: str) -> str:
-    """Of what can be known without reading items, which may be slow, random, or impossible before a
-    worker has it.
+    """A digest of what is known without reading items, which may be slow, random, or impossible
+    outside of a worker.
 
-    The class without its module: that is "__main__" when the same file is run as a script.
+    It has the name of the class without its module, which is "__main__" when the same file is run
+    as a script.
     """
     named = f"{type(config.dataset).__qualname__} {num_rows} {config.fingerprint!r}"
     return hashlib.sha256(f"map-style {named} {identity}".encode()).hexdigest()

@@ -1,5 +1,4 @@
-"""Opening a data set: by the driver, which reads the index, and by the workers, which are given
-it."""
+"""Opens a data set: in the driver, which reads the index, and in the workers, which receive it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import numpy as np
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
-from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation, most_bytes
+from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation, largest_bytes
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
@@ -31,11 +30,15 @@ def open_data(
     timeout_s: float = 60.0,
     on_wait: Callable[[str], None] | None = None,
 ) -> Dataset:
-    """Training data. Without an `index` it is read, for which a store may be away for `timeout_s`.
+    """Opens training data.
 
-    `pin`: tensors lie in memory from which a GPU copies without a stop. `on_wait`: told when the
-    store is away for longer than `timeout_s` later, and when it is back; without it, that is a
-    StorageError. Raises DataError where the data set cannot be used.
+    - `index`: None: read it, which raises StorageError if the store cannot be reached for
+      `timeout_s` seconds.
+    - `pin`: tensors are in pinned memory.
+    - `on_wait(message)`: called when the store cannot be reached for longer than `timeout_s` later,
+      and when it can be again. Without it, the first is a StorageError.
+
+    Raises DataError if the data set cannot be used.
     """
     if isinstance(config, MapStyleData):
         return MapStyleDataset(config, virtual_workers=virtual_workers, pin=pin)
@@ -54,7 +57,7 @@ def open_evaluation(
     timeout_s: float = 60.0,
     on_wait: Callable[[str], None] | None = None,
 ) -> EvaluationData:
-    """All rows once, in file order. Without an `index` it is read. The rest as in `open_data`."""
+    """Opens data for an evaluation: all rows once, in file order. Arguments as in `open_data`."""
     if isinstance(config, MapStyleData):
         return MapStyleEvaluation(config, pin=pin)
     index = index or read_index(config, timeout_s=timeout_s)
@@ -64,8 +67,8 @@ def open_evaluation(
 
 
 def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_bytes: int) -> None:
-    """One worker may have to run the whole job; what it has open then must fit. Raises
-    DataError."""
+    """Raises DataError if `memory_bytes` is not enough for one worker that runs all virtual
+    workers, as it may have to."""
     largest = int(np.argmax(row_groups.reading_bytes))
     shard, number, _ = row_groups.name(largest)
     size = int(row_groups.reading_bytes[largest])
@@ -82,7 +85,7 @@ def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_by
     if order is None:
         return
     count = min(row_groups_at_least(order), len(row_groups.rows))
-    needed = most_bytes(row_groups, count)
+    needed = largest_bytes(row_groups, count)
     if needed > memory_bytes:
         raise DataError(
             f"a worker that runs all {order.virtual_workers} virtual workers has up to "
@@ -124,7 +127,7 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
 def _row_groups(
     config: DataConfig, index: Index, timeout_s: float, on_wait: Callable[[str], None] | None
 ) -> tuple[ShardRowGroups, dict[str, Any]]:
-    """With what both kinds of data set are told of them."""
+    """The row groups, and the options that both kinds of data set take for them."""
     stores = [
         Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait)
         for url in config.urls
@@ -139,8 +142,8 @@ def _row_groups(
 
 
 def _threads(stores: list[Store]) -> int:
-    """Requests to a store wait most of the time; with files, reading is decoding, and more threads
-    than cores are in each other's way."""
+    """The number of reading threads. Requests to a store mostly wait. Reading files is decoding,
+    for which more threads than cores slow each other down."""
     if all(store.local_path(store.path) is not None for store in stores):
         return min(READ_THREADS, max(2, (os.cpu_count() or 1) // 2))
     return READ_THREADS

@@ -1,10 +1,12 @@
-"""Shards as micro-batches: the order says which rows, the reader brings them, here they become
-tensors.
+"""Data sets of shards: training data and evaluation data.
 
-Three stages, each ahead of the next: row groups are read and decoded in the order in which they are
-needed (reader.py); micro-batches are gathered from them, a few steps ahead (micro_batches.py);
-`batch` hands one out, and runs what of the user's code must run in the caller's thread. With
-`workers`, that runs ahead too, in processes.
+The order (`sampling/`) says which rows a micro-batch has. Three stages follow, each of which works
+ahead of the next one:
+
+1. `row_group_reader` reads and decodes row groups in the order in which they are needed.
+2. `micro_batches` assembles micro-batches from them, a few steps ahead.
+3. `batch` returns a micro-batch, and runs the part of the user's code that must run in the caller's
+   thread. With `workers`, that part runs ahead too, in other processes.
 """
 
 from __future__ import annotations
@@ -19,36 +21,36 @@ import numpy as np
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import Index
-from elastic_dp.data.pipeline.array_memory import Blocks
+from elastic_dp.data.pipeline.array_memory import BlockPool
 from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
-from elastic_dp.data.pipeline.batch_assembler import Gathering, Ints
-from elastic_dp.data.pipeline.collation import Collating, located, nbytes_of, pinned
+from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints
+from elastic_dp.data.pipeline.collation import Collator, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
 from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, Columns, Key, RowGroupReader
 from elastic_dp.data.pipeline.row_groups import RowGroups
-from elastic_dp.data.pipeline.user_code_process import Process
+from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import BadShard, UserCodeError
 from elastic_dp.sampling import Mixture, Order, batch_seed
 from elastic_dp.sampling.mixture import row_groups_at_once
 from elastic_dp.shipping import shipped
 from elastic_dp.storage import Store
 
-PRODUCERS = 2  # threads, where user code needs no processes
-AHEAD_PART = 8  # of the memory, one in so many is for micro-batches made ahead
-# And one in so many for what Arrow's allocator keeps beyond what is asked of it: 50 MiB beside 220
-# in row groups of 1 to 5 MiB.
+PRODUCERS = 2  # threads that make micro-batches, unless user code runs in processes
+AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
+# 1 / SLACK_PART of the memory is for what Arrow's allocator keeps in addition to row groups: 50 MiB
+# for 220 MiB in row groups of 1 to 5 MiB.
 SLACK_PART = 6
-ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # made in one go, by the row groups' own estimates
+ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batches
 _ROWS_NAMED = 8  # in an error message, of one shard
 _SHARDS_NAMED = 3
 
 Located = tuple[Ints, Ints]  # row groups, rows in them
 
 
-class _OfAStream:
-    """What a data set and an evaluation hand on to their stream."""
+class _DelegatesToStream:
+    """Methods that training data and evaluation data delegate to their stream."""
 
     _stream: _Stream
 
@@ -66,7 +68,7 @@ class _OfAStream:
         self._stream.close()
 
 
-class StreamingDataset(_OfAStream):
+class StreamingDataset(_DelegatesToStream):
     """A `Dataset` (see dataset_interface.py)."""
 
     def __init__(
@@ -120,9 +122,8 @@ class StreamingDataset(_OfAStream):
         self._stream.read_ahead(step, virtual_workers)
 
 
-class StreamingEvaluation(_OfAStream):
-    """An `EvaluationData` (see dataset_interface.py). User code runs in the caller's thread, or
-    early: never in processes."""
+class StreamingEvaluation(_DelegatesToStream):
+    """An `EvaluationData` (see dataset_interface.py). User code never runs in other processes."""
 
     def __init__(
         self,
@@ -148,8 +149,8 @@ class StreamingEvaluation(_OfAStream):
         identity = f"evaluation {digest} {order.identity}"
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self._order = order
-        # Row groups stay while there is room: `batch` may come without `read_ahead`, and
-        # evaluations come again.
+        # Row groups stay in memory while there is room: `batch` may be called without `read_ahead`,
+        # and evaluations are repeated.
         self._stream = _Stream(config, row_groups, order, 1, 0, True, pin, threads, stores)
         self._stream.last_step = 0
 
@@ -177,14 +178,14 @@ class StreamingEvaluation(_OfAStream):
 
 @dataclass(frozen=True, slots=True)
 class _StreamCall:
-    """What a data process runs: user code with the generators of one micro-batch."""
+    """The callable that a data process runs: user code with the generators of one micro-batch."""
 
-    collating: Collating
+    collator: Collator
     seed: int
 
     def __call__(self, arrays: Any, step: int, virtual_worker: int) -> Any:
         seed_everything(batch_seed(self.seed, step, virtual_worker))
-        return self.collating.late(self.collating.early(arrays, step, virtual_worker))
+        return self.collator.late(self.collator.early(arrays, step, virtual_worker))
 
 
 class _Stream:
@@ -208,16 +209,16 @@ class _Stream:
         self._config, self._row_groups, self._order, self._pin = config, row_groups, order, pin
         self._seed, self._stores = config.seed, stores
         self._in_file_order = config.shuffle == "none"
-        self._collating = Collating(config, pin=pin and not workers)
+        self._collator = Collator(config, pin=pin and not workers)
         self.bad: set[int] = set()
-        self._blocks = Blocks(STEPS_AHEAD)
-        workers = workers if self._collating.has_user_code else 0
+        self._blocks = BlockPool(STEPS_AHEAD)
+        workers = workers if self._collator.has_user_code else 0
         self._processes = [
-            Process(f"data process {number + 1} of {workers}") for number in range(workers)
+            UserCodeProcess(f"data process {number + 1} of {workers}") for number in range(workers)
         ]
         self._in_processes = workers > 0
         one_more = int(row_groups.reading_bytes.max() + row_groups.nbytes.max())
-        floor = max(most_bytes(row_groups, open_row_groups), one_more)
+        floor = max(largest_bytes(row_groups, open_row_groups), one_more)
         spare = max(0, config.memory_bytes - floor)
         ahead = min(config.memory_bytes // AHEAD_PART, spare)
         slack = min(config.memory_bytes // SLACK_PART, spare - ahead)
@@ -226,9 +227,7 @@ class _Stream:
             micro_batch_size=order.micro_batch_size,
             ahead_bytes=ahead,
             producers=workers or PRODUCERS,
-            rows_at_once=0
-            if workers or self._collating.runs_early
-            else _rows_in(row_groups, ahead),
+            rows_at_once=0 if workers or self._collator.runs_early else _rows_in(row_groups, ahead),
         )
         self.reader = RowGroupReader(
             row_groups,
@@ -256,13 +255,13 @@ class _Stream:
         self._micro_batches.read_ahead(step, virtual_workers)
 
     def batch(self, step: int, virtual_worker: int) -> Any:
-        """None: none of its rows can be decoded."""
+        """None if none of its rows can be decoded."""
         self._start_processes()
         try:
             made = self._micro_batches.take(step, virtual_worker)
             if made is None or self._in_processes:
                 return made
-            return self._collating.late(made)
+            return self._collator.late(made)
         except UserCodeError as error:
             where = self.describe(step, virtual_worker)
             raise located(error, step, virtual_worker, where) from error.__cause__
@@ -286,20 +285,20 @@ class _Stream:
             self._micro_batches.remake(lambda located: not found.isdisjoint(located[0].tolist()))
 
     def describe(self, step: int, virtual_worker: int) -> str:
-        """ "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet", rows counted in the
-        shard from 0."""
+        """Example: "rows 17, 93 of part-0.parquet; rows 5, 6, … of part-1.parquet". Rows are
+        counted in the shard, from 0."""
         by_shard: dict[str, list[int]] = {}
         groups, rows = self._order.locate(step, virtual_worker)
         for group, row in zip(groups.tolist(), rows.tolist(), strict=True):
             shard, _, first = self._row_groups.name(group)
             by_shard.setdefault(shard, []).append(first + row)
-        said = []
+        parts = []
         for name, numbers in list(by_shard.items())[:_SHARDS_NAMED]:
             more = ", …" if len(numbers) > _ROWS_NAMED else ""
-            said.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
+            parts.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
         if len(by_shard) > _SHARDS_NAMED:
-            said.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
-        return "; ".join(said) or "no rows"
+            parts.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
+        return "; ".join(parts) or "no rows"
 
     def describe_row_group(self, row_group: int) -> str:
         shard, number, _ = self._row_groups.name(row_group)
@@ -319,7 +318,7 @@ class _Stream:
         return [((groups, rows), len(rows)) for groups, rows in each]
 
     def parts(self, before: Located, after: Located) -> bool:
-        """Where one row group ends: one that lies in one chunk need not be copied."""
+        """Whether a row group ends between the two: a row group in one chunk need not be copied."""
         return self._in_file_order and before[0][0] != after[0][0]
 
     def plan(self, needs: Sequence[tuple[Key, Sequence[Located]]]) -> None:
@@ -331,10 +330,10 @@ class _Stream:
     def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
         groups = np.concatenate([m.work[0] for m in wanted])
         rows = np.concatenate([m.work[1] for m in wanted])
-        # One by itself may be for user code, and counts as what that makes of it.
+        # A single micro-batch may go through user code, and counts with the bytes of its result.
         bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()] if len(wanted) > 1 else []
-        gathering = Gathering(groups, rows, self._blocks, bounds)
-        failed = self._fill(gathering, key)
+        assembler = BatchAssembler(groups, rows, self._blocks, bounds)
+        failed = self._fill(assembler, key)
         made: list[Any] = []
         stop = 0
         for m in wanted:
@@ -343,23 +342,23 @@ class _Stream:
             if needed:
                 made.append(failed[min(needed)])
             else:
-                made.append(self._finish(gathering.cut(start, stop), m, producer))
-        return made, gathering.nbytes if len(wanted) > 1 else nbytes_of(made[0])
+                made.append(self._finish(assembler.cut(start, stop), m, producer))
+        return made, assembler.nbytes if len(wanted) > 1 else nbytes_of(made[0])
 
-    def _fill(self, gathering: Gathering, key: Key) -> dict[int, BadShard]:
-        """Row groups as they come. Given back: those that cannot be decoded, where the job does not
-        skip them."""
-        todo, failed = self._readable(gathering.row_groups), dict[int, BadShard]()
-        for row_group in self.bad.intersection(gathering.row_groups):
-            gathering.leave_out(row_group)
+    def _fill(self, assembler: BatchAssembler, key: Key) -> dict[int, BadShard]:
+        """Copies rows from row groups as these arrive. Returns the row groups that cannot be
+        decoded, unless the job skips them."""
+        todo, failed = self._readable(assembler.row_groups), dict[int, BadShard]()
+        for row_group in self.bad.intersection(assembler.row_groups):
+            assembler.leave_out(row_group)
         while todo:
             here = self.reader.take(key, todo)
             todo = [row_group for row_group in todo if row_group not in here]
             taken = set(here)
             try:
-                failed |= self._copy(gathering, here, partial(self._own, key, taken))
+                failed |= self._copy(assembler, here, partial(self._own, key, taken))
             finally:
-                here.clear()  # lets go before the reader does
+                here.clear()  # drops the references before the reader counts the memory as free
                 self.reader.release(key, taken)
         return failed
 
@@ -371,16 +370,16 @@ class _Stream:
 
     def _copy(
         self,
-        gathering: Gathering,
+        assembler: BatchAssembler,
         here: Mapping[int, Columns | BadShard],
         own: Callable[[int], int | None],
     ) -> dict[int, BadShard]:
         failed = {}
         for row_group, content in here.items():
             if not isinstance(content, BadShard):
-                gathering.copy(row_group, content, own)
+                assembler.copy(row_group, content, own)
                 continue
-            gathering.leave_out(row_group)
+            assembler.leave_out(row_group)
             if self._config.on_bad_shard == "fail":
                 failed[row_group] = content
             else:
@@ -391,7 +390,7 @@ class _Stream:
         if arrays is None:
             return None
         if not self._in_processes:
-            return self._collating.early(arrays, *wanted.slot)
+            return self._collator.early(arrays, *wanted.slot)
         made = self._processes[producer].run(arrays, *wanted.slot)
         return pinned(made) if self._pin else made
 
@@ -400,7 +399,7 @@ class _Stream:
 
     def _start_processes(self) -> None:
         if self._processes and self._processes[0].pid is None:
-            pickled = shipped(_StreamCall(self._collating, self._seed))
+            pickled = shipped(_StreamCall(self._collator, self._seed))
             for process in self._processes:
                 process.start(pickled)
 
@@ -411,13 +410,13 @@ def _groups_of(works: Sequence[Located]) -> list[int]:
 
 
 def _rows_in(row_groups: RowGroups, ahead_bytes: int) -> int:
-    """How many are made at once."""
+    """The limit of rows of a chunk."""
     row_bytes = max(1, int(row_groups.nbytes.sum()) // max(1, int(row_groups.rows.sum())))
     return min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
 
 
-def most_bytes(row_groups: RowGroups, count: int) -> int:
-    """Of so many row groups, at most."""
+def largest_bytes(row_groups: RowGroups, count: int) -> int:
+    """The bytes of the `count` largest row groups."""
     count = min(count, len(row_groups.nbytes))
     return int(np.partition(row_groups.nbytes, -count)[-count:].sum()) if count else 0
 
@@ -425,8 +424,8 @@ def most_bytes(row_groups: RowGroups, count: int) -> int:
 def _locate_each(
     order: Order | Mixture, steps: range, virtual_worker: int
 ) -> Iterable[tuple[Any, Any]]:
-    """What `order.locate` gives for each step; several steps of an epoch at once, which costs as
-    much as one."""
+    """`order.locate` for each step. Locates several steps of an epoch together, which costs as much
+    as one."""
     if isinstance(order, Mixture):
         yield from (order.locate(step, virtual_worker) for step in steps)
         return

@@ -1,9 +1,10 @@
-"""The index of a data set: its shards, their row groups, where each lies, how many rows it has.
+"""The index of a data set: its shards, and the byte range and number of rows of each row group.
 
-Read once, by the driver, then shipped: workers list nothing. It is arrays, not objects: a million
-shards are about 150 MB, and up to 8 MiB of footers. It does not say where the data set lies, so a
-copy in another bucket is the same one: its digest covers what decides the order and the tensors,
-and each shard's size and check (format.py), so that a shard of other content is another data set.
+The driver reads the index once and ships it to the workers, which list nothing. It consists of
+arrays: a million shards take about 150 MB, and up to 8 MiB of footers. It does not contain the
+location of the data set, so a copy in another bucket has the same index. Its digest covers
+everything that decides the order of rows and the tensors, and the size and checksum of each shard
+(format.py), so other content is another data set.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
-from elastic_dp.data.discovery.listing import list_shards, prefix_of, said_twice
+from elastic_dp.data.discovery.listing import duplicate_files_warning, list_shards, prefix_of
 from elastic_dp.data.discovery.opened_source import (
     FOOTERS_IN_FLIGHT,
     OpenedSource,
     refuse_missing,
-    say_partitions,
+    warn_of_partition_columns,
 )
-from elastic_dp.data.discovery.skipped_files import skipped_words
+from elastic_dp.data.discovery.skipped_files import skipped_message
 from elastic_dp.data.formats.csv import Csv
-from elastic_dp.data.formats.exact_numbers import refuse_rounded
+from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
 from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.data.formats.jsonl import JsonLines
@@ -47,40 +48,43 @@ from elastic_dp.errors import DataError, ElasticError
 from elastic_dp.storage import Store, redact_url
 
 SCANS_IN_FLIGHT = 8
-# In all, of the first shards: a worker that begins a shard then asks for its rows at once. What is
-# above it is read again.
+# Limit of all footers that the index keeps, those of the first shards. A worker that begins such a
+# shard needs no request for its footer.
 FOOTER_BYTES_KEPT = 8 << 20
-_COUNTED: Mapping[str, int] = MappingProxyType({})  # one for all scans that are kept
+_COUNTED: Mapping[str, int] = MappingProxyType({})  # shared by all scans that are kept
 _NONE: Mapping[str, str] = MappingProxyType({})
 _INT16_SOURCES = 1 << 15
-_CHUNK = 1 << 14  # shards whose names are Python strings at one time
+_CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 
 _NAMED = 3
-_MAY_BE_BLANK = (Csv, JsonLines)  # a file of no row may have no byte
+_MAY_BE_BLANK = (Csv, JsonLines)  # formats in which a file of 0 bytes is one without rows
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class IndexedSource:
-    """One URL. `first_group`…`end_group` - 1 are its row groups. `weight`: None where sources are
-    one data set."""
+    """A URL of the data set. Its row groups are `first_group` ≤ i < `end_group`. `weight`: its
+    share in a mixture; None if the sources are one data set. `is_file`: the URL names a single
+    shard."""
 
     format: str
     weight: float | None
-    is_file: bool  # the URL is that of its one shard
+    is_file: bool
     first_group: int
     end_group: int
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Row groups are numbered through all shards, shards through all sources. Picklable.
+    """Row groups are numbered across all shards, and shards across all sources. Picklable.
 
-    `shards`: columns name, version (strings), source, size, check, tail, footer (see format.py).
-    `groups`: columns rows, starts, ends, nbytes. `group_bounds` [shards + 1]: shard i has the row
-    groups bounds[i]…bounds[i+1]-1. `columns`: (name, type, and what fills its nulls) of those that
-    the job reads; `schema`: of the shards' columns that hold these.
+    - `shards` [shards]: columns name, version (strings), source, size, check, tail, footer (see
+      format.py).
+    - `groups` [row groups]: columns rows, starts, ends, nbytes (int64).
+    - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
+    - `columns`: (name, type and the value that replaces nulls) of the columns that the job reads.
+    - `schema`: of the top-level columns that contain these.
     """
 
     sources: tuple[IndexedSource, ...]
@@ -92,13 +96,12 @@ class Index:
 
     @cached_property
     def rows(self) -> Ints:
-        """[row group]"""
+        """Number of rows, int64 [row groups]."""
         return self._group_array("rows")
 
     @cached_property
     def nbytes(self) -> Ints:
-        """[row group]: upper estimate of what it takes in memory, decoded and while being
-        decoded."""
+        """Estimated bytes in memory, decoded and while being decoded, int64 [row groups]."""
         return self._group_array("nbytes")
 
     @cached_property
@@ -119,7 +122,7 @@ class Index:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Of the sources; None where they are one data set."""
+        """The weights of the sources; None if they are one data set."""
         weights = [source.weight for source in self.sources if source.weight is not None]
         return tuple(weights) or None
 
@@ -128,7 +131,7 @@ class Index:
         return int(np.searchsorted(self.group_bounds, row_group, side="right")) - 1
 
     def first_row(self, row_group: int) -> int:
-        """The number in its shard of the row group's first row."""
+        """The number of rows before the row group in its shard."""
         first = int(self.group_bounds[self.shard_of(row_group)])
         return int(self.rows[first:row_group].sum())
 
@@ -136,15 +139,15 @@ class Index:
         return str(self.shards["name"][shard])
 
     def footer(self, shard: int) -> pa.Buffer | None:
-        """None: it is not kept; there is none, or reading it costs nothing, or there are too
-        many."""
+        """The footer of a shard; None if the index does not keep it: the format has none, reading
+        it is cheap, or there are too many."""
         if "footer" not in self.shards.schema.names:  # version 1
             return None
         return self.shards["footer"][shard].as_buffer()
 
     @cached_property
     def digest(self) -> str:
-        """Equal: the same rows in the same shards, read as the same columns."""
+        """Equal for data sets with the same rows in the same shards, read as the same columns."""
         formats = [(source.format, source.weight) for source in self.sources]
         content = hashlib.sha256(json.dumps(["index 1", formats, self.columns]).encode())
         for column in ("source", "size", "check"):
@@ -156,7 +159,8 @@ class Index:
         return content.hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Arrow IPC streams, one after the other: no code is run to read them."""
+        """Several Arrow IPC streams, one after the other. Reading them runs no code, unlike
+        pickle."""
         facts = {
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
@@ -176,7 +180,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Index:
-        """Raises DataError for what `to_bytes` did not make."""
+        """The inverse of `to_bytes`. Raises DataError for other content."""
         source = pa.BufferReader(content)
         try:
             with pa.ipc.open_stream(source) as stream:
@@ -205,24 +209,25 @@ class Index:
 def read_index(
     config: DataConfig, *, timeout_s: float = 60.0, say: Callable[[str], None] | None = None
 ) -> Index:
-    """Lists the shards and reads their footers, or scans them where their format has none.
+    """Lists the shards, and reads their footers; formats without footers are scanned.
 
-    `say` is told of a scan before it starts. Shards without a row are left out, and said. Raises
-    DataError if there is nothing that can be trained on, or if one shard cannot be read:
-    `on_bad_shard` is for what goes bad later. Raises StorageError if the store refuses, or is away
-    for `timeout_s`.
+    `say(message)` is called before a scan starts. Shards without rows are left out with a warning.
+    Raises DataError if there is nothing to train on, or if a shard cannot be read (`on_bad_shard`
+    is for row groups that fail later). Raises StorageError if the store refuses, or cannot be
+    reached for `timeout_s`.
     """
     weights = config.url if isinstance(config.url, Mapping) else None
     urls, sources = config.urls, _open_all(config, timeout_s)
     for source in sources:
         _announce(source, say or _log.info)
-    if twice := said_twice((s.store, s.listed, s.prefix) for s in sources):
+    if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
     refuse_missing(sources, config)
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
+    leading_zeros: dict[str, str] = {}
     for number, shard, scan in _scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
@@ -239,24 +244,27 @@ def read_index(
             continue
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
         rounded = {**scan.rounded, **rounded}
+        leading_zeros = {**scan.leading_zeros, **leading_zeros}
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
         build.add(name, entry.size, entry.version, scan, kind)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
-    say_partitions(config, sources, columns)
+    warn_of_partition_columns(config, sources, columns)
     leaves = columns.leaves()
     refuse_rounded(rounded, leaves)
+    for warning in leading_zero_warnings(leading_zeros, leaves):
+        _log.warning("DataConfig.url: %s", warning)
     nulls.add_missing(columns.absent())
     return build.finish(columns, check_nulls(nulls, config.fill_nulls, leaves))
 
 
 class Builder:
-    """Makes an index of shards as they come."""
+    """Builds an index from shards that are added one by one."""
 
     def __init__(self) -> None:
         self._sources: list[IndexedSource] = []
-        self._shards: list[tuple[Any, ...]] = []  # not yet in arrays
+        self._shards: list[tuple[Any, ...]] = []  # not converted to arrays yet
         self._shard_batches: list[pa.RecordBatch] = []
         self._scans: list[Scan] = []
         self._group_batches: list[pa.RecordBatch] = []
@@ -265,7 +273,7 @@ class Builder:
         self._num_groups = self._footer_bytes = 0
 
     def begin(self, chosen: str, weight: float | None, is_file: bool) -> None:
-        """Of a source; the shards added next are its own."""
+        """Begins a source. The shards that are added next belong to it."""
         self._end()
         self._sources.append(
             IndexedSource(chosen, weight, is_file, self._num_groups, self._num_groups)
@@ -278,7 +286,14 @@ class Builder:
             self._footer_bytes += len(footer)
         self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
         self._scans.append(
-            replace(scan, footer=b"", nulls=_COUNTED, null_lists=_COUNTED, rounded=_NONE)
+            replace(
+                scan,
+                footer=b"",
+                nulls=_COUNTED,
+                null_lists=_COUNTED,
+                rounded=_NONE,
+                leading_zeros=_NONE,
+            )
         )
         self._kinds.append(kind)
         self._num_groups += len(scan.rows)
@@ -304,7 +319,7 @@ class Builder:
     def _with_costs(
         self, groups: pa.RecordBatch, counts: Ints, costs: list[tuple[float, int]]
     ) -> pa.RecordBatch:
-        """Row groups that are cast as they are read take more than their shards say."""
+        """Increases `nbytes` of row groups that are cast to another type as they are read."""
         if all(cost == (1.0, 0) for cost in costs):
             return groups
         each = np.array(costs)[np.repeat(np.frombuffer(self._kinds, np.int64), counts)]
@@ -362,7 +377,7 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
         for remark in listed.remarks:
             _log.warning("%s", remark)
         if listed.skipped and not listed.remarks:
-            _log.info("not read at %s: %s", store.url, skipped_words(listed.skipped))
+            _log.info("not read at %s: %s", store.url, skipped_message(listed.skipped))
         prefix = prefix_of(url, listed.is_file) if len(urls) > 1 else ""
         return OpenedSource(store, listed, FORMATS[listed.format](), prefix)
 
@@ -372,8 +387,8 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
 
 
 def _scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
-    """(source, shard in it, scan), in order, some ahead of the one that is asked for; never a
-    future per shard."""
+    """(source, shard in it, scan) in order. Some scans run ahead; there is never a future for each
+    shard of a large data set."""
 
     def scan(number: int, shard: int) -> Scan:
         source = sources[number]
@@ -410,14 +425,15 @@ def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
         found = chosen.scan(shard, config.columns)
     except ElasticError:
         raise
-    except Exception as error:  # a decoder may raise anything at bytes that are not its own
+    except Exception as error:  # a decoder may raise anything for damaged content
         what = "scan" if chosen.scans_content else "read the footer of"
         raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
     return found
 
 
 def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list[str]]) -> None:
-    """Raises DataError where nothing is left: of a source with a weight, or else of all."""
+    """Warns of shards without rows. Raises DataError if no shard of a source with a weight, or of
+    the data set, has rows."""
     every = range(len(sources))
     for part in [[n] for n in every] if isinstance(config.url, Mapping) else [every]:
         if all(len(empty[n]) == len(sources[n].listed.entries) for n in part):
@@ -446,7 +462,8 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One column at a time, and the list is emptied: a large index is never in memory twice."""
+    """Concatenates column by column and empties `batches`, so that a large index is never in memory
+    twice."""
     schema = batches[0].schema
     columns = [batch.columns for batch in batches]
     batches.clear()

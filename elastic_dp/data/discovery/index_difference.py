@@ -1,4 +1,4 @@
-"""In what two indexes differ, for the user whose data set changed between two starts of a run."""
+"""Tells a user how a data set changed between two starts of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from elastic_dp.data.discovery.index import Index
 
-_CHUNK = 1 << 14  # shards whose names are Python strings at one time
+_CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 
 
 def difference(old: Index, new: Index) -> str | None:
-    """What makes the two different data sets, in words that name the shard or the column; None if
-    they are one."""
+    """A message that names the shard or column in which the data sets differ; None if they are
+    equal."""
     if old.digest == new.digest:
         return None
     if [s.weight for s in old.sources] != [s.weight for s in new.sources]:
@@ -40,12 +40,12 @@ def _columns_difference(old: dict[str, str], new: dict[str, str]) -> str:
 def _names_difference(old: Index, new: Index) -> str:
     was, now = ({(s, n) for s, n in _names(index)} for index in (old, new))
     gone, come = sorted(was - now), sorted(now - was)
-    said = [
+    parts = [
         f"shard {names[0][1]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {word}"
         for names, word in ((gone, "is gone"), (come, "is new"))
         if names
     ]
-    return ", ".join(said) or "the sources are in another order"
+    return ", ".join(parts) or "the sources are in another order"
 
 
 def _names(index: Index) -> Iterator[tuple[int, str]]:
@@ -55,7 +55,7 @@ def _names(index: Index) -> Iterator[tuple[int, str]]:
 
 
 def _groups_difference(old: Index, new: Index) -> str:
-    """The names are the same; the first shard whose row groups are not."""
+    """Names the first shard whose row groups differ."""
     for shard in range(old.num_shards):
         was, now = (
             tuple(

@@ -1,10 +1,10 @@
-"""Which files of a URL are shards, and of what format.
+"""Lists the shards at a URL, and finds their format.
 
-A folder's shards are the files directly in it whose ending is a format's; a glob's are those that
-it matches; one file is itself. Hidden names (".part-0.parquet", "_temporary/…") are half-written
-files of other writers. A folder that holds `_incomplete` is a conversion that has not finished, and
-no data set, also for a glob. Whatever else lies there is counted and named, and a table's folder is
-refused (table_formats.py).
+The shards of a folder are the files directly in it with the ending of a format. The shards of a
+glob are the files that match it. Hidden names (".part-0.parquet", "_temporary/…") are not read:
+they are unfinished files of other writers. A folder with an `_incomplete` object is a conversion
+that has not finished, and is refused, also for a glob. Other files are counted and reported. Tables
+are refused (table_formats.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
-from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_nothing
-from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_words
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
+from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_no_shard
+from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_message
 from elastic_dp.data.discovery.table_formats import (
     Table,
     refuse_table,
@@ -45,10 +45,12 @@ _SPLIT = re.compile(rf"(?:^|[^a-z])({'|'.join(_SPLITS)})(?![a-z])")
 
 
 @dataclass(frozen=True)
-class Listed:
-    """Of one source, in the order of the names. `is_file`: the URL is that of the one shard.
-    `skipped`: files that lie there and are no shards. `remarks`: what the user should be told of
-    it, each a sentence."""
+class ShardListing:
+    """The shards of a source, in the order of their names.
+
+    `is_file`: the URL names a single shard. `root`: the path that names are relative to. `skipped`:
+    files that are not read. `remarks`: warnings for the user.
+    """
 
     format: str
     is_file: bool
@@ -63,8 +65,9 @@ class Listed:
 
 @dataclass
 class _Found:
-    """What a URL means. `entries`: hidden ones, too. `root`: what names are relative to; `folder`:
-    what was looked into, `look` what is there; `is_deep`: all below it."""
+    """What a URL means. `entries`: the files, with hidden ones. `root`: the path that names are
+    relative to. `folder`: the folder that was listed, `look`: its listing. `is_deep`: `look` has
+    all files below the folder."""
 
     root: str
     folder: str
@@ -82,10 +85,10 @@ class _Found:
         return self.is_file or not any(part[:1] in ("", ".", "_") for part in parts)
 
 
-def list_shards(config: DataConfig, url: str, store: Store) -> Listed:
-    """Raises DataError where there is none, they are not all there yet, or formats are mixed.
+def list_shards(config: DataConfig, url: str, store: Store) -> ShardListing:
+    """Raises DataError if there is no shard, the data set is not complete, or formats are mixed.
 
-    Names are made only as they are needed.
+    Names are computed only when they are needed.
     """
     found = _find(config, url, store)
     seen = [entry for entry in found.entries if found.is_shown(entry)]
@@ -103,11 +106,11 @@ def list_shards(config: DataConfig, url: str, store: Store) -> Listed:
     if not kept:
         raise DataError(_nothing(config, url, store, found, skipped))
     remarks = tuple(_remarks(url, store, found, kept, skipped))
-    return Listed(chosen, found.is_file, found.root, kept, skipped, remarks)
+    return ShardListing(chosen, found.is_file, found.root, kept, skipped, remarks)
 
 
 def root_of(path: str) -> str:
-    """What the names of shards are relative to, for a folder or a glob."""
+    """The path that the names of shards are relative to, for a folder or a glob."""
     mark = glob_mark(path)
     if mark is not None:
         return path[: path.rfind("/", 0, mark) + 1]
@@ -115,12 +118,12 @@ def root_of(path: str) -> str:
 
 
 def path_of(store_path: str, name: str, is_file: bool) -> str:
-    """Of a shard, as the store's methods take it."""
+    """The path of a shard in its store."""
     return store_path if is_file else root_of(store_path) + name
 
 
 def prefix_of(url: str, is_file: bool) -> str:
-    """Of shards' names, for people, where there are several sources."""
+    """What precedes the names of shards in messages if there are several sources."""
     shown = redact_url(url)
     return shown[: shown.rfind("/") + 1] if is_file else root_of(shown)
 
@@ -129,9 +132,9 @@ def glob_mark(path: str) -> int | None:
     return min((path.index(mark) for mark in _GLOB_MARKS if mark in path), default=None)
 
 
-def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
-    """Files that several names lead to, also by links, are read as often; "" if there are none.
-    With each source: what goes before its names."""
+def duplicate_files_warning(sources: Iterable[tuple[Store, ShardListing, str]]) -> str:
+    """A warning about files that are listed under several names, also through links, and so are
+    read several times; "" if there are none. `sources`: (store, listing, prefix of names)."""
     sources = list(sources)
     count = sum(len(listed.entries) for _, listed, _ in sources)
     each = (_facts(entry) for _, listed, _ in sources for entry in listed.entries)
@@ -161,8 +164,8 @@ def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:
 
 
 def _find(config: DataConfig, url: str, store: Store) -> _Found:
-    """One listing; of a folder and of a glob in its last part only what is directly in the
-    folder."""
+    """Resolves a URL with one listing. Only a glob with a mark before its last part lists deeper
+    than one folder."""
     path = store.path
     if not store.lists:
         return _file(store.find(path)[0])
@@ -179,7 +182,8 @@ def _find(config: DataConfig, url: str, store: Store) -> _Found:
 
 
 def _find_glob(url: str, store: Store, mark: int) -> _Found:
-    """A name that holds "[", "*" or "?" means itself where no pattern is meant by it."""
+    """Resolves a URL with "[", "*" or "?", which may be a pattern or the name of a file or
+    folder."""
     path, root = store.path, root_of(store.path)
     exact = path.rstrip("/")
     is_deep = "/" in exact[mark:] or "**" in exact
@@ -216,12 +220,12 @@ def _pattern(url: str, pattern: str) -> Callable[[str], object]:
         return re.compile(glob_translate(pattern)).match
     except ValueError:  # "**.parquet"
         shown = redact_url(url)
-        mended = re.sub(r"(?<=[^/*])\*\*+", "*", shown)
-        mended = re.sub(r"\*\*+(?=[^/*])", "**/*", mended)
+        corrected = re.sub(r"(?<=[^/*])\*\*+", "*", shown)
+        corrected = re.sub(r"\*\*+(?=[^/*])", "**/*", corrected)
         raise DataError(
             f"DataConfig.url: in {shown!r} '**' is part of a name, and must stand alone "
             "between two '/'; for the files in "
-            f"all folders below write {mended!r}"
+            f"all folders below write {corrected!r}"
         ) from None
 
 
@@ -232,7 +236,7 @@ def _file(entry: Entry) -> _Found:
 
 
 def _has_anything(store: Store, folder: str) -> bool:
-    """Some tools put an object of 0 bytes where a folder is."""
+    """Whether there is something in a folder: some tools create an object of 0 bytes for one."""
     look = store.look(folder, deep=False)
     return bool(look.entries or look.folders)
 
@@ -242,8 +246,7 @@ def _name(root: str, entry: Entry) -> str:
 
 
 def _without_query(path: str) -> str:
-    """Only in a URL of http, as chained URLs hold one, "?" begins a query; elsewhere it is part of
-    a name."""
+    """The path without a query. Only in a path that is an http URL does "?" begin one."""
     return path.split("?", 1)[0] if path.startswith(("http://", "https://")) else path
 
 
@@ -251,7 +254,7 @@ def _without_query(path: str) -> str:
 
 
 def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
-    """Where a shard lies beside the mark; or the mark alone, before the first shard."""
+    """Raises DataError if the marker object is in a folder of a shard, or in the folder itself."""
     marks = (e.path for e in found.look.entries if e.path.endswith(INCOMPLETE))
     parts = (path.rpartition("/") for path in marks)
     marked = {folder for folder, _, name in parts if name == INCOMPLETE}
@@ -259,14 +262,14 @@ def _refuse_incomplete(url: str, found: _Found, kept: list[Entry]) -> None:
     if marked and (
         found.folder.rstrip("/") in marked or any(folder in marked for folder in folders)
     ):
-        raise DataError(f"DataConfig.url: {not_whole(url)}")
+        raise DataError(f"DataConfig.url: {incomplete_message(url)}")
 
 
 def _refuse_table(
     config: DataConfig, url: str, store: Store, found: _Found, kept: list[Entry]
 ) -> None:
-    """Not of a file that is one of a list: that is how a table's own library names what is to be
-    read."""
+    """Raises DataError for a table. Not for a file in a list of URLs: such lists come from the
+    table's own library."""
     if not store.lists or (found.is_file and not isinstance(config.url, str)):
         return
 
@@ -307,10 +310,10 @@ def _only_format(url: str, root: str, entries: list[Entry]) -> str:
             counts[found] += 1
             examples[found] = name
     if len(counts) > 1:
-        said = " and ".join(f"{count} {f} (such as {examples[f]})" for f, count in counts.items())
+        counted = (f"{count} {f} (such as {examples[f]})" for f, count in counts.items())
         raise DataError(
-            f"DataConfig.url: {redact_url(url)!r} holds shards of several formats: {said}; set "
-            "DataConfig.format, or move some away"
+            f"DataConfig.url: {redact_url(url)!r} holds shards of several formats: "
+            f"{' and '.join(counted)}; set DataConfig.format, or move some away"
         )
     return next(iter(counts), "")
 
@@ -335,7 +338,7 @@ def _nothing(
     every = [ending for f in formats for ending in f.endings]
     endings = ", ".join(f"*{ending}" for ending in every if not ending.endswith(_CODECS))
     shown = redact_url(url)
-    cause = why_nothing(
+    cause = why_no_shard(
         shown,
         store,
         found.folder,
@@ -354,16 +357,18 @@ def _nothing(
 def _remarks(
     url: str, store: Store, found: _Found, kept: list[Entry], skipped: tuple[Skipped, ...]
 ) -> Iterable[str]:
-    # `_SUCCESS`, `_metadata` and the like are no news; a hidden shard is.
+    # `_SUCCESS`, `_metadata` and the like need no warning; a hidden shard does.
     hidden = (found.name(entry) for entry in found.entries if not found.is_shown(entry))
     if any(one.ending != HIDDEN for one in skipped) or (skipped and any(map(format_of, hidden))):
-        yield f"DataConfig.url: not read at {store.url}, since no shards: {skipped_words(skipped)}"
+        files = skipped_message(skipped)
+        yield f"DataConfig.url: not read at {store.url}, since these are no shards: {files}"
     yield from _folders(url, store, found)
     yield from _splits(url, store, found, kept)
 
 
 def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
-    """Programs write folders that are named as files are, such as Spark's "part.parquet/"."""
+    """Warns of folders that are not read. Some programs name a folder as a file, such as
+    "part.parquet/" of Spark."""
     matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else None
     names = [
         path[len(found.folder) :].lstrip("/")
@@ -385,15 +390,15 @@ def _folders(url: str, store: Store, found: _Found) -> Iterable[str]:
 
 def _splits(url: str, store: Store, found: _Found, kept: list[Entry]) -> Iterable[str]:
     base = shown_folder(redact_url(url), store.path, found.root)
-    if words := splits_words(map(found.name, kept), base):
+    if words := splits_message(map(found.name, kept), base):
         yield f"DataConfig.url: {redact_url(url)!r} {words}"
 
 
-def splits_words(names: Iterable[str], base: str) -> str:
-    """Of a data set that holds several splits; "" if it does not. `base`: the folder of the names,
-    with a "/"."""
+def splits_message(names: Iterable[str], base: str) -> str:
+    """A warning for a data set with files of several splits; "" for any other. `base`: the folder
+    of the names, with a "/" at the end."""
     names = list(names)
-    # All at once: of a million names that is a tenth of the time.
+    # One search over all names takes a tenth of the time of a search for each.
     if len({_SPLITS[word] for word in _SPLIT.findall("\n".join(names).lower())}) < 2:
         return ""
     counts, examples = Counter[str](), dict[str, tuple[str, int]]()
@@ -415,8 +420,8 @@ def splits_words(names: Iterable[str], base: str) -> str:
 
 
 def _facts(entry: Entry) -> int:
-    """Equal for one file by several names, and seldom else; a number, since a data set may have a
-    million of them."""
+    """Equal for one file under several names, and seldom for two files. A number takes little
+    memory for a million files."""
     return hash((entry.size, entry.version))
 
 
@@ -426,6 +431,6 @@ def _place(store: Store, path: str) -> object:
         return urlsplit(store.url).netloc, path
     try:
         found = os.stat(local)
-    except OSError:  # gone since; reading it says so
+    except OSError:  # removed meanwhile; reading it reports that
         return local
     return found.st_dev, found.st_ino

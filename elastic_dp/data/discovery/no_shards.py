@@ -1,4 +1,4 @@
-"""Why there is no shard at a URL, and what to do: each cause has words of its own."""
+"""Explains why there is no shard at a URL, and what to do. Each cause has a message of its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from elastic_dp.data.discovery.skipped_files import Skipped, skipped_words
+from elastic_dp.data.discovery.skipped_files import Skipped, skipped_message
 from elastic_dp.storage import Entry, FolderListing, Store
 
-_LOOKS = 16  # folders that are looked into for an example
+_LOOKS = 16  # folders that are listed to find an example
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 
 
-def why_nothing(
+def why_no_shard(
     shown: str,
     store: Store,
     folder: str,
@@ -25,9 +25,8 @@ def why_nothing(
     is_shard: IsShard,
     given_format: str | None,
 ) -> str:
-    """The cause and the way out. `shown`: the URL without secrets. `look`: into `folder`, all below
-    it for a deep glob; nothing of it could be taken. `skipped`: what the URL means and is not
-    read."""
+    """The cause, and what to do. `shown`: the URL without secrets. `look`: the listing of `folder`,
+    which has no shard. `skipped`: files that match the URL and are not read."""
     base = shown_folder(shown, store.path, folder)
     if not look.entries and not look.folders and not look.unreadable:
         return _empty(shown, store, folder, base)
@@ -38,20 +37,20 @@ def why_nothing(
         some = _some(
             base, [e.path for e in look.entries] + [f"{path}/" for path in look.folders], folder
         )
-        return f"no file matches the pattern; {some}. Mend the pattern"
+        return f"no file matches the pattern; {some}. Correct the pattern"
     if skipped and all(one.ending == "hidden" for one in skipped):
         return (
-            f"only {skipped_words(skipped)}. Names that begin with '.' or '_' are files that "
+            f"only {skipped_message(skipped)}. Names that begin with '.' or '_' are files that "
             "are not finished, or notes "
             "of the program that wrote them; rename them if they are shards"
         )
     if skipped and not any(one.ending == "" or one.ending.startswith(".") for one in skipped):
         return (
-            f"nothing there can be read: {skipped_words(skipped)}. Mend the links, or rename the "
-            "keys"
+            f"nothing there can be read: {skipped_message(skipped)}. Correct the links, or rename "
+            "the keys"
         )
     if skipped:
-        words = f"none of the files has such an ending: {skipped_words(skipped)}"
+        words = f"none of the files has such an ending: {skipped_message(skipped)}"
         if given_format is not None:
             return (
                 f"{words}. Name the files by a glob, and those that match are read as "
@@ -73,7 +72,7 @@ def why_nothing(
 
 
 class IsShard:
-    """Of a path below a folder: whether it would be read."""
+    """Whether a path below a folder would be read as a shard."""
 
     def __init__(self, has_format: Iterable[str]) -> None:
         self._endings = tuple(has_format)
@@ -83,7 +82,7 @@ class IsShard:
 
 
 def shown_folder(shown: str, path: str, folder: str) -> str:
-    """A folder's path as a URL, by the URL of `path`, for people; with a "/" at the end."""
+    """The URL of `folder`, with a "/" at the end. `shown`: the URL of `path`."""
     shown, path, inside = shown.rstrip("/"), path.rstrip("/"), folder.strip("/")
     if not path:
         return f"{shown}/{inside}/" if inside else f"{shown}/"

@@ -1,5 +1,5 @@
-"""Sources of a data set whose shards are listed, and what is wrong with the columns that are asked
-for, as far as their names and first rows tell."""
+"""A source of a data set whose shards are listed. Checks the columns that a job names against the
+first rows and the names of folders, before shards are scanned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.schema import Columns, names_missing
-from elastic_dp.data.discovery.listing import Listed
+from elastic_dp.data.discovery.listing import ShardListing
 from elastic_dp.data.discovery.partitions import partition_names
 from elastic_dp.data.formats.format import Format, ShardAt
 from elastic_dp.errors import DataError, StorageError
@@ -27,17 +27,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A source whose shards are known by name. `prefix`: of their names, for people."""
+    """A source whose shards are listed. `prefix`: before the names of its shards in messages."""
 
     store: Store
-    listed: Listed
+    listed: ShardListing
     format: Format
     prefix: str
 
 
 def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
-    """Raises DataError for a column that no shard has in its first rows, where a scan of all rows,
-    which may take hours, would be needed to know more. Mostly the first shard has all of them."""
+    """Raises DataError if no shard has a column of `config.columns` in its first rows, for formats
+    whose scan reads all rows and may take hours. Usually the first shard has all columns."""
     missing = list(config.columns or ())
     if not missing or not all(source.format.scans_content for source in sources):
         return
@@ -53,7 +53,7 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
             return name, source.format.first_columns(shard, config.columns)
         except StorageError:
             raise
-        except Exception:  # the scan says what is wrong with it
+        except Exception:  # the scan reports it
             return name, None
 
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
@@ -77,8 +77,11 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
     )
 
 
-def say_partitions(config: DataConfig, sources: Sequence[OpenedSource], columns: Columns) -> None:
-    """Columns that only the names of folders hold. Raises DataError where one is asked for."""
+def warn_of_partition_columns(
+    config: DataConfig, sources: Sequence[OpenedSource], columns: Columns
+) -> None:
+    """Warns of partition columns, which training does not read. Raises DataError if
+    `config.columns` names one."""
     folders = {
         (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])
         for source in sources
@@ -91,11 +94,11 @@ def say_partitions(config: DataConfig, sources: Sequence[OpenedSource], columns:
         names = [name for name in names if name in config.columns]
     if not names:
         return
-    said = (
+    message = (
         f"only the names of folders hold the column{'s' * (len(names) > 1)} "
         f"{', '.join(map(repr, names))}, which are not "
         "read; `elastic-dp data convert` writes them as columns"
     )
     if config.columns is not None:
-        raise DataError(f"DataConfig.columns: {said}")
-    _log.warning("DataConfig.url: %s", said)
+        raise DataError(f"DataConfig.columns: {message}")
+    _log.warning("DataConfig.url: %s", message)

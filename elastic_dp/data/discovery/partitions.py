@@ -1,9 +1,9 @@
-"""Columns that only the names of folders hold, as Hive, Spark, DuckDB and Polars write them:
-`year=2024/month=01/a.parquet`.
+"""Partition columns, whose values are in the names of folders, as Hive, Spark, DuckDB and Polars
+write them: `year=2024/month=01/a.parquet`.
 
-`convert` writes them as columns. Training does not read them, and says so. A value is a whole
-number if it is written as one in every folder, without zeros in front, and text otherwise; escapes
-such as `%20` are what they stand for.
+`convert` writes them as columns. Training does not read them, and warns. A column is int64 if its
+value is an integer without leading zeros in every folder, and text otherwise. Escapes such as `%20`
+are decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class Partitions:
-    """Of files by these names."""
+    """The partition columns of files with these names."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._folders = {folder: parts_of(folder) for folder in {_folder(name) for name in names}}
@@ -30,8 +30,8 @@ class Partitions:
         self._types = {key: self._type(key) for key in keys}
 
     def fields(self, there: pa.Schema, wanted: Sequence[str] | None = None) -> list[pa.Field]:
-        """Those that are wanted and that the files, whose columns are `there`, do not have
-        themselves."""
+        """The partition columns that are `wanted` (None: all) and are not in `there`, the schema of
+        the files."""
         return [
             pa.field(key, kind)
             for key, kind in self._types.items()
@@ -39,7 +39,7 @@ class Partitions:
         ]
 
     def column(self, field: pa.Field, name: str, rows: int) -> pa.Array:
-        """One of `fields` in the file of this name."""
+        """The values [rows] of one of `fields` in the file `name`."""
         value = self._folders[_folder(name)].get(field.name)
         whole = value is not None and pa.types.is_integer(field.type)
         return pa.repeat(pa.scalar(int(value) if whole and value else value, field.type), rows)
@@ -51,15 +51,15 @@ class Partitions:
 
 
 def parts_of(folder: str) -> dict[str, str | None]:
-    """By column: the value, None for a null."""
+    """The value of each partition column in the path of a folder; None for a null."""
     found = (_PART.fullmatch(part) for part in folder.split("/"))
     return {unquote(m[1]): None if m[2] == _NULL else unquote(m[2]) for m in found if m}
 
 
 def partition_names(folders: Iterable[tuple[str, str]]) -> list[str]:
-    """The columns in the names of these folders, of which each is split where the data set begins.
-    What is above that counts only if it is not the same for all, as in a list of files of several
-    partitions."""
+    """The partition columns in these paths. `folders`: (path of the data set's root, path below
+    it). A column above the root counts only if its value differs between roots, as in a list of
+    files of several partitions."""
     below = dict[str, None]()
     above: dict[str, set[str | None]] = {}
     for root, folder in folders:

@@ -1,5 +1,4 @@
-"""Files that lie where a data set is read and are not part of it: counted by ending, so that it can
-be said."""
+"""Counts files that are in the folder of a data set but are not read, by ending, to report them."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 _EXAMPLES = 3
-_ENDINGS = 6  # that are named
+_ENDINGS = 6  # endings that a message names
 HIDDEN = "hidden"
 NO_ROWS = "without a row"
 _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
@@ -16,8 +15,9 @@ _LABELS = {"": "without an ending", HIDDEN: "hidden by a leading '.' or '_'"}
 
 @dataclass(frozen=True)
 class Skipped:
-    """`ending`: such as ".py", "" for names without one, "hidden" for what begins with "." or "_",
-    of any ending, or another reason. `examples`: the first names, at most three."""
+    """Files that are not read. `ending`: such as ".py"; "" for names without one; "hidden" for
+    names that begin with "." or "_"; or another reason. `files`: their number. `examples`: the
+    first names, at most three."""
 
     ending: str
     files: int
@@ -29,8 +29,8 @@ def count_skipped(
     hidden: Sequence[str] = (),
     reasons: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[Skipped, ...]:
-    """The most frequent ending first. `reasons`: names that are skipped for another reason, by its
-    words."""
+    """Counts `names` and `hidden` by ending, the most frequent ending first. `reasons`: names that
+    are skipped for another reason, by that reason."""
     found: dict[str, list[str]] = {}
     for name in names:
         file = name.rpartition("/")[2]
@@ -43,8 +43,8 @@ def count_skipped(
     return tuple(sorted(counted, key=lambda one: (-one.files, one.ending)))
 
 
-def skipped_words(skipped: Sequence[Skipped]) -> str:
-    """For people, in one line."""
+def skipped_message(skipped: Sequence[Skipped]) -> str:
+    """A message of one line."""
     total = sum(one.files for one in skipped)
     words = [
         f"{one.files:,} {_LABELS.get(one.ending, one.ending)} (such as {one.examples[0]})"

@@ -1,12 +1,12 @@
-"""Folders that belong to a table of Delta Lake, Apache Iceberg or Apache Hudi.
+"""Refuses folders that belong to a table of Delta Lake, Apache Iceberg or Apache Hudi.
 
-Such a folder also holds the files of deleted and of replaced rows: which files make up the table is
-in its log, not in a listing. So it is refused, with the line of Python that gives exactly the
-table's rows: a list of files only where the log says that no row in them is marked as deleted.
+Such a folder also has files of deleted and of replaced rows. The table's log says which files make
+up the table; a listing does not. The message has a line of Python that gives exactly the rows of
+the table. It names a list of files only if the log says that no row in them is marked as deleted.
 
-A table is known by its log: `_delta_log/`, `.hoodie/`, or `metadata/*.metadata.json`. It lies in
-the folder that is read, or above it where that is a partition (`date=2026-01-01/`) or Iceberg's
-`data/`.
+A table is recognized by its log: `_delta_log/`, `.hoodie/`, or `metadata/*.metadata.json`. The log
+is in the folder that is read, or above it if that is a partition (`date=2026-01-01/`) or the
+`data/` of Iceberg.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ICEBERG_LOG = re.compile(r"\.metadata\.json(\.gz)?$")
 _MAY_BE_LOG = re.compile(r"_delta_log/|\.hoodie/|\.metadata\.json")
 _COMMIT = re.compile(r"\d{20}\.json")
 _CHECKPOINT = re.compile(r"\d{20}\.checkpoint\.parquet")
-_COMMITS = 100  # of Delta that are read, since the last checkpoint
+_COMMITS = 100  # limit of commits after the last checkpoint that are read, for Delta
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
 
 
 class Table(NamedTuple):
-    """`root`: its folder, without a "/" at the end."""
+    """A table. `root`: its folder, without a "/" at the end."""
 
     kind: str
     root: str
@@ -48,8 +48,11 @@ def refuse_table(
     read: Callable[[str], bytes],
     field: str = "",
 ) -> None:
-    """Raises DataError where there is one. `url`: as the user gave it, in `field`; `root_url`: of
-    the table. `names_in`: as in `table_in`; `read`: a file."""
+    """Raises DataError unless `table` is None.
+
+    `url`: the URL in the parameter `field`. `root_url`: the URL of the table. `names_in(path)`: the
+    names in a folder. `read(path)`: the content of a file.
+    """
     if table is not None:
         is_live = _has_only_live_rows(table, names_in, read)
         ways_out = _LIVE_WAYS_OUT if is_live else _WAYS_OUT
@@ -61,10 +64,10 @@ def refuse_table(
 
 
 def tables_among(paths: Iterable[str]) -> set[Table]:
-    """Those whose logs are among these files."""
+    """The tables whose logs are among these files."""
     found = set()
     for path in paths:
-        if not _MAY_BE_LOG.search(path):  # of a million files hardly any is
+        if not _MAY_BE_LOG.search(path):  # fast, since there may be a million files
             continue
         for folder, kind in _FOLDERS.items():
             root, mark, _ = f"/{path}".partition(f"/{folder}/")
@@ -79,8 +82,7 @@ def tables_among(paths: Iterable[str]) -> set[Table]:
 def table_in(
     folder: str, folders: Iterable[str], names_in: Callable[[str], list[str]]
 ) -> Table | None:
-    """The one whose log is one of `folders`, names directly in `folder`. `names_in(path)`: of a
-    folder."""
+    """The table whose log is one of `folders`, which are names directly in `folder`."""
     there = set(folders)
     for name, kind in _FOLDERS.items():
         if name in there and names_in(_join(folder, name)):
@@ -91,12 +93,13 @@ def table_in(
 
 
 def table_above(folder: str, names_in: Callable[[str], list[str]], *, itself: bool) -> Table | None:
-    """The one whose partition or data folder this is. `itself`: or whose own folder."""
+    """The table to which `folder` belongs as a partition or data folder. `itself`: also if it is
+    the table's own folder."""
     for above in [*([folder] if itself else []), *_above(folder)]:
         try:
             found = table_in(above, (*_FOLDERS, _ICEBERG), names_in)
         except StorageError:
-            continue  # who may read a folder may not be allowed to list the one around it
+            continue  # permission to read a folder does not include listing the one above it
         if found:
             return found
     return None
@@ -114,15 +117,14 @@ def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-# ----------------------------------------------------------------------------- rows that are marked
-# as deleted
+# ----------------------------------------------------------------------- rows marked as deleted
 
 
 def _has_only_live_rows(
     table: Table, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
 ) -> bool:
-    """Whether the log says that no file of the table's newest version holds deleted rows. False if
-    it does not say."""
+    """Whether the log says that no file of the table's newest version has deleted rows. False if it
+    cannot be read."""
     says = {"Delta": _no_deletion_vectors, "Iceberg": _no_delete_files}.get(table.kind)
     try:
         return says is not None and says(table.root, names_in, read)
@@ -133,8 +135,8 @@ def _has_only_live_rows(
 def _no_deletion_vectors(
     root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
 ) -> bool:
-    """A table has them only where its protocol names the feature, in a commit or in the checkpoint
-    before."""
+    """Whether the table has no deletion vectors. If it has, its protocol names the feature, in the
+    last checkpoint or in a commit after it."""
     log = _join(root, "_delta_log")
     names = names_in(log)
     checkpoints = sorted(name for name in names if _CHECKPOINT.fullmatch(name))
@@ -157,7 +159,7 @@ def _no_deletion_vectors(
 def _no_delete_files(
     root: str, names_in: Callable[[str], list[str]], read: Callable[[str], bytes]
 ) -> bool:
-    """By the summary of the newest snapshot."""
+    """Whether the summary of the newest snapshot counts no delete files."""
     folder = _join(root, _ICEBERG)
     logs = [name for name in names_in(folder) if _ICEBERG_LOG.search(name)]
     newest = max(logs, key=lambda name: int(re.sub(r"^v|\D.*", "", name)))

@@ -1,17 +1,14 @@
 """Arrow IPC, the file format and the stream format: a record batch is a row group.
 
-Both are the same messages in a row; a file has a footer that says where they are, a stream is
-walked. What comes before the first record batch (schema, dictionaries) is its head, and a record
-batch is read as a stream of head and batch. A file of this machine is memory mapped, and
-uncompressed numbers are used where they lie. A mapped file that is cut short in place kills the
-process; one that is replaced is noticed.
+Both formats are a sequence of messages. A file has a footer that says where they are; a stream is
+walked from message to message. The messages before the first record batch (schema, dictionaries)
+are the head, and `read` decodes a stream that consists of the head and one record batch. A local
+file is memory mapped, and uncompressed numbers are views of the mapping. A mapped file that is
+truncated in place ends the process; one that is replaced is noticed.
 
-A file's footer is what counts: it has the schema, and says where the dictionaries are. Arrow's own
-libraries write both before the first record batch too; Polars writes no schema message there, and
-its dictionaries at the end. The head of such a file is made from its footer.
-
-pyarrow does not say where messages are, so the few numbers needed are taken out of their
-flatbuffers here (format/Message.fbs and format/File.fbs of Apache Arrow).
+The footer of a file has the schema, and says where the dictionaries are. Arrow's own libraries also
+write both before the first record batch. Polars writes no schema message there, and puts its
+dictionaries at the end; then the head is made from the footer.
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ import threading
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from struct import pack, unpack_from
 from typing import Any
 
 import numpy as np
@@ -32,22 +27,35 @@ import pyarrow as pa
 from elastic_dp.data.columns.column_types import lossless, plain_schema
 from elastic_dp.data.columns.nulls import may_be_null
 from elastic_dp.data.columns.schema import has_lengths, is_short_time, is_text, leaves, top_level
-from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
-from elastic_dp.data.formats.row_group_headers import Heads
+from elastic_dp.data.formats.arrow_messages import (
+    BATCH,
+    CONTINUES,
+    DICTIONARY,
+    END,
+    MAGIC,
+    Message,
+    has_too_many_values,
+    head_of_footer,
+    is_fixed_size,
+    listed_messages,
+    message_of_footer,
+    messages_of_head,
+    node_types,
+    read_footer,
+    refuse_large,
+    stream_of_head,
+    too_large,
+    walked_messages,
+)
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.errors import DataError
 from elastic_dp.storage import ObjectRewritten
 
 FILES_MAPPED = 256
-_MAGIC = b"ARROW1"
-_PROBE_BYTES = 4096  # of a message; most of their metadata is shorter
-_PROBES_IN_FLIGHT = 8
-_CONTINUES = b"\xff\xff\xff\xff"
-_END = _CONTINUES + bytes(4)
 _OLD_FEATHER = b"FEA1"
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3  # MessageHeader
-_HEADER_BYTES = 32  # of the message that a footer becomes
-_TEXT_FACTOR = 4  # how well text is thought to be compressed
-_DICTIONARY_FACTOR = 4  # how often a value of a dictionary is thought to be repeated
+_TEXT_FACTOR = 4  # assumed compression ratio of text
+_DICTIONARY_FACTOR = 4  # assumed number of times that a value of a dictionary occurs
 
 
 class Arrow:
@@ -58,25 +66,25 @@ class Arrow:
     merge = staticmethod(lossless)
 
     def __init__(self) -> None:
-        self._heads = Heads()
+        self._headers = RowGroupHeaders()
         self._lock = threading.Lock()
         self._mapped: OrderedDict[ShardKey, _Mapped] = OrderedDict()  # oldest use first
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         first = bytes(shard.read(0, min(12, shard.size)))
         refuse_old_feather(shard.name, first)
-        is_file, tail = first[:6] == _MAGIC, 0
-        footer = _footer(shard) if is_file else b""
-        messages = list(_listed(shard, footer) if is_file else _walked(shard))
-        batches = [message for message in messages if message.kind == _BATCH]
+        is_file, tail = first[:6] == MAGIC, 0
+        footer = read_footer(shard) if is_file else b""
+        messages = list(listed_messages(shard, footer) if is_file else walked_messages(shard))
+        batches = [message for message in messages if message.kind == BATCH]
         if not batches:
             none = np.zeros(0, dtype=np.int64)
             return Scan(pa.schema([]), none, none, none, none, check=0)
-        dictionaries = [m.start for m in messages if m.kind == _DICTIONARY]
+        dictionaries = [m.start for m in messages if m.kind == DICTIONARY]
         are_late = any(start > batches[0].start for start in dictionaries)
-        if is_file and (are_late or first[8:] != _CONTINUES):
+        if is_file and (are_late or first[8:] != CONTINUES):
             tail = len(footer)
-            head = _head_of_footer(shard, footer)
+            head = head_of_footer(shard, footer)
         elif are_late:
             raise OSError(
                 "its dictionaries change between record batches; write it as an Arrow file, "
@@ -84,9 +92,15 @@ class Arrow:
             )
         else:
             head = bytes(shard.read(0, batches[0].start))
-        schema = pa.ipc.open_stream(_stream(head)).schema
+        schema = pa.ipc.open_stream(stream_of_head(head)).schema
+        kinds = [kind for field in schema for kind in node_types(field.type)]
+        for message in messages:
+            if message.kind == BATCH and (why := has_too_many_values(message, kinds)):
+                raise DataError(f"{shard.name} has {why}")
+            if message.kind == DICTIONARY:  # `read` decodes all of them with each record batch
+                refuse_large(shard.name, message, shard)
         if is_file and not tail:
-            of_footer = pa.ipc.open_stream(_stream(_message_of_footer(footer))).schema
+            of_footer = pa.ipc.open_stream(stream_of_head(message_of_footer(footer))).schema
             if not schema.equals(of_footer):
                 raise OSError(
                     "its first message and its footer have different schemas; it is damaged"
@@ -94,8 +108,10 @@ class Arrow:
         rows = np.array([message.rows for message in batches], dtype=np.int64)
         starts = np.array([message.start for message in batches], dtype=np.int64)
         ends = np.array([message.end for message in batches], dtype=np.int64)
-        made_anew = [nbytes for field in schema for nbytes in _made_anew(field.type)]
-        nbytes = np.array([_decoded_bytes(schema, made_anew, m) for m in batches], dtype=np.int64)
+        widened_bytes = [nbytes for field in schema for nbytes in _widened_bytes(field.type)]
+        nbytes = np.array(
+            [_decoded_bytes(schema, widened_bytes, m) for m in batches], dtype=np.int64
+        )
         if _has_views(schema, columns):
             nbytes *= 2  # they are copied
         check = zlib.crc32(np.stack([rows, starts, ends]).data, zlib.crc32(head))
@@ -107,21 +123,23 @@ class Arrow:
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
         return None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        head = self._heads.read(shard, shard.head, _head_of_footer if shard.tail else None)
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        head = self._headers.read(shard, shard.head, head_of_footer if shard.tail else None)
         path = shard.local
         if path is None:
-            content = shard.read(place.start, place.end)
+            content = shard.read(location.start, location.end)
             return _decode(head, content, schema.names, is_mapped=False)
         mapped = self._map(shard, path)
-        content = mapped.content.slice(place.start, place.end - place.start)
+        content = mapped.content.slice(location.start, location.end - location.start)
         table = _decode(head, content, schema.names, is_mapped=True)
         if _stamp(path) != mapped.stamp:
             raise ObjectRewritten(shard.name)
         return table
 
     def close(self) -> None:
-        self._heads.clear()
+        self._headers.clear()
         with self._lock:
             self._mapped.clear()
 
@@ -130,7 +148,7 @@ class Arrow:
         with self._lock:
             mapped = self._mapped.get(shard.key)
         if mapped is None or mapped.stamp != stamp:
-            shard.read(0, 1)  # tells whether it is still the version that the index knows
+            shard.read(0, 1)  # raises if the file has another version than in the index
             with pa.memory_map(path) as file:
                 mapped = _Mapped(file.read_buffer(), stamp)
         with self._lock:
@@ -144,125 +162,11 @@ class Arrow:
 @dataclass(frozen=True)
 class _Mapped:
     content: pa.Buffer
-    stamp: tuple[int, ...]  # of the file, before it was mapped
-
-
-@dataclass(frozen=True)
-class _Message:
-    """A message of the shard: bytes `start`…`end` - 1, metadata and body."""
-
-    kind: int
-    start: int
-    end: int
-    metadata: bytes  # with its 8 bytes of prefix
-
-    @property
-    def rows(self) -> int:
-        return _Table.root(self.metadata, 8).table(2).number(0, "<q")
-
-    @property
-    def is_compressed(self) -> bool:
-        return _Table.root(self.metadata, 8).table(2).has(3)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """One table of a flatbuffer; its fields are named by their place in the schema."""
-
-    content: bytes
-    at: int
-
-    @classmethod
-    def root(cls, content: bytes, at: int) -> _Table:
-        return cls(content, at + unpack_from("<I", content, at)[0])
-
-    def has(self, slot: int) -> bool:
-        return self._field(slot) is not None
-
-    def number(self, slot: int, kind: str) -> int:
-        at = self._field(slot)
-        return 0 if at is None else int(unpack_from(kind, self.content, at)[0])
-
-    def table(self, slot: int) -> _Table:
-        return _Table(self.content, self._pointed(slot))
-
-    def pairs(self, slot: int) -> list[tuple[int, int]]:
-        at = self._pointed(slot)
-        count = unpack_from("<I", self.content, at)[0]
-        return [unpack_from("<qq", self.content, at + 4 + 16 * n) for n in range(count)]
-
-    def blocks(self, slot: int) -> Iterator[tuple[int, int, int]]:
-        """(offset, bytes of metadata, bytes of body)"""
-        if not self.has(slot):
-            return
-        at = self._pointed(slot)
-        for number in range(unpack_from("<I", self.content, at)[0]):
-            yield unpack_from("<qi4xq", self.content, at + 4 + 24 * number)
-
-    def _pointed(self, slot: int) -> int:
-        at = self._field(slot)
-        if at is None:
-            raise OSError("its metadata is not as Arrow writes it")
-        return int(at + unpack_from("<I", self.content, at)[0])
-
-    def _field(self, slot: int) -> int | None:
-        names = self.at - unpack_from("<i", self.content, self.at)[0]
-        if 4 + 2 * slot >= unpack_from("<H", self.content, names)[0]:
-            return None
-        offset = unpack_from("<H", self.content, names + 4 + 2 * slot)[0]
-        return self.at + offset if offset else None
-
-
-def _listed(shard: ShardAt, content: bytes) -> list[_Message]:
-    """Of the file format, by its footer. The metadata of record batches is read for their rows."""
-    footer = _Table.root(content, 0)
-    places = [(_DICTIONARY, *block) for block in footer.blocks(2)]
-    places += [(_BATCH, *block) for block in footer.blocks(3)]
-
-    def message(place: tuple[int, int, int, int]) -> _Message:
-        kind, start, metadata, body = place
-        return _Message(
-            kind, start, start + metadata + body, bytes(shard.read(start, start + metadata))
-        )
-
-    with ThreadPoolExecutor(_PROBES_IN_FLIGHT) as pool:
-        return list(pool.map(message, places))
-
-
-def _footer(shard: ShardAt) -> bytes:
-    """Of the file format: a flatbuffer."""
-    end = bytes(shard.read(max(0, shard.size - 10), shard.size))
-    if end[4:] != _MAGIC:
-        raise OSError("it does not end as an Arrow file does; it was cut off")
-    length = int.from_bytes(end[:4], "little")
-    if length > shard.size - 10:
-        raise OSError(f"its footer would be {length} bytes long, longer than itself")
-    return bytes(shard.read(shard.size - 10 - length, shard.size - 10))
-
-
-def _head_of_footer(shard: ShardAt, content: bytes = b"") -> bytes:
-    """The messages that a stream would begin with: the schema that the footer has, and the
-    dictionaries."""
-    content = content or _footer(shard)
-    places = [(at, at + meta + body) for at, meta, body in _Table.root(content, 0).blocks(2)]
-    dictionaries = [bytes(shard.read(start, end)) for start, end in places]
-    return b"".join([_message_of_footer(content), *dictionaries])
-
-
-def _message_of_footer(content: bytes) -> bytes:
-    """A schema message with the schema that the footer has."""
-    footer = _Table.root(content, 0)
-    schema = _HEADER_BYTES + footer.table(1).at
-    # A Message: where its table is; the places of version, type and header in it; the table; then
-    # the whole footer, into which the header points.
-    message = pack("<I5H2x", 16, 10, 12, 8, 10, 4)
-    message += pack("<iIhB5x", 16 - 4, schema - 20, footer.number(0, "<h"), _SCHEMA)
-    message += content + bytes(-len(content) % 8)
-    return b"".join([_CONTINUES, pack("<I", len(message)), message])
+    stamp: tuple[int, ...]  # of the file, taken before it was mapped
 
 
 def refuse_old_feather(name: str, first: bytes) -> None:
-    """`first`: the file's first bytes. Raises DataError."""
+    """Raises DataError for a Feather file of version 1. `first`: the file's first bytes."""
     if first[:4] == _OLD_FEATHER:
         raise DataError(
             f"{name} is a Feather file of version 1, which is not Arrow IPC; write it again "
@@ -271,95 +175,69 @@ def refuse_old_feather(name: str, first: bytes) -> None:
         )
 
 
-def _walked(shard: ShardAt) -> Iterator[_Message]:
-    """Of the stream format, one after the other."""
-    at = 0
-    while at + 8 <= shard.size:
-        probe = bytes(shard.read(at, min(at + _PROBE_BYTES, shard.size)))
-        if probe[:8] == _END:
-            return
-        length = 8 + int.from_bytes(probe[4:8], "little")
-        if probe[:4] != _CONTINUES or at + length > shard.size:
-            raise OSError(
-                f"no Arrow message begins at byte {at}; it is not Arrow IPC, or was cut off"
-            )
-        if length > len(probe):
-            probe = bytes(shard.read(at, at + length))
-        found = _Table.root(probe, 8)
-        end = at + length + found.number(3, "<q")
-        if end > shard.size:
-            raise OSError(f"the message at byte {at} ends at {end}, past the end; it was cut off")
-        yield _Message(found.number(1, "<B"), at, end, probe[:length])
-        at = end
-
-
 def _decode(head: bytes, content: Any, names: list[str], *, is_mapped: bool) -> pa.Table:
-    """Those of the columns `names` that a record batch has; nothing is copied that is not
-    compressed, packed or in dictionaries."""
+    """Decodes the columns `names` of a record batch, those that it has. Only values that are
+    compressed, bit-packed or in dictionaries are copied.
+
+    `content`: the message of the record batch, with its body.
+    """
     body = pa.py_buffer(content)
-    schema = pa.ipc.open_stream(_stream(head)).schema
+    schema = pa.ipc.open_stream(stream_of_head(head)).schema
     length = 8 + int.from_bytes(body.slice(4, 4).to_pybytes(), "little")
     there = set(schema.names)
     names = [name for name in names if name in there]
-    message = _Message(_BATCH, 0, body.size, body.slice(0, length).to_pybytes())
+    message = Message(BATCH, 0, body.size, body.slice(0, length).to_pybytes())
+    if why := too_large(message, lambda at: body.slice(length + at, 8).to_pybytes()):
+        raise OSError(f"it is {why}")
     if message.is_compressed or _has_dictionaries(schema):
         wanted = [schema.get_field_index(name) for name in names]
         options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
-        whole = pa.py_buffer(b"".join([_messages(head), memoryview(body), _END]))
+        whole = pa.py_buffer(b"".join([messages_of_head(head), memoryview(body), END]))
         table = pa.ipc.open_stream(whole, options=options).read_all().select(names)
     else:
         batch = pa.ipc.read_record_batch(body, schema).select(names)
-        if len(names) < len(schema) and not is_mapped:  # a view would keep the other columns
+        if len(names) < len(schema) and not is_mapped:  # a view would keep all columns in memory
             batch = pa.ipc.read_record_batch(batch.serialize(), batch.schema)
         table = pa.Table.from_batches([batch])
-    table.validate(full=True)  # Arrow follows offsets without asking
+    table.validate(full=True)  # Arrow itself does not check offsets
     return table
 
 
 def _has_dictionaries(schema: pa.Schema) -> bool:
-    kinds = (kind for field in schema for kind in _node_types(field.type))
+    kinds = (kind for field in schema for kind in node_types(field.type))
     return any(pa.types.is_dictionary(kind) for kind in kinds)
 
 
 def _has_views(schema: pa.Schema, columns: Sequence[str] | None) -> bool:
     read = [schema.field(name) for name in top_level(plain_schema(schema), columns)]
-    kinds = [kind for field in read for kind in _node_types(field.type)]
+    kinds = [kind for field in read for kind in node_types(field.type)]
     return any(pa.types.is_string_view(k) or pa.types.is_binary_view(k) for k in kinds)
 
 
-def _messages(head: bytes) -> bytes:
-    return head[8:] if head[:6] == _MAGIC else head
-
-
-def _stream(head: bytes) -> pa.Buffer:
-    return pa.py_buffer(_messages(head) + _END)
-
-
-def _decoded_bytes(schema: pa.Schema, made_anew: list[int], message: _Message) -> int:
-    """All columns. What is compressed is in memory twice, what is in a dictionary is taken out of
-    it."""
+def _decoded_bytes(schema: pa.Schema, widened_bytes: list[int], message: Message) -> int:
+    """An estimate for all columns: compressed content is in memory twice while it is decoded, and
+    dictionaries are replaced by their values."""
     size = message.end - message.start
-    if any(made_anew):
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
-        size += sum(each * n for each, (n, _) in zip(made_anew, lengths, strict=False))
+    if any(widened_bytes):
+        size += sum(each * n for each, (n, _) in zip(widened_bytes, message.nodes, strict=False))
     if message.is_compressed:
-        kinds = [kind for field in schema for kind in _node_types(field.type)]
-        lengths = _Table.root(message.metadata, 8).table(2).pairs(1)
-        size += sum(_node_bytes(kind, n) for kind, (n, _) in zip(kinds, lengths, strict=False))
+        kinds = [kind for field in schema for kind in node_types(field.type)]
+        nodes = zip(kinds, message.nodes, strict=False)
+        size += sum(_node_bytes(kind, n) for kind, (n, _) in nodes)
         size += _TEXT_FACTOR * size * any(is_text(kind) for kind in kinds)
     return size * (_DICTIONARY_FACTOR if _has_dictionaries(schema) else 1)
 
 
 def _null_counts(
-    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[_Message]
+    schema: pa.Schema, columns: Sequence[str] | None, batches: Sequence[Message]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the leaves of `columns`, as the field nodes have them; of nodes around each other, the
-    most."""
+    """(nulls, null lists) by leaf of `columns`, from the field nodes. Where nodes are nested, the
+    largest count is taken."""
     wanted = {leaf.name for leaf in leaves(schema, columns) if not may_be_null(leaf.type)}
     nodes = [node for node in _leaf_nodes(schema) if node[0] in wanted]
     nulls, null_lists = Counter[str](), Counter[str]()
     for message in batches:
-        found = [count for _, count in _Table.root(message.metadata, 8).table(2).pairs(1)]
+        found = [count for _, count in message.nodes]
         for name, lists, values in nodes:
             nulls[name] += max((found[number] for number in values), default=0)
             null_lists[name] += max((found[number] for number in lists), default=0)
@@ -369,10 +247,10 @@ def _null_counts(
 def _leaf_nodes(
     fields: Iterable[pa.Field], prefix: str = "", above: tuple[int, ...] = (), first: int = 0
 ) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Each leaf with the numbers of its field nodes and of the structs that it lies in: those of
-    which a null is a null list, and the others."""
+    """(leaf, field nodes in which a null is a null list, other field nodes), by number; with the
+    nodes of the structs around the leaf."""
     for field in fields:
-        kinds = list(_node_types(field.type))
+        kinds = list(node_types(field.type))
         if pa.types.is_struct(field.type):
             yield from _leaf_nodes(field.type, f"{prefix}{field.name}.", (*above, first), first + 1)
         else:
@@ -383,31 +261,19 @@ def _leaf_nodes(
         first += len(kinds)
 
 
-def _node_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """In the order of a record batch's field nodes."""
-    yield kind
-    if isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    if not pa.types.is_dictionary(kind):
-        for number in range(kind.num_fields):
-            yield from _node_types(kind.field(number).type)
+def _widened_bytes(kind: pa.DataType) -> list[int]:
+    """For each node, the bytes per value that decoding adds: dates of 32 bits become int64.
 
-
-def _made_anew(kind: pa.DataType) -> list[int]:
-    """Bytes of an item of each node that are not in the message: dates of 32 bits become int64. The
-    offsets of lists in lists are left out: the order of a run's rows follows from these sizes, and
-    runs made before go on."""
-    return [8 * is_short_time(node) for node in _node_types(kind)]
+    The offsets of lists in lists are left out. The order of a run's rows depends on these sizes, so
+    that they must stay as they are for runs to be continued.
+    """
+    return [8 * is_short_time(node) for node in node_types(kind)]
 
 
 def _node_bytes(kind: pa.DataType, length: int) -> int:
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
-    if (
-        pa.types.is_primitive(kind)
-        or pa.types.is_fixed_size_binary(kind)
-        or pa.types.is_decimal(kind)
-    ):
+    if is_fixed_size(kind):
         return length * max(8, kind.bit_width) // 8 + length // 8 + 64
     return 9 * length + 64  # offsets
 

@@ -1,9 +1,9 @@
-"""CSV with a header line, commas, and RFC 4180's double quotes, as pyarrow reads it.
+"""CSV with a header line, commas, and the double quotes of RFC 4180, parsed by pyarrow.
 
 A newline inside quotes does not end a row. A quote opens a quoted field only at the field's start;
-a quoted field ends at the first quote that is not doubled. That is pyarrow's rule, so shards are
-cut where it cuts rows. A quote that is never closed would make one value of all that follows, and
-is refused. See docs/csv-and-jsonl.md.
+a quoted field ends at the first quote that is not doubled. These are pyarrow's rules, so shards are
+cut where pyarrow ends rows. A quote that is never closed would turn the rest of the file into one
+value, and is refused. See docs/csv-and-jsonl.md.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import pyarrow.csv
 
 from elastic_dp.data.columns.schema import top_level, widest
 from elastic_dp.data.formats.exact_numbers import (
+    LeadingZeros,
     Rounded,
     add_whole_numbers,
     add_written,
     large_floats,
 )
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
-from elastic_dp.data.formats.row_group_headers import Heads
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.row_group_headers import RowGroupHeaders
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     HEAD_BYTES,
@@ -47,19 +48,22 @@ _QUOTED_OR_ROW_END = re.compile(_QUOTED + rb"|(\r\n|\n|\r)")
 _QUOTED_FIELD = re.compile(r'"(?<![^,;|\t]")[^"]*+(?:""[^"]*+)*+"')
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _EXCEL_LINE = re.compile("sep=.", re.IGNORECASE)
-_HEXADECIMAL = re.compile(r"\s*0[xX]")
+_HEXADECIMAL = r"^\s*0[xX]"
+_LEADING_ZEROS = r"^\s*\+?0[0-9]+\s*$"
+_ZEROS_FIRST = re.compile(rb'0[0-9]+[ \t]*"?(?:[,\r\n]|\Z)')
+_AT_ONCE = 1 << 20  # bytes that are compared at once, so that a long chunk takes little memory
 _TWO_ROW_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _BLANK_LINES = (
-    "blank lines of CSV files of one column are no rows (an empty text is written as two quotes)"
+    "blank lines of CSV files with one column are not rows (an empty text is written as two quotes)"
 )
 _BLANK = re.compile(rb"[\r\n]*")
-_SHOWN = 80  # characters of a row
+_SHOWN = 80  # characters of a row, in an error message
 _BLOCK_LIMIT = (1 << 31) - 1
-# Without "1" and "0": beside "true", a column of them would be bools in one row group and numbers
-# in another.
+# Not "1" and "0": a column of these and "true" would be bools in one row group and numbers in
+# another.
 _TRUE, _FALSE = ["true", "True", "TRUE"], ["false", "False", "FALSE"]
 
-# By the byte before a quote
+# Indexed by the byte before a quote
 _STARTS_FIELD = np.zeros(256, dtype=np.bool_)
 _STARTS_FIELD[[ord(","), ord("\n"), ord("\r")]] = True
 _MAY_OPEN = _STARTS_FIELD.copy()
@@ -77,7 +81,7 @@ class Csv:
     merge = staticmethod(widest)
 
     def __init__(self) -> None:
-        self._heads = Heads()
+        self._headers = RowGroupHeaders()
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
         return scan_rows(shard, columns, CsvRows(shard.name, columns), _merge)
@@ -87,34 +91,37 @@ class Csv:
         rows.head(first_bytes(shard, HEAD_BYTES), False)
         return pa.schema([(name, pa.null()) for name in rows.names]) if rows.names else None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        content = bytes(shard.read(place.start, place.end))
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        content = bytes(shard.read(location.start, location.end))
         if is_compressed(shard):
             content = decompress(shard, content)
         elif shard.head:
-            content = self._heads.read(shard, shard.head) + content
+            content = self._headers.read(shard, shard.head) + content
         return _parse(content, schema, fill_missing=True)
 
     def close(self) -> None:
-        self._heads.clear()
+        self._headers.clear()
 
 
 class CsvRows:
-    """See TextRows. Rows are counted from 1; the header and blank lines are none."""
+    """A `TextRows`. Rows are counted from 1; the header line and blank lines do not count."""
 
     def __init__(self, name: str, columns: Sequence[str] | None) -> None:
         self._name, self._columns = name, columns
         self._header = b""
         self.names: list[str] = []  # of the header line
         self._ends = RowEnds()
-        self._rows = 0  # parsed
+        self._rows = 0  # parsed so far
         self.rounded: Rounded = {}
+        self.leading_zeros: LeadingZeros = {}
         self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
         refuse_utf_16(self._name, content)
         end = _header_end(content)
-        if end and (end < len(content) or is_all):  # else "\n" may follow "\r"
+        if end and (end < len(content) or is_all):  # otherwise "\n" may follow "\r"
             self._header = content[:end]
             self._check_header()
             return end
@@ -135,9 +142,9 @@ class CsvRows:
             ragged.append(row)
             return "error"
 
-        if schema is None and len(self.names) == 1:
-            self._count_blank_lines(content)
         if _BLANK.fullmatch(content):
+            if schema is None and len(self.names) == 1:
+                self._count_blank_lines(content, 0)
             return _parse(self._header, schema, fill_missing=schema is not None)
         try:
             table = _parse(content, schema, self.names, keep, fill_missing=schema is not None)
@@ -146,6 +153,8 @@ class CsvRows:
                 self._refuse_ragged(ragged[0])
             raise
         if schema is None:
+            if len(self.names) == 1:
+                self._count_blank_lines(content, table.num_rows)
             self._refuse_bytes(table)
             self._check_numbers(content, table)
         self._rows += table.num_rows
@@ -211,7 +220,7 @@ class CsvRows:
         raise DataError(
             f"cannot read {self._name}: row {number} has {row.actual_columns} field(s), and "
             "the header line has "
-            f"{row.expected_columns}; mend or remove the row, and quote a field that holds a "
+            f"{row.expected_columns}; fix or remove the row, and quote a field that holds a "
             "comma. It begins with "
             f"{row.text[:_SHOWN]!r}"
         )
@@ -224,32 +233,62 @@ class CsvRows:
         )
 
     def _check_numbers(self, content: bytes, table: pa.Table) -> None:
-        """Their text is looked at again where the numbers do not tell."""
+        """Finds numbers that their column's type changes. Where the parsed values do not tell, the
+        columns are parsed again as text."""
         table = table.select([n for n in table.column_names if table.column_names.count(n) == 1])
         add_whole_numbers(table, self._rows, self._name, self.rounded)
-        found = [pair for pair in large_floats(table) if pair[0] not in self.rounded]
-        below = [(f.name, _negative(table, f.name)) for f in table.schema if f.type == pa.int64()]
-        below = [(name, rows) for name, rows in below if len(rows)]
-        if below and (b"0x" in content or (b"X" in content and b"0X" in content)):
-            found += below
-        if not found:
+        floats = {leaf: rows for leaf, rows in large_floats(table) if leaf not in self.rounded}
+        whole = [field.name for field in table.schema if field.type == pa.int64()]
+        below = whole and _may_have_hexadecimals(content)
+        negative = {name: _negative(table, name) for name in whole} if below else {}
+        negative = {name: rows for name, rows in negative.items() if len(rows)}
+        codes = [f.name for f in table.schema if f.type in (pa.int64(), pa.float64())]
+        codes = [name for name in codes if name not in self.leading_zeros]
+        codes = codes if codes and _may_have_leading_zeros(content) else []
+        names = dict.fromkeys((*floats, *negative, *codes))
+        if not names:
             return
-        as_text = pa.schema([(name, pa.string()) for name, _ in found])
+        as_text = pa.schema([(name, pa.string()) for name in names])
         texts = _parse(content, as_text, self.names)
-        for name, rows in found:
-            for row, text in zip(rows + self._rows + 1, texts.column(name).take(rows), strict=True):
-                written = text.as_py()
-                add_written(name, written, row, self._name, self.rounded)
-                if _HEXADECIMAL.match(written) and name in top_level(table.schema, self._columns):
-                    raise DataError(
-                        f"{self._name}: column {name!r} of row {row} is {written!r}, which "
-                        "does not fit into int64; "
-                        "write it as a decimal number or with a letter that makes it text, "
-                        "or leave the column out"
-                    )
+        for name, rows in floats.items():
+            values = table.column(name).take(rows).to_numpy()
+            # What is written with a fraction or an exponent is no whole number, unless it is too
+            # large for float64.
+            written = texts.column(name).take(rows)
+            matches = _matches(written, "^[^.eE]*$") | np.isinf(values)
+            self._add_rounded(name, rows[matches], written.filter(pa.array(matches)))
+        for name, rows in negative.items():
+            written = texts.column(name).take(rows)
+            matches = _matches(written, _HEXADECIMAL)
+            if matches.any() and name in top_level(table.schema, self._columns):
+                row = int(rows[matches][0]) + self._rows + 1
+                raise DataError(
+                    f"{self._name}: column {name!r} of row {row} is "
+                    f"{written.filter(pa.array(matches))[0].as_py()!r}, which does not fit into "
+                    "int64; write it as a decimal number or with a letter that makes it text, "
+                    "or leave the column out"
+                )
 
-    def _count_blank_lines(self, content: bytes) -> None:
-        """Of one column: some programs write them for nulls."""
+        for name in codes:
+            found = np.flatnonzero(_matches(texts.column(name).fill_null(""), _LEADING_ZEROS))
+            if len(found):
+                row, written = int(found[0]), texts.column(name)[int(found[0])].as_py()
+                self.leading_zeros[name] = (
+                    f"{written!r} (row {self._rows + row + 1} of {self._name})"
+                )
+
+    def _add_rounded(self, name: str, rows: _Ints, written: pa.ChunkedArray) -> None:
+        for row, text in zip(rows + self._rows + 1, written, strict=True):
+            add_written(name, text.as_py(), row, self._name, self.rounded)
+            if name in self.rounded:
+                return
+
+    def _count_blank_lines(self, content: bytes, rows: int) -> None:
+        """Counts blank lines in a file of one column, where some programs write them for nulls.
+        `rows`: the number of rows in `content`."""
+        ends = np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n"))
+        if b"\r" not in content and ends + (not content.endswith(b"\n")) == rows:
+            return  # every line is a row
         if not any(two in content for two in _TWO_ROW_ENDS) and not content.startswith(
             (b"\n", b"\r")
         ):
@@ -286,29 +325,31 @@ class CsvRows:
 
 
 class RowEnds:
-    """Where rows end in a file that is given to it chunk by chunk: which quotes open a field, and
+    """Finds where rows end in a file that is given chunk by chunk: which quotes open a field, and
     which close it.
 
-    A run of quotes acts as a whole. At a field's start, one of odd length opens a quoted field, or
-    closes it where one is open. Anywhere else, one of odd length closes it, or is text. One of even
-    length changes nothing. So the state behind a run is the parity of the odd runs at field starts
-    since the last odd one elsewhere.
+    A run of adjacent quotes acts as one. At a field's start, a run of odd length opens a quoted
+    field, or closes the open one. Anywhere else, a run of odd length closes the open field, or is
+    text. A run of even length changes nothing. So the state after a run is the parity of the odd
+    runs at field starts since the last odd run elsewhere.
     """
 
     def __init__(self) -> None:
         self._quoted = False  # before the quotes at the end of `_tail`
-        # the last byte that is no quote, and one or two quotes for the odd or even run after it
+        # The last byte that is not a quote; and one or two quotes, if an odd or an even number of
+        # quotes follows it.
         self._tail = b"\n"
 
     @property
     def is_quoted(self) -> bool:
-        """Whether what was given ends within a quoted field."""
+        """Whether the bytes so far end within a quoted field."""
         if len(self._tail) != 2:
             return self._quoted
         return not self._quoted and self._tail[:1] in b",\r\n"
 
     def last(self, content: bytes) -> int:
-        """As TextRows.last_row_end. After a "\\r" that may be half of a line end nothing is cut."""
+        """As TextRows.last_row_end. A "\\r" at the end of `content` may be half of a line end, and
+        ends no row yet."""
         if len(self._tail) == 1 and b'"' not in content:
             self._tail = content[-1:] or self._tail
             if self._quoted:
@@ -330,11 +371,12 @@ class RowEnds:
         return max(0, end + 1 - before)
 
     def _states(self, data: npt.NDArray[np.uint8], quotes: _Ints) -> tuple[_Ints, _Bools]:
-        """(places, whether a quoted field is open before the first of them and behind each)"""
+        """(indices of quotes [n], whether a quoted field is open [n + 1]: before the first of them,
+        and after each)"""
         opening = quotes[int(self._quoted) :: 2]
         if _MAY_OPEN[
             data[opening - 1]
-        ].all():  # so each second one does, or doubles the one before it
+        ].all():  # every second quote opens a field, or doubles the quote before it
             states = np.empty(len(quotes) + 1, dtype=np.bool_)
             states[0::2], states[1::2] = self._quoted, not self._quoted
             return quotes, states
@@ -351,7 +393,7 @@ class RowEnds:
 def _last_outside(
     whole: bytes, data: npt.NDArray[np.uint8], mark: int, at: _Ints, states: _Bools
 ) -> int:
-    """The place of the last row end that is in no quoted field; -1 if there is none."""
+    """The index of the last row end outside of quoted fields; -1 if there is none."""
     last = whole.rfind(b"\n") if mark == ord("\n") else -1
     if last >= 0 and not states[np.searchsorted(at, last)]:
         return last
@@ -364,7 +406,8 @@ def _last_outside(
 
 
 def _last_return(content: bytes) -> int:
-    """After the last "\\r", in a file that has no "\\n"; the last byte may be half of "\\r\\n"."""
+    """The index after the last "\\r", in content without "\\n". The last byte does not count: it
+    may be half of "\\r\\n"."""
     return content.rfind(b"\r", 0, len(content) - 1) + 1
 
 
@@ -376,10 +419,10 @@ def _parse(
     *,
     fill_missing: bool = False,
 ) -> pa.Table:
-    """In this thread, as one block, so that a row may be of any length. `names`: None if the header
-    is part of `content`."""
+    """Parses `content` in this thread, as one block, so that a row may be of any length. `names`:
+    of the columns; None if the header line is part of `content`."""
     if names is not None and content.startswith(BYTE_ORDER_MARK):
-        content = BYTE_ORDER_MARK + content  # pyarrow takes one away, and here it is of a value
+        content = BYTE_ORDER_MARK + content  # pyarrow removes one, and this one is part of a value
     types = {} if schema is None else {field.name: field.type for field in schema}
     return pa.csv.read_csv(
         pa.BufferReader(content),
@@ -399,19 +442,50 @@ def _parse(
     )
 
 
+def _may_have_hexadecimals(content: bytes) -> bool:
+    """Whether "0x" or "0X" occurs. A search for one byte is many times faster than for two."""
+    return any(mark in content and b"0" + mark in content for mark in (b"x", b"X"))
+
+
+def _may_have_leading_zeros(content: bytes) -> bool:
+    """Whether some field may consist of digits that begin with a zero."""
+    if _ZEROS_FIRST.match(content):
+        return True
+    data = np.frombuffer(content, np.uint8)
+    for at in range(0, len(data), _AT_ONCE):
+        piece = data[at : at + _AT_ONCE + 2]
+        # Commas, line ends, quotes and spaces are all bytes up to the comma.
+        found = piece[:-2] <= ord(",")
+        found &= piece[1:-1] == ord("0")
+        found &= piece[2:] - ord("0") < 10
+        places = np.flatnonzero(found)
+        # Spaces before a number are ignored, but most spaces are in the middle of text.
+        spaced = piece[places] == ord(" ")
+        places = places[~spaced | (piece[np.maximum(places - 1, 0)] <= ord(","))]
+        if any(_ZEROS_FIRST.match(content, at + int(place) + 1) for place in places):
+            return True
+    return False
+
+
+def _matches(texts: pa.ChunkedArray, pattern: str) -> _Bools:
+    found: _Bools = pc.match_substring_regex(texts, pattern).to_numpy()
+    return found
+
+
 def _negative(table: pa.Table, name: str) -> _Ints:
-    """The rows in which it is below zero."""
+    """The rows in which the column is below zero."""
     return np.flatnonzero(pc.less(table.column(name), 0).fill_null(False).to_numpy())
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Within a shard, what is not one kind of number is text, as it would be in one row group."""
+    """Merges the types of two row groups of a shard. Types that have no common one become text, as
+    they would within one row group."""
     kinds = [widest(a.type, b.type) or pa.string() for a, b in zip(one, other, strict=True)]
     return pa.schema([pa.field(name, kind) for name, kind in zip(one.names, kinds, strict=True)])
 
 
 def _header_end(content: bytes) -> int:
-    """Up to the end of the first line that is not blank; 0 if there is none."""
+    """The index after the first line that is not blank; 0 if there is none."""
     mark = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
     body = content[mark:]
     row = 0

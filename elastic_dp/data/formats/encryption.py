@@ -1,9 +1,9 @@
-"""Encrypted and damaged Parquet footers, which are refused: no keys are known here.
+"""Refuses encrypted Parquet, since there are no keys here, and Parquet with damaged column
+metadata.
 
-An encrypted footer is told by the file's last bytes. A plain footer with encrypted columns, or with
-columns that contradict its schema, must be found out before anything else is asked of it: pyarrow
-ends the process (an uncaught C++ exception) when it is asked for the metadata of such a column
-chunk.
+The last bytes of a file say whether its footer is encrypted. A plain footer may have encrypted
+columns, or columns that contradict its schema. These must be found first: pyarrow ends the process
+(by an uncaught C++ exception) when it reads the metadata of such a column chunk.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _WAY_OUT = "write the data set without encryption"
 
 
 def refuse_encrypted_footer(name: str, end: Any) -> None:
-    """`end`: the file's last bytes. Raises DataError."""
+    """Raises DataError if the footer is encrypted. `end`: the file's last bytes."""
     if bytes(end[-4:]) == ENCRYPTED_MAGIC:
         raise DataError(
-            f"{name} is encrypted Parquet (its footer too), and no keys are known here; {_WAY_OUT}"
+            f"{name} is encrypted Parquet (its footer too), and there are no keys for it; "
+            f"{_WAY_OUT}"
         )
 
 
 def unreadable_chunks(footer: pq.FileMetaData, numbers: Sequence[int]) -> dict[int, Exception]:
-    """What is wrong with the leaf columns `numbers` in some row group. Call this before anything is
-    asked of them."""
+    """Which of the leaf columns `numbers` cannot be read in some row group, and why. Call this
+    before any of their metadata is read."""
     if not numbers or not footer.num_row_groups or _probe(footer, numbers) is None:
         return {}
     return {number: error for number in numbers if (error := _probe(footer, [number]))}
@@ -42,7 +43,7 @@ def unreadable_chunks(footer: pq.FileMetaData, numbers: Sequence[int]) -> dict[i
 def refuse_unreadable(
     name: str, footer: pq.FileMetaData, unreadable: dict[int, Exception], wanted: Sequence[int]
 ) -> None:
-    """`wanted`: numbers of leaf columns. Raises DataError."""
+    """Raises DataError if a leaf column in `wanted` is in `unreadable`."""
     for number in wanted:
         if number not in unreadable:
             continue
@@ -52,7 +53,7 @@ def refuse_unreadable(
         )
         if "decrypt" in str(error):
             raise DataError(
-                f"{column} is encrypted, and no keys are known here; leave it out by "
+                f"{column} is encrypted, and there are no keys for it; leave it out by "
                 f"DataConfig.columns, or {_WAY_OUT}"
             )
         raise DataError(
@@ -61,11 +62,11 @@ def refuse_unreadable(
 
 
 class _BytesAsked(Exception):
-    """The reader went on from the metadata of a column to its pages."""
+    """The reader has accepted the metadata of a column, and wants its pages."""
 
 
 class _WithoutBytes(io.RawIOBase):
-    """A file of any size that can be opened, but not read."""
+    """A file of any size that raises _BytesAsked when it is read."""
 
     _at = 0
 
@@ -87,8 +88,8 @@ class _WithoutBytes(io.RawIOBase):
 
 
 def codec_of(footer: pq.FileMetaData, number: int) -> str:
-    """Of a leaf column in the first row group; pyarrow ends the process when it is asked for one
-    that it does not know."""
+    """The codec of a leaf column in the first row group. pyarrow ends the process if it is asked
+    for a codec that it does not know."""
     return (
         "unknown"
         if _probe_codec(footer, number)
@@ -97,15 +98,16 @@ def codec_of(footer: pq.FileMetaData, number: int) -> str:
 
 
 def _probe_codec(footer: pq.FileMetaData, number: int) -> Exception | None:
-    """With a buffer the codec is looked up before the first byte is read."""
+    """With `buffer_size`, the reader looks up the codec before it reads the first byte."""
     source = pa.PythonFile(_WithoutBytes(), mode="r")
     file = pq.ParquetFile(source, metadata=footer, pre_buffer=False, buffer_size=1 << 12)
     return _raised(lambda: file.read_row_group(0, [footer.schema.column(number).path]))
 
 
 def _probe(footer: pq.FileMetaData, numbers: Sequence[int]) -> Exception | None:
-    """Reading columns raises what asking for their metadata does not survive, and reads no byte
-    before that: with `pre_buffer` all chunks are looked at first."""
+    """What is wrong with the columns; None if nothing is. Reading columns raises an exception where
+    accessing their metadata would end the process. With `pre_buffer` the reader checks all chunks
+    before it reads the first byte."""
     source = pa.PythonFile(_WithoutBytes(), mode="r")
     file = pq.ParquetFile(source, metadata=footer, pre_buffer=True)
     every = len(numbers) == footer.num_columns
@@ -115,7 +117,7 @@ def _probe(footer: pq.FileMetaData, numbers: Sequence[int]) -> Exception | None:
 
 
 def _raised(read: Callable[[], Any]) -> Exception | None:
-    """What the footer made of it."""
+    """The exception that `read` raises; None if the metadata was accepted."""
     try:
         read()
     except _BytesAsked:

@@ -1,10 +1,12 @@
-"""Numbers in text that the type of their column would change: CSV and JSON Lines say no types.
+"""Numbers in CSV and JSON Lines that the type of their column would change.
 
-A column is float64 if one of its values has a fraction, or a whole number does not fit into int64.
-float64 holds whole numbers exactly up to 2**53, and only some beyond. Those that it would round are
-found while a file is scanned, by the name of their leaf ("a.b" also within lists). They are refused
-once the type that the column has in all shards is known: as int64 or as text they stay what they
-are.
+These formats declare no types. A column is float64 if one of its values has a fraction, or is a
+whole number that does not fit into int64. float64 holds every whole number up to 2**53, and only
+some beyond. Numbers that float64 would round are found while a file is scanned, by leaf column
+("a.b", also within lists). They are refused once the type of the column in all shards is known: in
+a column of int64 or text they keep their value.
+
+Leading zeros ("01234") are lost in a column of numbers. Such a column is named in a warning.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ import pyarrow.compute as pc
 from elastic_dp.data.columns.column_types import is_list, type_name
 from elastic_dp.errors import DataError
 
-Rounded = dict[str, str]  # by leaf: the first such number, and its row
+Rounded = dict[str, str]  # by leaf: the first number that float64 would round, and its row
+LeadingZeros = dict[str, str]  # by column of CSV: the first text such as 01234, and its row
 
 _EXACT = 1 << 53
 _SPACE = re.compile(r"\s*")
-_Row = Callable[[int], int]  # of a table, by the place in a flat array
+_Row = Callable[[int], int]  # from an index into the flat values to the row of the table
 
 
 def refuse_rounded(rounded: Mapping[str, str], leaves: Iterable[pa.Field]) -> None:
-    """Raises DataError where a column that is read is float64 and holds a number that this
-    rounds."""
+    """Raises DataError if one of the `leaves` is float64 and has a number in `rounded`."""
     for leaf in leaves:
         for name, kind in _leaves(leaf.name, leaf.type):
             if name in rounded and pa.types.is_floating(kind):
@@ -47,9 +49,26 @@ def refuse_rounded(rounded: Mapping[str, str], leaves: Iterable[pa.Field]) -> No
                 )
 
 
+def leading_zero_warnings(found: Mapping[str, str], leaves: Iterable[pa.Field]) -> Iterator[str]:
+    """A message for each column that is read as numbers although some were written with leading
+    zeros, as identifiers and postal codes are."""
+    for leaf in leaves:
+        if leaf.name in found and (
+            pa.types.is_integer(leaf.type) or pa.types.is_floating(leaf.type)
+        ):
+            yield (
+                f"column {leaf.name!r} is read as {type_name(leaf.type)}, so the leading zeros of "
+                f"{found[leaf.name]} are lost. If it holds identifiers, write the file as Parquet "
+                f"with a column of text: pandas.read_csv(…, dtype={{{leaf.name!r}: str}})"
+                ".to_parquet(…)"
+            )
+
+
 def add_whole_numbers(table: pa.Table, before: int, name: str, rounded: Rounded) -> None:
-    """Those of int64 columns that float64 rounds. `before`: how many rows of the file `name` came
-    before."""
+    """Adds numbers of int64 columns that float64 would round to `rounded`.
+
+    `before`: the number of rows of the file `name` before this table.
+    """
     for leaf, values, row in _numbers(table, pa.types.is_integer):
         if leaf in rounded:
             continue
@@ -58,7 +77,7 @@ def add_whole_numbers(table: pa.Table, before: int, name: str, rounded: Rounded)
         if max(-lowest, highest) <= _EXACT:
             continue
         whole = values.fill_null(0).to_numpy()
-        with np.errstate(invalid="ignore"):  # 2**63 - 1, which becomes 2**63
+        with np.errstate(invalid="ignore"):  # 2**63 - 1 overflows: it is 2**63 as a float
             changed = np.flatnonzero(whole.astype(np.float64).astype(np.int64) != whole)
         if len(changed):
             at = int(changed[0])
@@ -66,7 +85,8 @@ def add_whole_numbers(table: pa.Table, before: int, name: str, rounded: Rounded)
 
 
 def large_floats(table: pa.Table) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-    """(leaf, rows of the table) of float64 columns: where a whole number may have been rounded."""
+    """(leaf, rows) of float64 columns with values of at least 2**53, which may have been
+    rounded."""
     for leaf, values, row in _numbers(table, pa.types.is_floating):
         large = np.flatnonzero(np.abs(values.to_numpy(zero_copy_only=False)) >= _EXACT)
         if len(large):
@@ -74,14 +94,16 @@ def large_floats(table: pa.Table) -> Iterator[tuple[str, npt.NDArray[np.int64]]]
 
 
 def add_written(leaf: str, text: str, row: int, name: str, rounded: Rounded) -> None:
-    """A number of a float64 column, as the file `name` has it; rows are counted from 1."""
+    """Adds `text`, a number of a float64 column as the file `name` has it, to `rounded` if float64
+    rounds it. Rows are counted from 1."""
     if leaf not in rounded and _is_rounded(text):
         shown = text if len(text) <= 40 else f"{text[:37]}…"
         rounded[leaf] = f"{shown.strip()} (row {row} of {name}) exactly"
 
 
 def add_json(content: bytes, table: pa.Table, before: int, name: str, rounded: Rounded) -> None:
-    """The numbers of `content`, of which `table` was parsed, that float64 columns round."""
+    """Adds the numbers of `content` that float64 columns of `table`, which was parsed from it,
+    would round."""
     leaves = {leaf: rows for leaf, rows in large_floats(table) if leaf not in rounded}
     if not leaves:
         return
@@ -94,13 +116,13 @@ def add_json(content: bytes, table: pa.Table, before: int, name: str, rounded: R
             for field in table.schema:
                 for leaf, written in _written(field.name, field.type, value.get(field.name)):
                     add_written(leaf, written, number, name, rounded)
-    except (ValueError, RecursionError):  # pyarrow can read it, and Python cannot
+    except (ValueError, RecursionError):  # pyarrow can parse it, and Python cannot
         for leaf, rows in leaves.items():
             rounded.setdefault(leaf, f"a number (row {before + rows[0] + 1} of {name}) for sure")
 
 
 class _Written(str):
-    """A number, as it is written."""
+    """The text of a JSON number."""
 
 
 def _written(leaf: str, kind: pa.DataType, value: Any) -> Iterator[tuple[str, str]]:
@@ -121,12 +143,12 @@ def _is_rounded(text: str) -> bool:
         return False
     if math.isinf(number):
         return any(map(str.isdigit, text))
-    written = text.strip().lstrip("+-0")  # Python makes no number of thousands of digits
+    written = text.strip().lstrip("+-0")  # int() refuses more than some thousands of digits
     return abs(number) >= _EXACT and written.isdecimal() and int(abs(number)) != int(written)
 
 
 def _leaves(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-    """As schema.leaves, also within lists."""
+    """(name, type) of the leaves, as schema.leaves, but also within lists."""
     if is_list(kind):
         yield from _leaves(name, kind.value_type)
     elif pa.types.is_struct(kind):

@@ -1,9 +1,9 @@
-"""What a file format must do to be a data set: say once where its rows are, and read some of them
-later.
+"""`Format`: the interface of a file format.
 
-`scan` runs when the index is made, `read` in reader threads, in any process, with what the index
-kept. Neither decides what an error means: whatever a decoder raises is turned into words where the
-shard is known.
+`scan` runs once for each shard, when the index is made, and finds the row groups. `read` runs later
+in reader threads of any process, with what the index kept of the scan, and decodes one row group.
+Both may raise whatever the decoder raises; the caller adds the shard's name and makes it a typed
+error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ ShardKey = tuple[int, str]
 
 @dataclass(frozen=True)
 class ShardAt:
-    """One shard in a store. `name` is for people. The last four are what the index kept of its
-    scan."""
+    """A shard in a store.
+
+    `path`: in the store. `size`: bytes. `version`: as in `Entry`. `name`: for messages. `check`,
+    `tail`, `head` and `footer`: what the index kept of the shard's `Scan`.
+    """
 
     store: Store
     path: str
@@ -37,35 +40,38 @@ class ShardAt:
     check: int = 0
     tail: int = 0
     head: int = 0  # where its first row group starts
-    footer: pa.Buffer | None = None  # None: not kept
+    footer: pa.Buffer | None = None  # None: the index did not keep it
 
     @property
     def key(self) -> ShardKey:
-        """Two buckets may hold objects of one path."""
+        """Identifies the shard in this process. A path alone does not: two buckets may have it."""
         return id(self.store), self.path
 
     @property
     def local(self) -> str | None:
-        """Its path, where it is a file of this machine."""
+        """The path of a local file; None in any other store."""
         return self.store.local_path(self.path)
 
     def read(self, start: int, end: int) -> Any:
-        """A bytes-like object of end - start bytes, of the version that the index knows."""
+        """The bytes start ≤ i < end, as a bytes-like object. Raises ObjectRewritten if the shard
+        has another version than in the index."""
         return self.store.read(self.path, start, end, self.version)
 
 
 @dataclass(frozen=True, slots=True)  # of a million shards, some thousands are kept at a time
 class Scan:
-    """What one shard holds. Arrays are [row group]; `starts` and `ends` are the bytes that `read`
-    asks for.
+    """What a shard contains.
 
-    `schema`: all columns. `nbytes`: estimate of what a row group takes in memory, encoded and
-    decoded. `check`: a number that content of another making would not have. `tail`: bytes at the
-    shard's end that say where everything is, 0 if there are none. `footer`: these, where asking for
-    them again would take a request. `nulls`: of each leaf column ("a.b" in a struct) that may hold
-    some, as far as the shard tells; `null_lists`: lists of no fixed size that are null themselves.
-    `remarks`: what the user should know of it: how many of what, and the first one's name.
-    `rounded`: see exact.py.
+    - `schema`: all columns, also those that the job does not read.
+    - `rows`, `starts`, `ends`, `nbytes`: int64 [row groups]. `starts` and `ends` are the byte range
+      that `read` requests. `nbytes` estimates the memory of a row group, encoded and decoded.
+    - `check`: a checksum; other content has another one.
+    - `tail`: the length in bytes of the shard's end that says where everything is; 0 if the format
+      has none. `footer`: these bytes, where reading them again would take a request.
+    - `nulls`: the number of nulls of each leaf column ("a.b" in a struct), as far as the shard
+      says. `null_lists`: the number of null lists, for lists of variable length.
+    - `remarks`: what the user should know: by kind, how often it occurs, and the first place.
+    - `rounded`, `leading_zeros`: see exact_numbers.py.
     """
 
     schema: pa.Schema
@@ -80,11 +86,12 @@ class Scan:
     null_lists: Mapping[str, int] = field(default_factory=dict)
     remarks: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     rounded: Mapping[str, str] = field(default_factory=dict)
+    leading_zeros: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Place:
-    """One row group, as the index knows it: its number in its shard, and its bytes there."""
+class RowGroupLocation:
+    """Where a row group is: its number in the shard, and its byte range there."""
 
     group: int
     start: int
@@ -92,29 +99,32 @@ class Place:
 
 
 class Format(Protocol):
-    """Stateless but for what it keeps open; `read` is called by several threads."""
+    """A file format. It keeps no state but caches, and several threads call `read`."""
 
     name: str
     endings: tuple[str, ...]
-    scans_content: bool  # `scan` reads all of a shard, not only its footer
-    growth: float  # how often `nbytes` is taken at once while a row group is read
+    scans_content: bool  # whether `scan` reads a whole shard, not only its footer
+    growth: float  # peak memory while a row group is read, as a multiple of `nbytes`
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        """`columns`: those that the job reads, None for all; `nbytes`, `starts` and `ends` are of
-        these."""
+        """`columns`: those that the job reads; None: all. The result's `nbytes`, `starts` and
+        `ends` count only these."""
 
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
-        """Of a shard whose content `scan` reads: the columns of its first rows. None: not known."""
+        """The columns of the first rows, for formats whose `scan` reads the content. None:
+        unknown."""
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """The type under which two shards' columns are read, which are plain (kinds.py); None: they
-        are not the same data."""
+        """The type in which a column is read that has these two plain types (column_types.py) in
+        two shards. None: the two are different data."""
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        """Those of the columns of `schema` that the shard has, or of each struct in it at least the
-        `leaves` ("a.b").
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        """The columns of `schema` that the shard has, of one row group. Of a struct, at least the
+        fields among `leaves` ("a.b").
 
-        Raises ObjectRewritten where the shard is not the one that the index was made of.
+        Raises ObjectRewritten if the shard is not the one that the index was made of.
         """
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""JSON Lines: one object a line. A newline is never inside a value, since JSON escapes it.
+"""JSON Lines: one JSON object per line. A newline is never inside a value, since JSON escapes it.
 
-What is no object of its own on its line is refused by the line's number; NaN and Infinity are
-numbers, as Python writes them. See docs/csv-and-jsonl.md.
+A line that is not one object is refused with its row number. NaN and Infinity are numbers, as
+Python writes them. See docs/csv-and-jsonl.md.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from shlex import quote
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.json
 
 from elastic_dp.data.columns.schema import widest
-from elastic_dp.data.formats.exact_numbers import Rounded, add_json, add_whole_numbers
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_json, add_whole_numbers
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
     decompress,
@@ -31,23 +32,24 @@ from elastic_dp.data.formats.text import (
 )
 from elastic_dp.errors import DataError
 
-FIRST_BYTES = 1 << 20  # in which a column that is asked for is looked for
+FIRST_BYTES = 1 << 20  # read to find out whether the columns that the job names exist
 _BLOCK_LIMIT = (1 << 31) - 1
-# A null that is the value of no key and in no list, most likely: the literal comes first, which re
-# finds fast.
+# Matches a null that is probably neither the value of a key nor in a list. The literal comes first
+# in the pattern, because `re` searches for a literal prefix fast.
 _ODD_NULL = re.compile(rb"null(?<![:,\[]null)(?<![:,\[] null)")
 _BEFORE_NULL = 64  # bytes
 _NOT_UTF_8 = re.compile(r"\\udc[89a-f]")
 _SHOWN = 80  # bytes of a line
-# Lists and objects inside each other. Parquet and Arrow files that nest deeper cannot be read
-# either.
+# Limit of lists and objects inside each other. Parquet and Arrow files that nest deeper cannot be
+# read either.
 MAX_NESTING = 100
-# Brackets that pyarrow may be given to descend into. It takes about 420 bytes of stack for each,
-# and the process ends where the stack does. A row with fewer bytes is not looked at.
+# Limit of open brackets in a row that is given to pyarrow. pyarrow takes about 420 bytes of stack
+# for each one, and a stack overflow ends the process. A row with fewer bytes needs no check.
 _OPEN_BRACKETS = 500
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_AT_ONCE = 1 << 20  # bytes of a row, so that a long one costs little memory
-_AROUND = 8  # bytes of a line break in which the brackets of two rows are looked for
+_AT_ONCE = 1 << 20  # bytes that are looked at at once, so that a long row takes little memory
+_CASE = np.uint8(0xDF)
+_AROUND = 8  # bytes before and after a line break that are searched for the brackets of rows
 
 
 class JsonLines:
@@ -66,8 +68,10 @@ class JsonLines:
         content = content[start : content.rfind(b"\n") + 1]
         return _parse(content).schema if content.strip() else None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        content = shard.read(place.start, place.end)
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        content = shard.read(location.start, location.end)
         if is_compressed(shard):
             content = decompress(shard, content)
         return _parse(content, schema)
@@ -77,12 +81,13 @@ class JsonLines:
 
 
 class JsonRows:
-    """See TextRows. Rows are counted from 1, a line each; blank lines are none."""
+    """A `TextRows`. Rows are counted from 1; blank lines do not count."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._rows = 0  # parsed
+        self._rows = 0  # parsed so far
         self.rounded: Rounded = {}
+        self.leading_zeros: LeadingZeros = {}  # stays empty: JSON does not allow them
         self.remarks: dict[str, tuple[int, str]] = {}
 
     def head(self, content: bytes, is_all: bool) -> int | None:
@@ -117,7 +122,7 @@ class JsonRows:
         return table
 
     def end(self) -> None:
-        """A line that was cut off is no object."""
+        """Nothing to check: `parse` refuses a line that was cut off."""
 
     def _infer(self, content: bytes) -> pa.Table:
         self._check_utf_8(content)
@@ -137,7 +142,7 @@ class JsonRows:
             ) from None
 
     def _check_utf_8(self, content: bytes) -> None:
-        """pyarrow does not ask, and its text would fail where it is used."""
+        """pyarrow does not check it, and the text would fail where it is used."""
         if content.isascii():
             return
         try:
@@ -153,7 +158,7 @@ class JsonRows:
             ) from None
 
     def _refuse_null_rows(self, content: bytes) -> None:
-        """pyarrow makes rows of them that have nothing, and crashes where the first row is one."""
+        """pyarrow makes rows without values of them, and crashes if the first row is one."""
         checked = 0
         for found in _ODD_NULL.finditer(content):
             at = found.start()
@@ -174,22 +179,23 @@ class JsonRows:
         )
 
     def _number_at(self, content: bytes, start: int) -> int:
-        """Of the row whose line starts there."""
+        """The number of the row whose line begins at `start`."""
         return self._rows + sum(map(bool, map(bytes.strip, content[:start].split(b"\n")))) + 1
 
     def _refuse_line(self, number: int, line: bytes, reason: str) -> None:
         raise DataError(
-            f"cannot read {self._name}: row {number} is no JSON object on a line ({reason}); "
-            "mend or remove it, "
-            f"and if objects go over several lines: jq -c . {quote(self._name)} > "
-            "rows.jsonl. It begins with "
-            f"{line[:_SHOWN]!r}"
+            f"cannot read {self._name}: row {number} is not a JSON object on one line ({reason}); "
+            "fix or remove it, and if objects go over several lines: "
+            f"jq -c . {quote(self._name)} > rows.jsonl. It begins with {line[:_SHOWN]!r}"
         )
 
 
 def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-    """In this thread, as one block, so that a line may be of any length. `schema`: of content that
-    was parsed without one before, which raises _TooDeep for what would end the process."""
+    """Parses `content` in this thread, as one block, so that a line may be of any length.
+
+    `schema`: the columns to parse; None: infer all. Content must be parsed once without a schema
+    before it is parsed with one: only then rows that would end the process raise _TooDeep.
+    """
     if schema is None:
         _refuse_deep_rows(content)
     block_size = min(len(content) + 1, _BLOCK_LIMIT)
@@ -205,7 +211,7 @@ def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:
 
 
 class _TooDeep(pa.ArrowInvalid):
-    """`at`: where the row begins."""
+    """`at`: the index where the row begins."""
 
     def __init__(self, at: int) -> None:
         super().__init__(f"a row has more than {MAX_NESTING} lists and objects inside each other")
@@ -213,20 +219,56 @@ class _TooDeep(pa.ArrowInvalid):
 
 
 def _refuse_deep_rows(content: bytes) -> None:
+    """Raises _TooDeep. Checks pieces of many rows with NumPy, and single rows only in a piece with
+    many brackets."""
     at = 0
     while len(content) - at > _OPEN_BRACKETS:
-        end = content.rfind(b"\n", at, at + _OPEN_BRACKETS)
-        if end < 0 or not _is_between_rows(content, end):
-            end = _row_end(content, at + _OPEN_BRACKETS)
-            brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
-            if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
-                raise _TooDeep(at)
+        end = _row_end_before(content, at, at + _AT_ONCE)
+        is_long = end - at > 2 * _AT_ONCE  # one long row: arrays would take much memory
+        if is_long or _may_be_deep(np.frombuffer(content, np.uint8, end - at, at)):
+            _refuse_deep_rows_of(content, at, end)
         at = end + 1
 
 
+def _may_be_deep(piece: npt.NDArray[np.uint8]) -> bool:
+    """Whether a row of `piece` has more than `_OPEN_BRACKETS` brackets that open. Only "}\\n{" and
+    "}\\r\\n{" count as ends of rows here, so several rows may count as one."""
+    breaks = np.flatnonzero(piece == ord("\n"))
+    breaks = breaks[(breaks > 1) & (breaks < len(piece) - 1)]
+    before = piece[breaks - 1]
+    before = np.where(before == ord("\r"), piece[breaks - 2], before)
+    breaks = breaks[(before == ord("}")) & (piece[breaks + 1] == ord("{"))]
+    bounds = np.concatenate([[0], breaks, [len(piece)]])
+    if np.diff(bounds).max() <= _OPEN_BRACKETS:
+        return False
+    opened = np.flatnonzero(
+        piece & _CASE == ord("[")
+    )  # "{" and "[" differ in the bit that _CASE clears
+    if len(opened) <= _OPEN_BRACKETS:
+        return False
+    return bool(np.diff(np.searchsorted(opened, bounds)).max() > _OPEN_BRACKETS)
+
+
+def _refuse_deep_rows_of(content: bytes, at: int, upto: int) -> None:
+    """As `_refuse_deep_rows`, row by row. `at` and `upto` lie between rows."""
+    while upto - at > _OPEN_BRACKETS:
+        end = _row_end_before(content, at, min(at + _OPEN_BRACKETS, upto))
+        brackets = content.count(b"[", at, end) + content.count(b"{", at, end)
+        if brackets > _OPEN_BRACKETS and _nesting(content[at:end]) > _OPEN_BRACKETS:
+            raise _TooDeep(at)
+        at = end + 1
+
+
+def _row_end_before(content: bytes, at: int, limit: int) -> int:
+    """The index of the last row end in `content[at:limit]`, or else of the first one after it."""
+    end = content.rfind(b"\n", at, limit)
+    return end if end >= 0 and _is_between_rows(content, end) else _row_end(content, limit)
+
+
 def _is_between_rows(content: bytes, at: int) -> bool:
-    """Whether pyarrow is in no list and no object at this line break, unless it has given up
-    before: there is no comma between "}" and "{", and no line break in a text."""
+    """Whether the line break at index `at` ends a row: JSON has no "}" and "{" without a comma in
+    between, and no line break inside a text. Unless the JSON is malformed before; then pyarrow has
+    stopped there."""
     if content[at - 1 : at + 2] == b"}\n{":
         return True
     before, behind = content[max(0, at - _AROUND) : at], content[at : at + _AROUND]
@@ -242,7 +284,7 @@ def _row_end(content: bytes, at: int) -> int:
 
 
 def _nesting(row: bytes) -> int:
-    """How deep it gets at most."""
+    """The largest number of brackets that are open at the same time."""
     data = np.frombuffer(_TEXT.sub(b"", row), np.uint8)
     steps = np.zeros(256, np.int64)
     steps[[ord("["), ord("{")]], steps[[ord("]"), ord("}")]] = 1, -1
@@ -261,7 +303,7 @@ def _levels(kind: pa.DataType) -> int:
 
 
 def _why_no_object(line: bytes) -> str:
-    """ "" if it is one, or blank."""
+    """Why the line is not a JSON object; "" if it is one, or is blank."""
     line = line.removeprefix(BYTE_ORDER_MARK).strip()
     if not line:
         return ""
@@ -281,7 +323,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _column_not_utf_8(line: bytes) -> str:
-    """ "" where it cannot be told."""
+    """The words "column 'x' of " for a message; "" if the column cannot be found."""
     try:
         row = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):

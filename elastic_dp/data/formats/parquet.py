@@ -1,10 +1,10 @@
-"""Parquet: the footer says everything, a row group is read by one range request of the wanted
-columns.
+"""Parquet: the footer says where everything is, and a row group is read by one range request for
+the wanted columns.
 
-A footer is taken from the index, where that has kept it, or read once per process; it is kept,
-within a number of bytes, and must be the one that the index saw. Of a file of this machine the
-handles stay open too, one for each thread that reads it at the time. Nothing is memory mapped: a
-mapped file that somebody cuts short kills the process.
+The footer comes from the index, if that has kept it, and is otherwise read once per process. It is
+cached, and must be the footer that the index was made of. For a local file, open handles are cached
+as well, one for each thread that reads the file at the same time. Nothing is memory mapped, since
+truncating a mapped file ends the process.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from elastic_dp.data.formats.encryption import (
     refuse_unreadable,
     unreadable_chunks,
 )
-from elastic_dp.data.formats.format import Place, Scan, ShardAt, ShardKey
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt, ShardKey
 from elastic_dp.data.formats.parquet_footer import refuse_what_ends_the_process
 from elastic_dp.storage import ObjectRewritten
 
-TAIL_GUESS = 64 << 10  # read first of a shard's end; most footers are shorter
-GAP_BYTES = 1 << 20  # of what is not wanted, read rather than asked around
-TOGETHER_BYTES = 8 << 20  # a row group of at most this size comes with a footer that is near
-FOOTER_BYTES_KEPT = 64 << 20  # as they are in the shards
+TAIL_GUESS = 64 << 10  # read first from a shard's end; most footers are shorter
+GAP_BYTES = 1 << 20  # a shorter gap between two wanted ranges is read too, to save a request
+TOGETHER_BYTES = 8 << 20  # a row group up to this size is read together with a footer close to it
+FOOTER_BYTES_KEPT = 64 << 20  # of cached footers, encoded
 SHARDS_OPEN = 64
 _MAGIC = b"PAR1"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-# Of what is stored in fewer: dates and times of day are read as they are, and then become int64.
+# Types that take more bytes in memory: dates and times of day are read as int32, then become int64.
 _WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
-_DICTIONARY_FACTOR = 4  # how often a text of a dictionary is thought to be repeated
+_DICTIONARY_FACTOR = 4  # assumed number of times that a text of a dictionary occurs
 
 
 class Parquet:
     name = "parquet"
     endings: tuple[str, ...] = (".parquet", ".pq", ".parq")
     scans_content = False
-    # Arrow's buffers of lists and texts grow by doubling, and those before are there until its
-    # allocator gives them back: measured with pyarrow 26 up to 2.2 times, for lengths just above a
-    # power of two.
+    # Arrow's buffers for lists and text grow by doubling, and the old ones stay until the allocator
+    # returns them: up to 2.2 times as measured with pyarrow 26, for lengths just above a power of
+    # two.
     growth = 2.25
     merge = staticmethod(lossless)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # oldest use first
+        self._footers: OrderedDict[ShardKey, _Footer] = OrderedDict()  # least recently used first
         self._footer_bytes = 0
-        self._gates: dict[ShardKey, threading.Lock] = {}  # of footers that a thread is reading
+        self._gates: dict[ShardKey, threading.Lock] = {}  # held while a thread reads the footer
         self._counted: tuple[pa.Schema, list[tuple[str, int]]] | None = None
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
@@ -83,15 +83,15 @@ class Parquet:
             check=zlib.crc32(tail),
             tail=len(tail),
             nulls=null_counts(footer, groups, self._countable(footer, schema, columns)),
-            # What the index keeps is as good as the shard's own only where each read asks for the
-            # same version.
+            # The index may keep the footer only if each read asks for the same version of the
+            # shard.
             footer=bytes(tail) if shard.local is None and shard.version else b"",
         )
 
     def _countable(
         self, footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
     ) -> list[tuple[str, int]]:
-        """Of the shard before, if the schemas are equal."""
+        """`countable`, cached for shards with the schema of the last one."""
         before = self._counted
         if before is None or not before[0].equals(schema):
             before = self._counted = schema, countable(footer, schema, columns)
@@ -100,12 +100,14 @@ class Parquet:
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> None:
         return None
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
         if shard.local is not None:
-            return self._read_local(shard, shard.local, place, leaves)
-        held = _Held(shard)
-        footer = self._footer(shard, place, held, None).metadata
-        group = footer.row_group(place.group)
+            return self._read_local(shard, shard.local, location, leaves)
+        held = _FetchedRanges(shard)
+        footer = self._footer(shard, location, held, None).metadata
+        group = footer.row_group(location.group)
 
         def fetch(columns: list[str]) -> None:
             held.fetch([_chunk_range(group.column(c)) for c in chunk_numbers(footer, columns)])
@@ -114,32 +116,39 @@ class Parquet:
         file = pq.ParquetFile(
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
-        return checked(_read_group(file, place.group, leaves, fetch))
+        return checked(_read_group(file, location.group, leaves, fetch))
 
     def close(self) -> None:
         with self._lock:
             self._footers.clear()
             self._footer_bytes = 0
 
-    def _read_local(self, shard: ShardAt, path: str, place: Place, leaves: list[str]) -> pa.Table:
+    def _read_local(
+        self, shard: ShardAt, path: str, location: RowGroupLocation, leaves: list[str]
+    ) -> pa.Table:
         stamp = _stamp(path)
-        kept = self._footer(shard, place, _Held(shard), stamp)
+        kept = self._footer(shard, location, _FetchedRanges(shard), stamp)
         with self._lock:
             file = kept.idle.pop() if kept.idle else None
         file = file or pq.ParquetFile(
             path, metadata=kept.metadata, page_checksum_verification=True, pre_buffer=False
         )
         try:
-            return checked(_read_group(file, place.group, leaves))
+            return checked(_read_group(file, location.group, leaves))
         finally:
             if _stamp(path) != stamp:
                 raise ObjectRewritten(shard.name)
             self._put_back(shard.key, kept, file)
 
     def _footer(
-        self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
+        self,
+        shard: ShardAt,
+        location: RowGroupLocation,
+        held: _FetchedRanges,
+        stamp: tuple[int, ...] | None,
     ) -> _Footer:
-        """The one that is kept, or else from the shard; threads that want it meanwhile wait."""
+        """The cached footer, or else the shard's own. One thread reads it, and others that want it
+        wait."""
         with self._lock:
             if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
                 return kept
@@ -149,19 +158,25 @@ class Parquet:
                 if (kept := self._footers.get(shard.key)) and kept.stamp == stamp:
                     return kept
             try:
-                return self._read_footer(shard, place, held, stamp)
+                return self._read_footer(shard, location, held, stamp)
             finally:
                 with self._lock:
                     self._gates.pop(shard.key, None)
 
     def _read_footer(
-        self, shard: ShardAt, place: Place, held: _Held, stamp: tuple[int, ...] | None
+        self,
+        shard: ShardAt,
+        location: RowGroupLocation,
+        held: _FetchedRanges,
+        stamp: tuple[int, ...] | None,
     ) -> _Footer:
         if shard.footer is not None:
             return self._keep(shard.key, _Footer(_parse(shard.footer), shard.tail, stamp))
         start = shard.size - shard.tail
-        is_near = start - place.end <= GAP_BYTES and place.end - place.start <= TOGETHER_BYTES
-        held.fetch([(place.start if is_near and stamp is None else start, shard.size)])
+        is_near = (
+            start - location.end <= GAP_BYTES and location.end - location.start <= TOGETHER_BYTES
+        )
+        held.fetch([(location.start if is_near and stamp is None else start, shard.size)])
         tail = held.slice(start, shard.size)
         if zlib.crc32(tail) != shard.check:
             raise ObjectRewritten(shard.name)
@@ -200,8 +215,8 @@ class _Footer:
     idle: list[pq.ParquetFile] = field(default_factory=list)
 
 
-class _Held:
-    """Ranges of a shard in memory, as the file that Arrow reads them from."""
+class _FetchedRanges:
+    """Byte ranges of a shard, fetched into memory; a file object for Arrow."""
 
     closed = False
 
@@ -211,7 +226,8 @@ class _Held:
         self._at = 0
 
     def fetch(self, ranges: list[tuple[int, int]]) -> None:
-        """Those that are not here, neighbours in one request."""
+        """Reads the ranges that are not in memory yet; ranges close to each other in one
+        request."""
         missing = [r for r in sorted(ranges) if self._find(*r) is None]
         joined: list[tuple[int, int]] = []
         for start, end in missing:
@@ -266,8 +282,8 @@ def _read_group(
     leaves: list[str],
     fetch: Callable[[list[str]], None] = lambda columns: None,
 ) -> pa.Table:
-    """Arrow reads no part of a struct that is an extension type registered in this process; then
-    all of it is read."""
+    """Reads the columns `leaves` of a row group. Arrow cannot read single fields of a struct that
+    is an extension type registered in this process; such a struct is read as a whole."""
     try:
         return file.read_row_group(number, columns=leaves, use_threads=False)
     except pa.ArrowInvalid:
@@ -289,7 +305,7 @@ def _extension_structs(fields: Iterable[pa.Field], prefix: str = "") -> Iterator
 
 
 def _read_tail(shard: ShardAt) -> memoryview:
-    """The footer with its length and magic."""
+    """The footer, with its length and the magic bytes after it."""
     end = memoryview(shard.read(max(0, shard.size - TAIL_GUESS), shard.size))
     refuse_encrypted_footer(shard.name, end)
     if len(end) < 12 or bytes(end[-4:]) != _MAGIC:
@@ -309,8 +325,8 @@ def _parse(tail: memoryview | pa.Buffer) -> pq.FileMetaData:
 def open_footer(
     raw: Any, name: str, columns: Sequence[str] | None
 ) -> tuple[pq.FileMetaData, frozenset[int]]:
-    """The footer of an open file, and its encrypted leaf columns. Raises DataError where `columns`
-    are among these."""
+    """The footer of the open file `raw`, and the numbers of its encrypted leaf columns. Raises
+    DataError if one of `columns` is encrypted."""
     raw.seek(-8, os.SEEK_END)
     end = raw.read(8)
     refuse_encrypted_footer(name, end)
@@ -324,7 +340,8 @@ def open_footer(
 
 
 def checked(table: pa.Table) -> pa.Table:
-    """Text is UTF-8: Arrow reads bytes of any kind from Parquet. Raises ArrowInvalid."""
+    """Returns `table`. Raises ArrowInvalid if text is not UTF-8, which Arrow does not check when it
+    reads Parquet."""
     for column in table.columns:
         if _has_text(column.type):
             column.validate(full=True)
@@ -341,7 +358,7 @@ def _has_text(kind: pa.DataType) -> bool:
 
 
 def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> list[int]:
-    """Of the leaf columns that belong to `columns`."""
+    """The numbers of the leaf columns that belong to `columns`; None: all."""
     paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
     if columns is None:
         return list(range(len(paths)))
@@ -353,8 +370,9 @@ def chunk_numbers(footer: pq.FileMetaData, columns: Sequence[str] | None) -> lis
 def countable(
     footer: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str] | None
 ) -> list[tuple[str, int]]:
-    """Those leaves of `columns` whose nulls statistics count and a tensor cannot hold, with the
-    numbers of their chunks. Lists of any length are left out: their empty ones are counted, too."""
+    """(leaf, number of its column chunk) of the leaves of `columns` whose nulls are refused, and
+    are counted by statistics. Not lists of variable length: statistics count empty ones as
+    nulls."""
     fields = plain_schema(schema)
     wanted, found, number = {leaf.name for leaf in leaves(fields, columns)}, [], 0
     for leaf in leaves(fields):
@@ -372,7 +390,7 @@ def null_counts(
         stored = footer.schema.column(number).physical_type
         for group in groups:
             chunk = group.column(number)
-            if chunk.physical_type != stored:  # asking for its statistics would end the process
+            if chunk.physical_type != stored:  # reading its statistics would end the process
                 raise OSError(f"its footer is damaged: column {name!r} has two physical types")
             if chunk.is_stats_set and (nulls := chunk.statistics.null_count):
                 counts[name] = counts.get(name, 0) + nulls
@@ -380,7 +398,7 @@ def null_counts(
 
 
 def num_chunks(kind: pa.DataType) -> int:
-    """How many columns of Parquet a column of Arrow is."""
+    """The number of Parquet columns that store a column of this Arrow type."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_dictionary(kind) or kind.num_fields == 0:
@@ -389,7 +407,7 @@ def num_chunks(kind: pa.DataType) -> int:
 
 
 def _may_be_empty(kind: pa.DataType) -> bool:
-    """Whether there may be lists without items, which statistics count as nulls."""
+    """Whether the type has lists that may be empty, which statistics count as nulls."""
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_fixed_size_list(kind):
@@ -405,8 +423,8 @@ def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def decoded_bytes(footer: pq.FileMetaData, group: Any, wanted: list[int]) -> int:
-    """Of the chunks `wanted`, by number. Encoded and decoded columns are in memory at once; those
-    in lists with a level of 2 + 2 bytes a value."""
+    """An estimate of the memory that the columns `wanted` of a row group take while they are read:
+    encoded, decoded, and for values in lists two levels of 2 bytes each."""
     total = 0
     for number in wanted:
         chunk, column = group.column(number), footer.schema.column(number)

@@ -1,9 +1,9 @@
-"""A Parquet footer is checked before pyarrow is asked about its column chunks, since some answers
-would end the process.
+"""Checks a Parquet footer before pyarrow reads the metadata of its column chunks, which can end the
+process.
 
-`RowGroupMetaData.column` and `ColumnChunkMetaData.statistics` call C++ code whose exceptions nobody
-catches. A damaged footer, or one by a writer with an error, would kill the worker without a word.
-The footer is Thrift's compact protocol; field numbers are those of parquet.thrift.
+`RowGroupMetaData.column` and `ColumnChunkMetaData.statistics` call C++ code whose exceptions are
+not caught. A damaged footer, or one by a faulty writer, would end the worker without a message. The
+footer is encoded in Thrift's compact protocol; field numbers are those of parquet.thrift.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VARINT = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
 
 
 def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaData) -> None:
-    """`tail`: the footer's bytes as they lie in the file. Raises OSError."""
+    """Raises OSError for such a footer. `tail`: its bytes in the file."""
     leaves = [footer.schema.column(number) for number in range(footer.num_columns)]
     facts = [
         (leaf.physical_type, leaf.length, leaf.max_repetition_level, leaf.max_definition_level)
@@ -48,16 +48,16 @@ def refuse_what_ends_the_process(tail: memoryview | bytes, footer: pq.FileMetaDa
                     f"row group {number} has {len(chunks)} columns, and its schema {len(leaves)}"
                 )
             for chunk, leaf, fact in zip(chunks, leaves, facts, strict=True):
-                if said := _amiss(chunk.get(3), group.get(3, 0), *fact):
+                if found := _contradiction(chunk.get(3), group.get(3, 0), *fact):
                     raise OSError(
                         f"its footer contradicts itself: column {leaf.path!r} of row group "
-                        f"{number} has {said}"
+                        f"{number} has {found}"
                     )
     except (AttributeError, IndexError, RecursionError, TypeError) as error:
         raise OSError(f"its footer is not as Parquet has it: {error}") from error
 
 
-def _amiss(
+def _contradiction(
     facts: dict[int, Any] | None,
     rows: int,
     physical: str,
@@ -65,7 +65,7 @@ def _amiss(
     repetition: int,
     definition: int,
 ) -> str:
-    """ "" where nothing is."""
+    """In what the metadata of a column chunk contradicts the schema; "" if in nothing."""
     if facts is None:
         return ""  # it is encrypted: see encryption.py
     kind = facts.get(1, -1)
@@ -78,7 +78,7 @@ def _amiss(
             return f"{facts[field]} values or bytes"
     values = facts.get(5, 0)
     if values < rows or (values > rows and not repetition):
-        return f"{values} values for {rows} rows"  # some of them would be left out
+        return f"{values} values for {rows} rows"  # some rows would be lost
     if sizes := facts.get(16):
         for field, level in ((2, repetition), (3, definition)):
             if (count := len(sizes.get(field, ()))) not in (0, level + 1):
@@ -94,7 +94,8 @@ def _amiss(
 
 
 def _struct(content: bytes, at: int) -> tuple[dict[int, Any], int]:
-    """Its fields by number, and where it ends. An integer is decoded, a list of integers is not."""
+    """(fields by number, index after the struct). Integers are decoded, lists of integers are
+    not."""
     fields: dict[int, Any] = {}
     last = 0
     while head := content[at]:

@@ -1,5 +1,5 @@
-"""The bytes that every row group of a shard is read with, most often those before the first; kept,
-within a limit."""
+"""A cache of shard headers: bytes that are needed to decode any row group of a shard, such as the
+header line of CSV, or the schema of Arrow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from elastic_dp.data.formats.format import ShardAt, ShardKey
 HEAD_BYTES_KEPT = 16 << 20
 
 
-class Heads:
-    """Thread safe. A head that several threads miss at once may be read more than once."""
+class RowGroupHeaders:
+    """Keeps up to `HEAD_BYTES_KEPT`, the least recently used go first. Thread safe; threads that
+    miss one header at the same time may each read it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +24,7 @@ class Heads:
     def read(
         self, shard: ShardAt, end: int, make: Callable[[ShardAt], bytes] | None = None
     ) -> bytes:
-        """The first `end` bytes of the shard, or what `make` makes of it."""
+        """The first `end` bytes of the shard, or what `make(shard)` returns."""
         with self._lock:
             if shard.key in self._kept:
                 self._kept.move_to_end(shard.key)

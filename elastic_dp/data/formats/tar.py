@@ -1,14 +1,13 @@
-"""WebDataset tar: a sample is a run of members with one key, its columns are their endings.
+"""WebDataset tar: a sample is a sequence of members with the same key; each member is a column.
 
 `images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and
 `cls`. A key goes up to the first dot of the file's name. Columns are bytes, but `txt` and `json`
-are text, and `cls` is a whole number. Samples are cut into row groups of about 4 MiB in the order
-of the tar; one range of it is one row group.
+are text, and `cls` is an integer. Row groups are ranges of about 4 MiB of the tar, in its order.
 
-As for webdataset, members without an ending (LICENSE) are no samples; nor are notes such as
-README.md. What is passed over is counted, and which members are is a matter of their names alone,
+As in webdataset, members without an ending (LICENSE) are not samples; nor are notes such as
+README.md. These members are skipped and counted. Only its name decides whether a member is skipped,
 so that `scan` and `read` agree. A link that would be a column of a sample is refused, and so is
-what follows the end of the archive.
+anything after the end of the archive.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless
-from elastic_dp.data.formats.format import Place, Scan, ShardAt
+from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
 _BLOCK = 512
-_READ_BYTES = 1 << 20  # while it is scanned; members longer than this are skipped over
+_READ_BYTES = 1 << 20  # per read during a scan; longer members are skipped by a seek
 _KEY = "__key__"
 _KINDS = {
     _KEY: pa.large_string(),
@@ -66,11 +65,11 @@ class Tar:
     merge = staticmethod(lossless)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        names = Counter({_KEY: 0})  # in how many samples
-        here: set[str] = set()  # in this sample
+        names = Counter({_KEY: 0})  # number of samples that have the column
+        here: set[str] = set()  # columns of the current sample
         groups: list[list[int]] = []
         check, last_key = 0, None
-        keys = set[int]()  # of all samples, as hashes
+        keys = set[int]()  # hashes of the keys of all samples
         remarks: dict[str, tuple[int, str]] = {}
         for member in _members(_Scanned(shard), remarks):
             key, ending = _split(member.name)
@@ -111,8 +110,10 @@ class Tar:
                 break
         return pa.schema([(name, pa.null()) for name in sorted(names)])
 
-    def read(self, shard: ShardAt, place: Place, schema: pa.Schema, leaves: list[str]) -> pa.Table:
-        content = memoryview(shard.read(place.start, place.end))
+    def read(
+        self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
+    ) -> pa.Table:
+        content = memoryview(shard.read(location.start, location.end))
         samples: list[dict[str, Any]] = []
         for member in _members(io.BytesIO(content)):
             key, ending = _split(member.name)
@@ -135,7 +136,7 @@ class Tar:
 
 
 class _Scanned(io.RawIOBase):
-    """A shard read from front to back; what is skipped is not read."""
+    """A file object that reads a shard from front to back. What is skipped is not requested."""
 
     def __init__(self, shard: ShardAt) -> None:
         self._shard, self._at = shard, 0
@@ -171,17 +172,18 @@ class _Scanned(io.RawIOBase):
 def _members(
     file: Any, remarks: dict[str, tuple[int, str]] | None = None
 ) -> Iterator[tarfile.TarInfo]:
-    """The files in it that belong to samples. `remarks` counts the others, but for hidden ones.
-    Long names and extended headers are tarfile's business.
+    """The members of the tar that belong to samples. `remarks` counts the others, except hidden
+    ones. tarfile handles long names and extended headers.
 
-    tarfile takes a broken header for the end, so what it stopped at is looked at again.
+    tarfile takes a broken header for the end of the archive, so the bytes at which it stopped are
+    checked here.
     """
     buffered = io.BufferedReader(file, _BLOCK) if isinstance(file, io.RawIOBase) else file
     with tarfile.open(fileobj=buffered, mode="r:") as members:
         member = tarfile.TarInfo()
         for member in members:
-            members.members = []  # type: ignore[attr-defined]  # else it keeps them all
-            if member.size < 0:  # tarfile would go back, and some versions of it for ever
+            members.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all of them
+            if member.size < 0:  # tarfile would seek back, and some versions loop forever
                 raise tarfile.ReadError(f"{member.name} has the size {member.size}")
             name = member.name.rsplit("/", 1)[-1]
             if member.isdir() or name.startswith("."):
@@ -238,7 +240,7 @@ def _remark(remarks: dict[str, tuple[int, str]], what: str, name: str) -> None:
 
 
 def _value(kind: pa.DataType, content: memoryview, what: str) -> Any:
-    """`what`: the member and its shard, for messages."""
+    """The value of a member as `kind`. `what`: the member and its shard, for messages."""
     if pa.types.is_integer(kind):
         try:
             number = int(bytes(content))

@@ -1,9 +1,9 @@
-"""Shards of text rows: cut once into row groups of about 4 MiB, parsed once to learn what the
-columns are.
+"""Shards of text rows (CSV, JSON Lines): the scan cuts them into row groups of about 4 MiB, and
+parses all rows to find the columns and their types.
 
-A row group is a range of bytes that begins and ends between rows, so it is parsed alone later, with
-the types pinned that hold for all shards. A compressed shard cannot be cut: it is one row group.
-`convert` cuts and parses with the same code, so that it reads the rows that training reads.
+A row group is a byte range that begins and ends between rows. So `read` can parse it alone, with
+the types that hold for all shards. A compressed shard cannot be cut and is one row group. `convert`
+uses the same code, and so finds the same rows as training.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ import pyarrow as pa
 
 from elastic_dp.data.columns.nulls import count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import has_lengths, leaves, top_level
-from elastic_dp.data.formats.exact_numbers import Rounded
+from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded
 from elastic_dp.data.formats.format import Scan, ShardAt
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
-UNPACKED_BYTES = (
-    2 << 30
-)  # of a compressed shard, which is one row group; pyarrow parses no more at once
-ROW_BYTES = 256 << 20  # of one row; beyond it, a quote was most likely never closed
-HEAD_BYTES = 64 << 10  # that are read first to find where the rows begin
+# Limit of a compressed shard, decompressed. It is one row group, and pyarrow parses no more at
+# once.
+UNPACKED_BYTES = 2 << 30
+ROW_BYTES = 256 << 20  # limit of a row; most likely a quote of a longer one was never closed
+HEAD_BYTES = 64 << 10  # read first to find where the rows begin
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UNPACKED_AT_ONCE = 4 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
-_BLOCK_BYTES = 1 << 20  # more than a block of bz2 takes
+_BLOCK_BYTES = 1 << 20  # more than a compressed block of bz2
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextRows(Protocol):
-    """The rows of one file, which is given to it from front to back. `rounded`, `remarks`: see
-    Scan.
+    """A parser of one file, whose bytes are given to it from front to back.
 
-    What is wrong with the file is a DataError that names the file, the row or line, and what to do.
+    `rounded`, `leading_zeros`, `remarks`: see Scan. Methods raise DataError for what cannot be
+    read; it names the file, the row, and what to do.
     """
 
     rounded: Rounded
+    leading_zeros: LeadingZeros
     remarks: dict[str, tuple[int, str]]
 
     def head(self, content: bytes, is_all: bool) -> int | None:
-        """How many bytes come before the first row. `content`: the file's first bytes; None: more
-        are needed."""
+        """The number of bytes before the first row; None if `content`, the file's first bytes, does
+        not tell. `is_all`: `content` is the whole file."""
 
     def last_row_end(self, content: bytes) -> int:
-        """How many bytes of `content`, the next ones, come before the end of the last row that ends
-        there; 0 if none does."""
+        """The number of bytes up to the end of the last row that ends in `content`, the next bytes
+        of the file; 0 if no row ends there."""
 
     def parse(self, content: bytes, schema: pa.Schema | None = None) -> pa.Table:
-        """The next rows, whole ones. `schema`: of the columns that are wanted; None: all, with
-        types by their values."""
+        """Parses the next rows. `content` begins and ends between rows. `schema`: the columns to
+        parse; None: all, with types inferred from the values."""
 
     def end(self) -> None:
-        """After the last row is parsed: raises DataError if the file ends within a row."""
+        """Call this after the last row. Raises DataError if the file ends within a row."""
 
 
 def with_codecs(*endings: str) -> tuple[str, ...]:
@@ -86,7 +87,8 @@ def decompress(shard: ShardAt, content: bytes) -> bytes:
 
 
 def first_bytes(shard: ShardAt, nbytes: int) -> bytes:
-    """Of what is in it; of a compressed shard those that its own first bytes hold."""
+    """The first bytes of the decompressed content, at most `nbytes`; fewer if the shard's own first
+    bytes decompress to fewer."""
     packed = bytes(shard.read(0, min(shard.size, nbytes + _BLOCK_BYTES)))
     if not is_compressed(shard):
         return packed[:nbytes]
@@ -100,10 +102,10 @@ def scan_rows(
     rows: TextRows,
     merge: Callable[[pa.Schema, pa.Schema], pa.Schema],
 ) -> Scan:
-    """Every row group is parsed, and its types merged with those before it."""
+    """Parses every row group, and merges its types with those of the row groups before it."""
     packed = bytes(shard.read(0, shard.size)) if is_compressed(shard) else None
     check = 0 if packed is None else zlib.crc32(packed)
-    pieces = _pieces(shard, rows) if packed is None else _whole(shard, rows, packed)
+    pieces = _pieces(shard, rows) if packed is None else _compressed_piece(shard, rows, packed)
     if not shard.size:
         pieces = iter(())
     schema: pa.Schema | None = None
@@ -141,15 +143,15 @@ def scan_rows(
         null_lists=+null_lists,
         remarks=rows.remarks,
         rounded=rows.rounded,
+        leading_zeros=rows.leading_zeros,
     )
 
 
 def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:
-    """Whole rows, end to end: of each chunk up to its last row end, with what was left of those
-    before it.
+    """Joins and cuts `chunks` into pieces that begin and end between rows.
 
-    A row longer than a chunk makes a longer piece. Every byte is looked at once, however long the
-    rows are.
+    A piece ends with the last row that ends in its chunk; a row longer than a chunk makes a longer
+    piece. Each byte is looked at once, however long the rows are.
     """
     kept: list[bytes | memoryview] = []
     kept_bytes = 0
@@ -163,8 +165,7 @@ def cut(chunks: Iterable[bytes], rows: TextRows, name: str) -> Iterator[bytes]:
         if kept_bytes > ROW_BYTES:
             raise DataError(
                 f"{name} has a row of more than {ROW_BYTES >> 20} MiB, or a quote that is "
-                "never closed; look at what "
-                "follows its last short row"
+                "never closed; look at what follows its last short row"
             )
     if rest := b"".join(kept):
         yield rest
@@ -176,22 +177,23 @@ def refuse_utf_16(name: str, content: bytes) -> None:
 
 
 def iconv(encoding: str, name: str) -> str:
-    """The command that mends it."""
+    """The command that converts the file to UTF-8."""
     return (
         f"iconv -f {encoding} -t UTF-8 {quote(name)} > {quote('utf8-' + name.rpartition('/')[2])}"
     )
 
 
 def flat_columns(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
-    """Structs as their leaves; a null of a struct is one of each leaf."""
+    """(name, column) with structs replaced by their leaves. A null struct is a null in each
+    leaf."""
     while any(pa.types.is_struct(field.type) for field in table.schema):
         table = table.flatten()
     return zip(table.schema.names, table.columns, strict=True)
 
 
 def without_times(kind: pa.DataType) -> pa.DataType:
-    """Which texts are dates is a guess for each row group; as text they are what the shard says, in
-    every one."""
+    """The type with text in place of dates and times, which pyarrow guesses for each row group: one
+    row group may look like dates, and the next one not."""
     if pa.types.is_temporal(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -202,7 +204,7 @@ def without_times(kind: pa.DataType) -> pa.DataType:
 
 
 def _pieces(shard: ShardAt, rows: TextRows) -> Iterator[tuple[int, int, bytes]]:
-    """(start, end, bytes) of every row group."""
+    """(start, end, content) of each row group."""
     upto, head = 0, None
     while head is None:
         upto = min(max(2 * upto, HEAD_BYTES), shard.size)
@@ -215,8 +217,10 @@ def _pieces(shard: ShardAt, rows: TextRows) -> Iterator[tuple[int, int, bytes]]:
         first += len(content)
 
 
-def _whole(shard: ShardAt, rows: TextRows, packed: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Of a compressed shard."""
+def _compressed_piece(
+    shard: ShardAt, rows: TextRows, packed: bytes
+) -> Iterator[tuple[int, int, bytes]]:
+    """The one row group of a compressed shard, as `_pieces`."""
     content = decompress(shard, packed)
     content = content[rows.head(content, True) :]
     for at in range(0, len(content), GROUP_BYTES):
@@ -225,5 +229,5 @@ def _whole(shard: ShardAt, rows: TextRows, packed: bytes) -> Iterator[tuple[int,
 
 
 def _codec(shard: ShardAt) -> str | None:
-    lower = shard.name.lower()  # which has no query
+    lower = shard.name.lower()  # a name has no query, unlike a URL
     return next((codec for ending, codec in _CODECS.items() if lower.endswith(ending)), None)

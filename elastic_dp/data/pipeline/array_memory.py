@@ -1,13 +1,13 @@
-"""Memory of the arrays that are handed out: where it begins, and that of old ones for the next.
+"""Aligned memory for arrays of micro-batches, and a pool that reuses it.
 
-Every array begins at a multiple of 64 bytes, as torch's own memory does. MKL computes a matrix
-product in another order of additions where its input does not begin at one of 16, and where a
-micro-batch lies in a larger array depends on the fleet; so the last bits of a result would.
+Every array begins at a multiple of 64 bytes, as torch's own memory does. MKL adds in another order
+in a matrix product if its input does not begin at a multiple of 16. Where a micro-batch begins in a
+larger array depends on the number of workers, so without alignment the last bits of a result would
+depend on it too.
 
-The kernel's price for fresh memory is more than that of the copy into it: with the same memory
-again, mapped Arrow arrives a fifth faster, and shuffled Parquet too. A block comes back when the
-last array or tensor that lies in it is gone, and not before; whoever keeps a micro-batch keeps its
-block.
+The kernel takes longer to provide fresh memory than the copy into it takes. With reused memory,
+mapped Arrow and shuffled Parquet arrive a fifth faster. A block returns to the pool when the last
+array or tensor in it is gone. Keeping a micro-batch keeps its block.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ import numpy as np
 import numpy.typing as npt
 
 ALIGNED_TO = 64  # bytes
-SMALLEST_BYTES = 1 << 20  # below, malloc does the same
-_WASTE = 2  # a block may be so many times as large as what is asked for
+SMALLEST_BYTES = 1 << 20  # of a block; malloc reuses smaller ones itself
+_WASTE = 2  # a block may be this many times as large as requested
 
 
-class Blocks:
-    """Of one data set, for all its threads. At most `kept` blocks wait to be used again."""
+class BlockPool:
+    """A pool of memory blocks for all threads of a data set. At most `kept` blocks wait in it."""
 
     def __init__(self, kept: int) -> None:
         self._lock = threading.Lock()
-        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)  # the oldest gives way
+        self._free: deque[npt.NDArray[np.uint8]] = deque(maxlen=kept)  # drops the oldest
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """As `np.empty`, and aligned."""
+        """As `np.empty`, aligned."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALLEST_BYTES:
             return empty_bytes(nbytes).view(dtype).reshape(shape)
         block = self._pick(nbytes)
         if block is None:
             block = empty_bytes(nbytes)
-        # All pieces of it, tensors too, refer to this one array, since what lies below it is none.
+        # All views of it, tensors too, refer to this array, since its base is not an array.
         whole = np.frombuffer(block.data, np.uint8)
         weakref.finalize(whole, self._free.append, block).atexit = False
         return whole[:nbytes].view(dtype).reshape(shape)
 
     def _pick(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        with self._lock:  # blocks come back without it, in whatever thread lets go of them
+        with self._lock:  # blocks return without it, in any thread
             for _ in range(len(self._free)):
                 block = self._free.popleft()
                 if nbytes <= block.nbytes <= _WASTE * nbytes:
@@ -62,7 +62,7 @@ def is_aligned(array: npt.NDArray[Any]) -> bool:
 
 
 def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Itself, or a copy."""
+    """`array`, or a copy if it is not aligned."""
     return array if is_aligned(array) else aligned_copy(array)
 
 
@@ -73,7 +73,7 @@ def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def empty_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Aligned."""
+    """Uninitialized bytes, uint8 [nbytes], aligned."""
     memory = np.empty(nbytes + ALIGNED_TO, np.uint8)
     first = -_address(memory) % ALIGNED_TO
     return memory[first : first + nbytes]

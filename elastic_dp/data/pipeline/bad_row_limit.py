@@ -1,6 +1,7 @@
-"""How many rows `on_bad_shard="skip"` may leave out before a run fails.
+"""The limit of rows that `on_bad_shard="skip"` may leave out before a run fails.
 
-What is judged is what all workers have agreed on, so each fleet fails at the same step.
+It is applied to the bad row groups on which all workers have agreed, so a run fails at the same
+step whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _NAMED = 3  # row groups, in an error message
 
 
 class BadRowLimit:
-    """Of the data set, or of each source that has a weight."""
+    """The limit of a data set, or of each source that has a weight."""
 
     def __init__(self, config: DataConfig, row_groups: RowGroups, index: Index | None) -> None:
         self._fraction, self._row_groups = config.max_bad_fraction, row_groups
@@ -29,7 +30,7 @@ class BadRowLimit:
             ]
 
     def check(self, bad: Sequence[int]) -> None:
-        """`bad`: row groups, in order."""
+        """Raises DataError if too many rows are in the row groups `bad`, which are sorted."""
         for first, end, what in self._parts:
             of_part = [number for number in bad if first <= number < end]
             rows = self._row_groups.rows
@@ -45,13 +46,13 @@ class BadRowLimit:
         if left_out == rows:
             raise DataError(
                 f"DataConfig.url: no row of {what} can be decoded{names}. Nothing is left to "
-                "read; mend the shards"
+                "read; repair the shards"
             )
         if left_out > self._fraction * rows:
             raise DataError(
                 f"DataConfig.max_bad_fraction is {self._fraction:g}, but {left_out:,} of the "
                 f"{rows:,} rows of {what}, "
                 f"{left_out / rows:.2g} of them, lie in row groups that cannot be "
-                f"decoded{names}. Mend or remove the "
+                f"decoded{names}. Repair or remove the "
                 "shards; or raise max_bad_fraction, if these rows are not needed"
             )

@@ -1,13 +1,13 @@
-"""Rows of many micro-batches, copied out of row groups as these come.
+"""Assembles micro-batches by copying their rows out of row groups, in the order in which these
+arrive.
 
-All micro-batches that are made together share one array for each column; each is a piece of it. A
-row is copied once, straight from the decoded column, and a row group is let go of as soon as its
-rows are copied: no two need to be here at one time. A call of NumPy copies all that is wanted of a
-row group, so nothing is done row by row but for strings, other objects of Python, and lists of
-several lengths.
+Micro-batches that are made together share one array per column; each is a slice of it. A row is
+copied once, straight from the decoded column. A row group is released as soon as its rows are
+copied, so that one in memory at a time is enough. One call of NumPy copies all wanted rows of a row
+group; only strings, other Python objects, and lists of different lengths are copied row by row.
 
-A micro-batch that is some rows on end of one row group needs no copy, if the row group may be kept
-for it.
+A micro-batch that consists of consecutive rows of one row group needs no copy if it may keep the
+row group.
 """
 
 from __future__ import annotations
@@ -25,34 +25,38 @@ import pyarrow as pa
 from elastic_dp.data.columns.arrow_arrays import Array, Column, Lists
 from elastic_dp.data.pipeline.array_memory import (
     ALIGNED_TO,
-    Blocks,
+    BlockPool,
     aligned,
     aligned_copy,
     is_aligned,
 )
 
 Ints = npt.NDArray[np.int64]
-Pieces = list[tuple[Ints, Ints]]  # of a row group: rows, their places
-_USED = 2  # a row group is kept if at least one part in so many of its rows need not be copied then
-_OBJECT_BYTES, _ARRAY_BYTES = 64, 256  # that Python takes for one, beside its content
-_PIECES = 8  # rows in a row of one row group, on average, from which on they are not sorted
+Pieces = list[tuple[Ints, Ints]]  # of a row group: rows in it, and their indices in the output
+_USED = 2  # a row group is kept if that saves the copy of at least 1 / _USED of its rows
+_OBJECT_BYTES, _ARRAY_BYTES = 64, 256  # overhead of a Python object, of an array
+_PIECES = 8  # from this mean length of consecutive rows of a row group on, rows are not sorted
 
 
-class _Whole(NamedTuple):
-    """A micro-batch that needs no copy: its first row, the one behind its last, and where the first
-    is in the row group."""
+class _Slice(NamedTuple):
+    """A micro-batch that needs no copy: rows `start` ≤ i < `stop` of the output are consecutive
+    rows of a row group, from `row` on."""
 
     start: int
     stop: int
     row: int
 
 
-class Gathering:
-    """Row `rows[i]` of row group `groups[i]` becomes row i. Micro-batch j is rows bounds[j] to
-    bounds[j+1] - 1."""
+class BatchAssembler:
+    """Row `rows[i]` of row group `groups[i]` becomes row i of the output. Micro-batch j has the
+    rows bounds[j] ≤ i < bounds[j + 1].
+
+    `groups`, `rows`: int64 [rows]. `bounds` [micro-batches + 1]: empty if no micro-batch may be a
+    slice of a row group.
+    """
 
     def __init__(
-        self, groups: Ints, rows: Ints, blocks: Blocks, bounds: Sequence[int] = ()
+        self, groups: Ints, rows: Ints, blocks: BlockPool, bounds: Sequence[int] = ()
     ) -> None:
         self._groups, self._count, self._blocks = groups, len(groups), blocks
         self._bounds = bounds
@@ -61,7 +65,7 @@ class Gathering:
             self._pieces.setdefault(group, []).append((of_group, places))
         self._out: dict[str, Array | list[Any]] = {}
         self._left_out: list[int] = []
-        self._kept: dict[int, dict[str, Array]] = {}  # micro-batches, by their first row
+        self._kept: dict[int, dict[str, Array]] = {}  # slices of row groups, by their first row
         self._kept_bytes = self._object_bytes = 0
 
     @property
@@ -74,41 +78,41 @@ class Gathering:
         columns: Mapping[str, Column],
         own: Callable[[int], int | None] = lambda row_group: None,
     ) -> None:
-        """Takes its rows. `own` asks for the row group itself, and says how many bytes it has;
-        None: it is not to be had."""
+        """Copies the wanted rows of a row group. `own(row_group)` takes the row group over, and
+        returns its bytes; None if that is not possible."""
         pieces = self._pieces[row_group]
-        whole = self._whole(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
-        nbytes = own(row_group) if whole and _are_enough(whole, columns) else None
+        slices = self._slices(pieces, _aligned_rows(columns)) if _can_be_kept(columns) else []
+        nbytes = own(row_group) if slices and _are_enough(slices, columns) else None
         if nbytes is not None:
-            pieces = self._keep(columns, whole, pieces)
+            pieces = self._keep(columns, slices, pieces)
             self._kept_bytes += nbytes
         for name, column in columns.items():
             for rows, places in pieces:
                 self._copy(name, column, rows, places)
 
-    def _whole(self, pieces: Pieces, aligned_rows: int) -> list[_Whole]:
-        """Micro-batches that are rows on end of the row group. No two have a row in common, though
-        several epochs of a small data set may be made at once. `aligned_rows`: a multiple of it is
-        the first row."""
-        found, end = list[_Whole](), 0
+    def _slices(self, pieces: Pieces, aligned_rows: int) -> list[_Slice]:
+        """The micro-batches that are consecutive rows of the row group. No two share a row, even if
+        several epochs of a small data set are made at the same time. The first row of each is a
+        multiple of `aligned_rows`."""
+        found, end = list[_Slice](), 0
         for rows, places in pieces:
             if not _is_run(places):
                 continue
-            first, on_end = int(places[0]), _is_run(rows)
+            first, are_consecutive = int(places[0]), _is_run(rows)
             low = bisect_left(self._bounds, first)
             high = bisect_right(self._bounds, first + len(places))
             for start, stop in itertools.pairwise(self._bounds[low:high]):
                 part = rows[start - first : stop - first]
                 begins = part[0] >= end and part[0] % aligned_rows == 0
-                if begins and (on_end or _is_run(part)):
-                    found.append(_Whole(start, stop, int(part[0])))
+                if begins and (are_consecutive or _is_run(part)):
+                    found.append(_Slice(start, stop, int(part[0])))
                     end = int(part[-1]) + 1
         return found
 
-    def _keep(self, columns: Mapping[str, Array], whole: list[_Whole], pieces: Pieces) -> Pieces:
-        """The pieces that are left to copy."""
+    def _keep(self, columns: Mapping[str, Array], slices: list[_Slice], pieces: Pieces) -> Pieces:
+        """Keeps slices of `columns`. Returns the pieces that are left to copy."""
         left = np.ones(self._count, dtype=bool)
-        for start, stop, row in whole:
+        for start, stop, row in slices:
             here = slice(row, row + stop - start)
             self._kept[start] = {name: column[here] for name, column in columns.items()}
             left[start:stop] = False
@@ -130,13 +134,13 @@ class Gathering:
 
     @property
     def nbytes(self) -> int:
-        """Of arrays, of row groups that were kept, and of objects, roughly."""
+        """An estimate of the bytes of arrays, kept row groups, and objects."""
         arrays = (out.nbytes for out in self._out.values() if isinstance(out, np.ndarray))
         return self._kept_bytes + self._object_bytes + sum(arrays)
 
     def cut(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Rows start…stop - 1: arrays that nobody else uses, or lists. None: all of them were left
-        out."""
+        """The rows `start` ≤ i < `stop` of each column: an array that nothing else uses, or a list.
+        None if all of them were left out."""
         if start in self._kept:
             return self._kept[start]
         if self._left_out:
@@ -148,8 +152,7 @@ class Gathering:
         return {name: _regular(out[start:stop]) for name, out in self._out.items()}
 
     def _room(self, name: str, column: Column) -> Array | list[Any]:
-        """Where rows of this column go. From the first that has no place in an array on, a list of
-        objects."""
+        """The output of a column: an array, until a row does not fit into it, then a list."""
         out = self._out.get(name)
         fixed = isinstance(column, np.ndarray)
         if out is None:
@@ -162,8 +165,8 @@ class Gathering:
 
 
 def _pieces(groups: Ints, rows: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-    """(row group, rows of it, their places), one for each row group, or, where that is as good,
-    several."""
+    """(row group, rows in it, their indices in the output). A row group comes once, or several
+    times if its rows are consecutive anyway."""
     places = np.arange(len(groups))
     cuts = np.flatnonzero(groups[1:] != groups[:-1]) + 1
     if len(cuts) * _PIECES > len(groups):
@@ -187,38 +190,38 @@ def _copy_rows(column: Array, rows: Ints, out: Array, places: Ints) -> None:
     if width == 0 or not column.flags.c_contiguous:
         out[places] = column[rows]
         return
-    row_type = np.dtype((np.void, width))  # a row as one item: half the time of rows of items
+    row_type = np.dtype((np.void, width))  # rows as single items take half the time
     source = column.reshape(len(column), -1).view(row_type)[:, 0]
     out.reshape(len(out), -1).view(row_type)[:, 0][places] = source[rows]
 
 
 def _can_be_kept(columns: Mapping[str, Column]) -> bool:
-    """Arrays, in memory that may be written to, and begins where it should, as Arrow's does."""
+    """Whether all columns are arrays in writable, aligned memory."""
     return all(
         isinstance(c, np.ndarray) and c.flags.writeable and is_aligned(c) for c in columns.values()
     )
 
 
 def _aligned_rows(columns: Mapping[str, Array]) -> int:
-    """Every so many rows begin at an aligned address in each column."""
+    """The number n such that every n-th row begins at an aligned address in each column."""
     widths = (c.dtype.itemsize * math.prod(c.shape[1:]) for c in columns.values())
     return math.lcm(*(ALIGNED_TO // math.gcd(ALIGNED_TO, width) for width in widths))
 
 
-def _are_enough(whole: list[_Whole], columns: Mapping[str, Array]) -> bool:
-    used = sum(each.stop - each.start for each in whole)
+def _are_enough(slices: list[_Slice], columns: Mapping[str, Array]) -> bool:
+    used = sum(each.stop - each.start for each in slices)
     return used * _USED >= len(next(iter(columns.values())))
 
 
 def _is_run(numbers: Ints) -> bool:
-    """n, n+1, n+2, …"""
+    """Whether the numbers are n, n + 1, n + 2, …"""
     if numbers[-1] - numbers[0] != len(numbers) - 1:
         return False
     return len(numbers) < 3 or bool((np.diff(numbers) == 1).all())
 
 
 def _objects(column: Column, rows: Ints) -> tuple[list[Any], int]:
-    """One for each row, and the bytes of all, roughly."""
+    """An object for each row, and an estimate of their bytes."""
     if isinstance(column, pa.Array):
         picked = column.take(pa.array(rows))
         return picked.to_pylist(), picked.nbytes + _OBJECT_BYTES * _num_values(picked)
@@ -233,7 +236,7 @@ def _objects(column: Column, rows: Ints) -> tuple[list[Any], int]:
 
 
 def _row(column: Array | Lists, row: int) -> Any:
-    """An array; of lists of several lengths, a list of them."""
+    """The row as an array; for lists of several lengths, as a list of arrays."""
     if isinstance(column, np.ndarray):  # lists of one length, beside a row group of others
         return aligned_copy(column[row])
     start, end, values = int(column.offsets[row]), int(column.offsets[row + 1]), column.values
@@ -245,7 +248,7 @@ def _row(column: Array | Lists, row: int) -> Any:
 
 
 def _empty(lists: Lists) -> Array:
-    """No list at all of those."""
+    """A row without lists."""
     depth, values = 2, lists.values
     while isinstance(values, Lists):
         depth, values = depth + 1, values.values
@@ -253,7 +256,7 @@ def _empty(lists: Lists) -> Array:
 
 
 def _joined(items: list[Any]) -> Any:
-    """Arrays of one shape as one array; anything else as it is."""
+    """Arrays of one shape, stacked to one array; any other list as it is."""
     shapes = {item.shape if isinstance(item, np.ndarray) else None for item in items}
     return aligned(np.stack(items)) if len(shapes) == 1 and None not in shapes else items
 
@@ -265,7 +268,7 @@ def _nbytes(item: Any) -> int:
 
 
 def _num_values(array: pa.Array) -> int:
-    """Of the objects that it becomes, also inside others."""
+    """The number of Python objects that it becomes, with those inside of others."""
     kind = array.type
     if pa.types.is_struct(kind):
         return len(array) + sum(_num_values(array.field(n)) for n in range(kind.num_fields))
@@ -281,7 +284,8 @@ def _pick(out: Array | list[Any], kept: Ints) -> Any:
 
 
 def _regular(out: Array | list[Any]) -> Any:
-    """Lists that have one length in this micro-batch are an array [rows, length]."""
+    """The column of a micro-batch. Lists that all have one length become an array [rows,
+    length]."""
     if isinstance(out, np.ndarray):
         return aligned(out)
     return _joined(out) if out and isinstance(out[0], np.ndarray) else out

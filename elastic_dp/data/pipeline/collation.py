@@ -1,9 +1,9 @@
-"""From the arrays of a micro-batch to the micro-batch: the user's `transform` and `collate_fn`, and
-tensors.
+"""Turns the arrays of a micro-batch into the batch that the loop gets: runs the user's `transform`
+and `collate_fn`, and makes tensors.
 
-What may draw from global generators (`transform(batch)`, `collate_fn`) runs *late*: in the thread,
-or the process, whose generators were seeded for this micro-batch. `transform(batch, rng)` and the
-making of tensors run *early*, in any thread.
+Code that may draw from global generators (`transform(batch)`, `collate_fn`) runs *late*: in the
+thread or process whose generators were seeded for this micro-batch. `transform(batch, rng)` and the
+conversion to tensors run *early*, in any thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_a
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
 
-_OBJECT_BYTES = 64  # that Python takes for one, beside its content
+_OBJECT_BYTES = 64  # overhead of a Python object
 
 
-class Collating:
-    """What a `DataConfig` asks to be done with the arrays of a micro-batch. Pickles if the user's
-    functions do."""
+class Collator:
+    """Applies the functions of a `DataConfig` to the arrays of a micro-batch. It can be pickled if
+    the user's functions can."""
 
     def __init__(self, config: DataConfig, *, pin: bool = False) -> None:
         self._transform, self._collate_fn = config.transform, config.collate_fn
@@ -88,31 +88,32 @@ def _fits(signature: inspect.Signature, count: int) -> bool:
 
 
 def call_user(name: str, function: Any, *arguments: Any) -> Any:
-    """What it raises becomes a UserCodeError with its traceback; `located` adds where."""
+    """Calls `function`. Raises UserCodeError, with the traceback, for any exception in it.
+    `located` adds the micro-batch later."""
     try:
         return function(*arguments)
     except ElasticError:
         raise
     except Exception as error:  # user code may raise anything
-        said = traceback.format_exception_only(error)[-1].strip()
+        description = traceback.format_exception_only(error)[-1].strip()
         lines = "".join(traceback.format_exception(error))
-        raise UserCodeError("", f"{name} raised {said}", lines) from error
+        raise UserCodeError("", f"{name} raised {description}", lines) from error
 
 
 def located(error: UserCodeError, step: int, virtual_worker: int, rows: str) -> UserCodeError:
-    """The same error, saying which micro-batch it was."""
+    """The same error with the micro-batch in its message."""
     where = f"step {step}, virtual worker {virtual_worker}"
     return UserCodeError(where, f"{error.description} on {rows}", error.remote_traceback)
 
 
 def pinned(batch: Any) -> Any:
-    """Tensors in dicts, lists and tuples, in memory that a GPU copies from without a stop."""
+    """The batch with all tensors in pinned memory. Looks into dicts, lists and tuples."""
     return _each_tensor(batch, torch.Tensor.pin_memory)
 
 
 def aligned_tensors(batch: Any) -> Any:
-    """Tensors in dicts, lists and tuples, that begin where torch's own memory does: see
-    blocks.py."""
+    """The batch with all tensors aligned (see array_memory.py). Looks into dicts, lists and
+    tuples."""
     return _each_tensor(batch, _aligned)
 
 
@@ -132,7 +133,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nbytes_of(batch: Any) -> int:
-    """Of the arrays, tensors and texts in it, roughly."""
+    """An estimate of the bytes of the arrays, tensors and texts in a batch."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return int(batch.nbytes)
     if isinstance(batch, str | bytes):

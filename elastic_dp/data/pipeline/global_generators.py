@@ -1,4 +1,4 @@
-"""Python's, NumPy's and torch's global generators, which user code may draw from."""
+"""The global random generators of Python, NumPy and torch, which user code may draw from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    # Not torch.manual_seed: where a device is not in use yet, it formats a stack trace for it (0.4
-    # ms).
+    # Not torch.manual_seed: it formats a stack trace for a device that is not in use yet (0.4 ms).
     torch.default_generator.manual_seed(seed % (1 << 63))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed % (1 << 63))

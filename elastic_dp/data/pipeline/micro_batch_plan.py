@@ -1,8 +1,8 @@
-"""Which micro-batches will be taken, in which chunks they are made, and how many may wait:
-`MicroBatches` without its threads.
+"""The state of `MicroBatches`, without its threads: which micro-batches will be taken, in which
+chunks they are made, and how many may wait.
 
-Micro-batches are planned and made in *chunks* of some that follow each other, because both cost by
-the call: a small micro-batch costs little more than its bytes do.
+Micro-batches are planned and made in *chunks* of consecutive ones, because most of the cost of both
+is per call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from elastic_dp.data.pipeline.row_group_residency import Key
 
-STEPS_AHEAD = 4  # or as many chunks: made, or in making
-ROWS_PLANNED, MICRO_BATCHES_PLANNED = 1 << 20, 1 << 13  # a row is 16 bytes
+STEPS_AHEAD = 4  # limit of steps, or of chunks, that are made or being made
+ROWS_PLANNED, MICRO_BATCHES_PLANNED = 1 << 20, 1 << 13  # limits; a planned row takes 16 bytes
 
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """`work` says where its rows are."""
+    """A micro-batch that will be taken. `work`: where its rows are. `item`: the result."""
 
     step: int
     virtual_worker: int
@@ -39,8 +39,8 @@ class MicroBatch:
 class Chunk:
     key: Key
     micro_batches: Sequence[MicroBatch]
-    left: int = 0  # of them: planned, and not taken
-    awaited: bool = False  # by `take`
+    left: int = 0  # micro-batches that are planned and not taken yet
+    awaited: bool = False  # `take` waits for it
     begun: bool = False
     made: bool = False
     nbytes: int = 0
@@ -51,8 +51,8 @@ class Chunk:
 
 
 class ChunkPacker:
-    """Micro-batches to chunks of at most `rows_at_once`, or of one micro-batch. `parts(work, next
-    work)`: whether the two better lie in different chunks."""
+    """Packs micro-batches into chunks of at most `rows_at_once` rows, or of one micro-batch.
+    `parts(work, next_work)`: whether the two should be in different chunks."""
 
     def __init__(self, rows_at_once: int, parts: Callable[[Any, Any], bool]) -> None:
         self._rows_at_once, self._parts = rows_at_once, parts
@@ -70,13 +70,13 @@ class ChunkPacker:
             yield self._chunk(together[0].slot, together)
 
     def first_of_all(self, micro_batch: MicroBatch) -> Chunk:
-        """One that somebody waits for, though nobody had planned it."""
+        """The chunk of a micro-batch that was not planned and is waited for: it comes first."""
         chunk = self._chunk((0, 0), [micro_batch])
         chunk.awaited = True
         return chunk
 
     def _is_enough(self, rows: int, last: MicroBatch, following: MicroBatch) -> bool:
-        """Whether a chunk of so many rows ends between these two."""
+        """Whether a chunk of `rows` rows ends between these two micro-batches."""
         if rows + following.rows > self._rows_at_once:
             return True
         return rows * 2 >= self._rows_at_once and self._parts(last.work, following.work)
@@ -90,13 +90,13 @@ class ChunkPacker:
 
 @dataclass(slots=True)
 class WaitingChunks:
-    """Chunks that are made, or being made, and of which something is to be taken: at most so many,
-    and so many bytes."""
+    """Counts chunks that are made or being made, and not taken completely. Limited in number and in
+    bytes."""
 
     limit_bytes: int
     count: int = 0
     nbytes: int = 0
-    _largest: int = 0  # so far; what one counts as while it is being made
+    _largest: int = 0  # bytes of the largest chunk so far; a chunk counts as this while it is made
 
     def has_room(self, steps_ahead: int) -> bool:
         few = steps_ahead < STEPS_AHEAD or self.count < STEPS_AHEAD
@@ -108,7 +108,7 @@ class WaitingChunks:
         self.nbytes += chunk.nbytes
 
     def end(self, chunk: Chunk, nbytes: int) -> None:
-        """It was made."""
+        """The chunk is made, and has `nbytes`."""
         self._largest = max(self._largest, nbytes)
         if chunk.left:
             self.nbytes += nbytes - chunk.nbytes
@@ -120,9 +120,9 @@ class WaitingChunks:
 
 
 class MicroBatchPlan:
-    """What is planned, and not taken. Called under one lock.
+    """The micro-batches that are planned and not taken. The caller holds one lock for all methods.
 
-    `last_step`: gives the last one there is, None if there is none. `micro_batch_size` in rows.
+    `last_step()`: the last step of the run; None if it has no end. `micro_batch_size`: in rows.
     """
 
     def __init__(
@@ -130,15 +130,16 @@ class MicroBatchPlan:
     ) -> None:
         self._last_step = last_step
         self._rows_planned = min(ROWS_PLANNED, MICRO_BATCHES_PLANNED * micro_batch_size)
-        # Beyond what is made, so that a row group that is read through is not dropped in between.
+        # Steps that are planned beyond those that are made, so that a row group which they need too
+        # is not dropped in between.
         self._margin = 2 + 64 // micro_batch_size
-        self.step = 0  # the present one
-        self.cursors: dict[int, int] = {}  # by virtual worker: its first step that is not planned
+        self.step = 0  # the current step
+        self.cursors: dict[int, int] = {}  # by virtual worker: the first step that is not planned
         self._steps: dict[int, dict[int, MicroBatch]] = {}
         self._rows = 0
         self._todo: list[tuple[Key, Chunk]] = []  # a heap
         self._waiting = WaitingChunks(ahead_bytes)
-        self._full = False  # no more is planned until some is taken
+        self._full = False  # nothing more is planned until micro-batches are taken
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return (m for by_worker in self._steps.values() for m in by_worker.values())
@@ -155,9 +156,12 @@ class MicroBatchPlan:
     def move(
         self, step: int, virtual_workers: set[int]
     ) -> tuple[list[tuple[int, int]], list[MicroBatch], list[Key]]:
-        """From `step` on, these are taken. Returns what is to be planned again: (step, virtual
-        worker) that were taken, since the step is redone, and micro-batches of chunks that are
-        torn; and the keys of chunks that nobody wants any more."""
+        """From `step` on, micro-batches of `virtual_workers` will be taken.
+
+        Returns what must be planned again, (step, virtual worker) that were taken before a step is
+        redone, and micro-batches of chunks that are split; and the keys of chunks that are not
+        needed any more.
+        """
         gone = [m for m in self if m.step < step or m.virtual_worker not in virtual_workers]
         stale = self.discard(gone)
         self.step = step
@@ -172,12 +176,12 @@ class MicroBatchPlan:
         return again, torn, stale + self.discard(torn)
 
     def _rest_of(self, chunks: set[Chunk | None]) -> list[MicroBatch]:
-        """What is planned of those that are not begun."""
+        """The planned micro-batches of those chunks that are not begun."""
         rest = [m for c in chunks if c is not None and not c.begun for m in c.micro_batches]
         return [m for m in rest if self.find(*m.slot) is m]
 
     def add(self, chunks: Iterable[Chunk], cursors: Mapping[int, int]) -> list[Key]:
-        """Returns the keys of chunks of which nothing is wanted by now."""
+        """Adds planned chunks. Returns the keys of those that are not needed any more."""
         self.cursors |= {v: max(self.cursors[v], stop) for v, stop in cursors.items()}
         stale = []
         for chunk in chunks:
@@ -197,7 +201,8 @@ class MicroBatchPlan:
         heapq.heappush(self._todo, (chunk.key, chunk))
 
     def discard(self, micro_batches: Iterable[MicroBatch]) -> list[Key]:
-        """Taken, or not wanted. Returns the keys of chunks that nobody wants any more."""
+        """Removes micro-batches that were taken, or are not needed. Returns the keys of chunks that
+        are not needed any more."""
         stale = []
         for micro_batch in micro_batches:
             chunk, by_worker = micro_batch.chunk, self._steps[micro_batch.step]
@@ -216,7 +221,7 @@ class MicroBatchPlan:
         return stale
 
     def pass_to(self, step: int) -> list[Key]:
-        """What earlier steps still had is not wanted any more."""
+        """Removes the micro-batches of earlier steps. Returns as `discard`."""
         passed = range(self.step, step)
         if len(passed) > len(self._steps):
             steps = [at for at in self._steps if at < step]
@@ -230,32 +235,31 @@ class MicroBatchPlan:
     # ------------------------------------------------------------------------- whether to plan more
 
     def look_for_room(self) -> None:
-        """Whether it is full is decided when more may be planned, and holds until a quarter is
-        taken."""
+        """Decides whether the plan is full. It stays full until a quarter is taken."""
         self._full = self._rows >= self._rows_planned
 
     @property
     def may_grow(self) -> bool:
-        """More of it is needed, or wanted and not full."""
+        """Whether more may be planned: the plan is not full, or steps are needed soon."""
         return not self._full or min(self.cursors.values()) < self._wanted_until()
 
     @property
     def is_complete(self) -> bool:
-        """Up to the last step there is, or for no virtual worker."""
+        """Whether everything is planned up to the last step, or there are no virtual workers."""
         first = min(self.cursors.values(), default=None)
         last = self._last_step()
         return first is None or (last is not None and first > last)
 
     @property
     def is_short(self) -> bool:
-        """Whether something may be made of which the steps behind it are not planned."""
+        """Whether more should be planned now."""
         if self.is_complete:
             return False
         room_again = self._full and self._rows < self._rows_planned * 3 // 4
         return room_again or min(self.cursors.values()) < self._wanted_until()
 
     def next_steps(self, steps: int) -> tuple[dict[int, range], int]:
-        """By virtual worker what to plan next, and the step behind all of it."""
+        """The steps to plan next, by virtual worker, and the first step after all of them."""
         behind = min(self.cursors.values()) + steps
         if (last := self._last_step()) is not None:
             behind = min(behind, last + 1)
@@ -271,7 +275,7 @@ class MicroBatchPlan:
     # -------------------------------------------------------------------------------- what is made
 
     def begin_next(self) -> Chunk | None:
-        """The first that is to be made, if there is room for it."""
+        """The first chunk that should be made; None if there is none, or no room for it."""
         while self._todo:
             chunk = self._todo[0][1]
             if chunk.is_wanted and not chunk.awaited:
@@ -290,10 +294,10 @@ class MicroBatchPlan:
         self._waiting.end(chunk, nbytes)
         for micro_batch, item in zip(chunk.micro_batches, items, strict=True):
             micro_batch.item = item
-        chunk.made, chunk.micro_batches = True, ()  # each lives as long as it is wanted
+        chunk.made, chunk.micro_batches = True, ()  # the plan holds those that are needed
 
     def put_back(self, chunk: Chunk) -> None:
-        """It could not be made yet."""
+        """Returns a chunk that could not be made yet."""
         chunk.begun = False
         if chunk.left:
             self._waiting.remove(chunk)
@@ -302,6 +306,6 @@ class MicroBatchPlan:
         self.push(chunk)
 
     def _let_go(self, chunk: Chunk) -> None:
-        """One that will not be made holds nothing: its micro-batches may be made in another."""
+        """Empties a chunk that will not be made: its micro-batches may be in another one."""
         if not chunk.begun and not chunk.is_wanted:
             chunk.micro_batches = ()

@@ -1,10 +1,10 @@
-"""Micro-batches made ahead of the step that takes them, by threads, in the order in which they are
-taken.
+"""Makes micro-batches ahead of the step that takes them, with threads, in the order in which they
+are taken.
 
-`read_ahead` says which (step, virtual worker) will be taken; `take` gives one, and waits while it
-is made. What is given does not depend on what was planned or taken before. How many wait to be
-taken is bounded, in number and in bytes. What is planned is in `micro_batch_plan`; here are the
-threads that make it.
+`read_ahead` announces which (step, virtual worker) will be taken. `take` returns one, and waits
+until it is made. The result does not depend on what was planned or taken before. The micro-batches
+that wait to be taken are limited in number and in bytes. `micro_batch_plan` has the state; this
+file has the threads.
 """
 
 from __future__ import annotations
@@ -22,41 +22,40 @@ from elastic_dp.data.pipeline.micro_batch_plan import (
     MicroBatch,
     MicroBatchPlan,
 )
-from elastic_dp.data.pipeline.row_group_reader import Moved
+from elastic_dp.data.pipeline.row_group_reader import PlanChanged
 from elastic_dp.data.pipeline.row_group_residency import Key
 from elastic_dp.threads import background
 
-_ROWS_AT_ONCE = 4096  # of a virtual worker, planned in one go
+_ROWS_AT_ONCE = 4096  # rows of a virtual worker that are planned together
 
 
 class MicroBatchSource(Protocol):
-    """What micro-batches are made of. `work` says where the rows of one are."""
+    """Makes micro-batches. `work`: where the rows of a micro-batch are."""
 
     last_step: int | None
 
     def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]:
-        """For each step (work, number of rows)."""
+        """(work, number of rows) for each step."""
 
     def parts(self, before: Any, after: Any) -> bool:
-        """Whether two such works, which follow each other, better lie in different chunks."""
+        """Whether two consecutive works should be in different chunks."""
 
     def plan(self, needs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
-        """Chunks of such works will be made, the smaller keys first."""
+        """Announces chunks of works. Those with smaller keys are made first."""
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These will not; whoever is making one raises Moved."""
+        """These chunks are not needed. A `make` of one that is running may raise PlanChanged."""
 
     def make(
         self, key: Key, wanted: Sequence[MicroBatch], producer: int
     ) -> tuple[Sequence[Any], int]:
-        """The micro-batches of a chunk, and their bytes. One that cannot be made is an exception.
-
-        `producer`: the thread's number."""
+        """The micro-batches of a chunk, and their bytes. An exception stands for a micro-batch that
+        cannot be made. `producer`: the number of the calling thread."""
 
 
 class MicroBatches:
-    """`producers` threads, which start with the first plan. `rows_at_once`: of a chunk of several
-    micro-batches."""
+    """`producers`: number of threads, which start with the first plan. `rows_at_once`: limit of a
+    chunk with several micro-batches. `ahead_bytes`: limit of those that wait to be taken."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class MicroBatches:
         self._packer = ChunkPacker(rows_at_once, source.parts)
         self._planned = MicroBatchPlan(micro_batch_size, ahead_bytes, lambda: source.last_step)
         self.waited_s = 0.0  # in `take`
-        self._planning = threading.Lock()  # taken before the other
+        self._planning = threading.Lock()  # always acquired before `_lock`
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
@@ -104,11 +103,11 @@ class MicroBatches:
         return item
 
     def extend(self) -> bool:
-        """Plans some more steps. False: there are none, or enough are planned."""
+        """Plans more steps. Returns False if there are none, or enough are planned."""
         return self._extend(lambda: True)
 
     def remake(self, affected: Callable[[Any], bool]) -> None:
-        """What was made of `work` for which `affected(work)` holds is made again."""
+        """Makes the micro-batches again for whose work `affected(work)` is true."""
         with self._planning:
             with self._lock:
                 begun = [m for m in self._planned if m.chunk is not None and m.chunk.begun]
@@ -118,7 +117,7 @@ class MicroBatches:
             self._source.forget(stale)
 
     def close(self) -> None:
-        """Ends the threads, when what they are making is made."""
+        """Tells the threads to end after the chunks that they are making."""
         with self._planning, self._lock:
             self._closed = True
             self._work.notify_all()
@@ -243,7 +242,7 @@ class MicroBatches:
         items: Sequence[Any]
         try:
             items, nbytes = self._source.make(chunk.key, chunk.micro_batches, producer)
-        except Moved:
+        except PlanChanged:
             with self._lock:
                 self._planned.put_back(chunk)
                 self._work.notify()

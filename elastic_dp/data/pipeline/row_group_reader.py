@@ -1,10 +1,10 @@
-"""Row groups on their way into memory: many in flight, in the order in which they are needed,
-within a budget.
+"""Reads row groups into memory with many threads, in the order in which they are needed, within a
+memory budget.
 
-`plan` says that somebody will need some row groups; threads read those meanwhile, the ones needed
-first before the others. `take` gives those that are here, and waits for one if none is; `release`
-lets go of them, and `own` keeps one for good, if nobody else needs it. What is read next and what
-is dropped is decided in `row_group_residency`.
+`plan` announces which row groups will be needed; threads read them, those needed first before the
+others. `take` returns those that are in memory, and waits if there are none. `release` gives them
+back. `own` takes one over, if nothing else needs it. `row_group_residency` decides what is read
+next and what is dropped.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import BadShard
 from elastic_dp.threads import background
 
-READ_THREADS = 32  # as many requests are in flight
-READS_PER_PLAN = 8  # so that planning, which needs the interpreter, delays no first read
+READ_THREADS = 32  # and so requests in flight
+READS_PER_PLAN = 8  # reads between two calls of `more`, so that planning does not delay first reads
 
 
-class Moved(Exception):
-    """The plan changed, or all was closed, while `take` waited: look at it again."""
+class PlanChanged(Exception):
+    """The plan changed, or the reader was closed, while `take` waited."""
 
 
 class RowGroupReader:
-    """Of one data set in one process; called by several threads. Threads start with the first plan
-    or take.
+    """The reader of a data set in a process. Several threads may call it. Its own threads start
+    with the first `plan` or `take`.
 
-    `more` is called, in a reading thread, while what is planned and not met takes less than the
-    memory: it may plan more, and returns whether it did. So what is needed again within that is
-    known, and stays.
+    `memory_bytes`: the budget. `threads`: number of reading threads. `keep`: row groups stay in
+    memory after use while there is room. `more`: called in a reading thread while the planned row
+    groups take less than the budget; it may plan more, and returns whether it did. So row groups
+    that are needed again soon are known, and stay in memory.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RowGroupReader:
         self._work = threading.Condition(self._lock)  # there may be something to read
         self._arrived = threading.Condition(self._lock)  # something is here, or the plan changed
         self._moves = 0
-        self._dry = False  # `more` had nothing more
+        self._dry = False  # `more` returned False
         self._asking = False
         self._failure: Exception | None = None
         self._closed = False
@@ -72,7 +73,7 @@ class RowGroupReader:
         return self._resident.evicted
 
     def plan(self, needs: Iterable[tuple[Key, Sequence[int]]]) -> None:
-        """Who will need which row groups. A hint: nothing once closed."""
+        """Announces (key, row groups it will need). Does nothing after `close`."""
         with self._lock:
             if self._closed:
                 return
@@ -83,8 +84,8 @@ class RowGroupReader:
             self._work.notify()
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """These need nothing any more. Whoever waits looks at the plan again: it may have become
-        another's turn."""
+        """These keys need nothing any more. Calls of `take` that wait raise PlanChanged, since
+        another key may be first now."""
         with self._lock:
             for key in keys:
                 self._resident.forget(key)
@@ -94,15 +95,18 @@ class RowGroupReader:
             self._work.notify()
 
     def take(self, key: Key, groups: Sequence[int]) -> dict[int, Columns | BadShard]:
-        """Those of the row groups that are here, at least one; they stay until `release`. One that
-        cannot be decoded is its BadShard. Raises what reading raised, and Moved after `forget`."""
+        """The row groups among `groups` that are in memory, at least one of them, by number.
+
+        They stay in memory until `release`. A row group that cannot be decoded is given as its
+        BadShard. Raises what reading raised, and PlanChanged after `forget`.
+        """
         with self._lock:
             self._start()
             self._resident.add(key, groups)
             needed = [self._resident[number] for number in groups]
             try:
                 here = self._wait_for(key, needed)
-            except Moved:
+            except PlanChanged:
                 raise
             except Exception:
                 self._resident.forget(key)
@@ -111,7 +115,8 @@ class RowGroupReader:
             return {group.number: group.content for group in here}  # type: ignore[misc]
 
     def release(self, key: Key, groups: Iterable[int]) -> None:
-        """After `take`: the rows are copied, and the need is met."""
+        """Call this after `take`, when the rows are copied: `key` does not need `groups` any
+        more."""
         with self._lock:
             if self._closed:
                 return
@@ -120,10 +125,11 @@ class RowGroupReader:
             self._look_for_work()
 
     def own(self, key: Key, number: int) -> int | None:
-        """After `take`: a row group that nobody else needs is the caller's from now on, who does
-        not release it.
+        """Call this after `take`, instead of `release`: the caller takes a row group over, if
+        nothing else needs it.
 
-        Given back: its bytes, which do not count here any more; None if it is not the caller's.
+        Returns its bytes, which do not count in this reader's budget any more; None if something
+        else needs the row group.
         """
         with self._lock:
             if self._closed:
@@ -136,7 +142,7 @@ class RowGroupReader:
             return group.nbytes
 
     def close(self) -> None:
-        """Ends the threads, when what they are reading is here, and lets go of everything."""
+        """Ends the threads after the reads in progress, and drops all row groups."""
         with self._lock:
             self._closed = True
             self._work.notify_all()
@@ -154,13 +160,13 @@ class RowGroupReader:
             self._work.notify()
 
     def _wait_for(self, key: Key, needed: list[ResidentRowGroup]) -> list[ResidentRowGroup]:
-        """Those that are here."""
+        """Those of `needed` that are in memory, at least one."""
         moves = self._moves
         self._resident.waiting.add(key)
         try:
             while True:
                 if self._closed or moves != self._moves:
-                    raise Moved
+                    raise PlanChanged
                 if self._failure is not None:
                     raise self._failure
                 here = [group for group in needed if group.content is not None]
@@ -174,8 +180,8 @@ class RowGroupReader:
             self._resident.waiting.discard(key)
 
     def _raise_unless_bad(self, group: ResidentRowGroup) -> None:
-        """A row group that cannot be decoded stays so; anything else may go better the next
-        time."""
+        """Raises the error of a failed read, and forgets it: the next read may succeed. A BadShard
+        is kept, since a row group that cannot be decoded stays so."""
         error = group.content
         if isinstance(error, Exception) and not isinstance(error, BadShard):
             self._resident.unread(group)
@@ -203,14 +209,14 @@ class RowGroupReader:
                 self.groups_read += 1
                 self._arrived.notify_all()
                 self._work.notify()
-                content = None  # before anything else gets its memory
+                content = None  # no reference must remain when the memory is reused
                 ask = self.groups_read % READS_PER_PLAN == 1 and self._may_ask()
                 self._asking |= ask
             if ask:
                 self._ask_for_more()
 
     def _next(self) -> ResidentRowGroup | None:
-        """What to read now; waits for it. None: closed."""
+        """The next row group to read; waits for one. None after `close`."""
         while True:
             with self._lock:
                 while (
@@ -231,7 +237,7 @@ class RowGroupReader:
         found, failure = False, None
         try:
             found = self._more()
-        except Exception as error:  # ours; raised where somebody waits
+        except Exception as error:  # a bug; raised in `take`
             failure = error
         with self._lock:
             self._asking, self._dry = False, not found
@@ -239,7 +245,7 @@ class RowGroupReader:
             self._fail(failure)
 
     def _fail(self, error: Exception) -> None:
-        """Raised where somebody waits."""
+        """Makes calls of `take` raise `error`."""
         with self._lock:
             self._failure = error
             self._arrived.notify_all()

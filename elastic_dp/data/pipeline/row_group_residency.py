@@ -1,16 +1,15 @@
-"""Which row groups are needed, by whom, and which are in memory: what to read next, and what to let
-go of for it.
+"""The state of a `RowGroupReader`, without its threads: which row groups are needed and which are
+in memory. It decides what to read next, and what to drop for it.
 
-The state of a `RowGroupReader`, without its threads: the reader calls all of this under its lock.
-Three things always hold:
+The reader calls all methods under its lock. Three things always hold:
 
 - The bytes of decoded row groups plus the estimates of those being read stay within the budget,
   unless an estimate was too low.
-- A row group that nobody needs any more is dropped. (`keep`: it stays for as long as nothing else
-  wants its memory, which is for orders that come back to it.)
-- Whoever needs something first gets memory for it: from what is needed later, which is then read
-  again. Row groups are let go of one by one, so nothing waits for ever, however small the budget,
-  as long as each one fits.
+- A row group that is not needed any more is dropped. With `keep`, it stays until its memory is
+  needed, for orders that come back to it.
+- The key that comes first gets memory. Row groups that are needed later are dropped for it, and
+  read again. Row groups are dropped one by one, so that no key waits forever, however small the
+  budget is, as long as each single row group fits.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from dataclasses import dataclass, field
 from elastic_dp.data.columns.arrow_arrays import Column
 from elastic_dp.data.pipeline.row_groups import RowGroups
 
-Key = tuple[int, ...]  # whose need it is; the smaller, the sooner
+Key = tuple[int, ...]  # identifies a consumer of row groups; smaller keys come first
 Columns = Mapping[str, Column]
 
 
 @dataclass(slots=True, eq=False)
 class ResidentRowGroup:
-    """One that is needed, being read, or in memory."""
+    """A row group that is needed, being read, or in memory."""
 
     number: int
-    nbytes: int  # an estimate until it is here
+    nbytes: int  # an estimate until it is in memory
     uses: set[Key] = field(default_factory=set)
     queued_at: Key | None = None
     reading: bool = False
     content: Columns | Exception | None = None
-    pins: int = 0  # how many are copying rows from it
+    pins: int = 0  # number of consumers that are copying rows from it
 
 
 @dataclass(slots=True)
 class MemoryBudget:
-    """Bytes of row groups. `held`: decoded or being read; `needed`: of all that somebody needs,
-    here or not."""
+    """Bytes of row groups. `held`: decoded or being read. `needed`: of all that are needed, in
+    memory or not. `peak`: the largest value of `held`."""
 
     limit: int
     held: int = 0
@@ -58,21 +57,21 @@ class RowGroupResidency:
     def __init__(self, row_groups: RowGroups, memory_bytes: int, keep: bool) -> None:
         self._row_groups, self._keep = row_groups, keep
         self.budget = MemoryBudget(memory_bytes)
-        self.evicted = 0  # dropped although still needed
-        self._freed = False  # memory, since somebody looked
+        self.evicted = 0  # row groups dropped although they were still needed
+        self._freed = False  # whether memory was freed since the last `look`
         self.waiting: set[Key] = set()
         self._groups: dict[int, ResidentRowGroup] = {}
         self._needs: dict[Key, set[int]] = {}
-        self._queue: list[tuple[Key, int]] = []  # unread ones, by the first need; a heap
-        self._unneeded: dict[int, None] = {}  # here, but not needed; oldest first
+        self._queue: list[tuple[Key, int]] = []  # unread row groups by their first key; a heap
+        self._unneeded: dict[int, None] = {}  # in memory, but not needed; oldest first
         self._in_flight = self._pinned = 0
 
     def __getitem__(self, number: int) -> ResidentRowGroup:
         return self._groups[number]
 
     def look(self) -> bool:
-        """Whether there may be something to read: unread row groups, or memory that came free since
-        the last look."""
+        """Whether there may be something to read: unread row groups, or memory that was freed since
+        the last call."""
         found = bool(self._queue) or self._freed
         self._freed = False
         return found
@@ -106,24 +105,24 @@ class RowGroupResidency:
             self._remove(key, number)
 
     def pin(self, groups: Sequence[ResidentRowGroup]) -> None:
-        """Rows are being copied from these: they stay."""
+        """Keeps these in memory while rows are copied from them."""
         for group in groups:
             group.pins += 1
         self._pinned += len(groups)
 
     def unpin(self, key: Key, number: int) -> None:
-        """The rows are copied, and the need is met."""
+        """The rows are copied: `key` does not need the row group any more."""
         self._groups[number].pins -= 1
         self._pinned -= 1
         self._remove(key, number)
 
     def is_sole_user(self, key: Key, number: int) -> bool:
-        """Whether nobody but `key` needs a pinned row group, now or later."""
+        """Whether only `key` needs a pinned row group, now and later."""
         group = self._groups[number]
         return not (self._keep or group.pins > 1 or group.uses - {key})
 
     def unread(self, group: ResidentRowGroup) -> None:
-        """As if it had never been read, with its needs."""
+        """Drops the content of a row group that is still needed, and queues it again."""
         self.budget.held -= group.nbytes
         group.content, nbytes = None, int(self._row_groups.nbytes[group.number])
         self.budget.needed += nbytes - group.nbytes
@@ -150,7 +149,7 @@ class RowGroupResidency:
 
     def _let_go(self, group: ResidentRowGroup) -> None:
         if group.reading or group.pins:
-            return  # decided when it is here, or unpinned
+            return  # decided when it is read, or unpinned
         if self._keep and isinstance(group.content, dict):
             self._unneeded[group.number] = None
         else:
@@ -159,14 +158,14 @@ class RowGroupResidency:
     def _drop(self, group: ResidentRowGroup) -> None:
         if group.content is not None:
             self.budget.held -= group.nbytes
-            group.content, self._freed = None, True  # somebody may still know the group
+            group.content, self._freed = None, True  # a waiting `take` may still refer to the group
         self._unneeded.pop(group.number, None)
         del self._groups[group.number]
 
     # ------------------------------------------------------------------------------------ reading
 
     def next_to_read(self) -> ResidentRowGroup | None:
-        """The row group that is needed first of those not here, if there is memory for it."""
+        """The unread row group that is needed first; None if there is no memory for it."""
         while self._queue:
             key, number = heapq.heappop(self._queue)
             group = self._groups.get(number)
@@ -185,7 +184,7 @@ class RowGroupResidency:
         return None
 
     def landed(self, group: ResidentRowGroup, content: Columns | Exception, nbytes: int) -> None:
-        """It was read: `content` of `nbytes`, or why it could not be."""
+        """A read ended, with `content` of `nbytes` bytes, or with an exception."""
         self._in_flight -= 1
         self.budget.take(nbytes - self._reading_bytes(group))
         if group.uses:
@@ -198,8 +197,7 @@ class RowGroupResidency:
         return int(self._row_groups.reading_bytes[group.number])
 
     def _make_room(self, nbytes: int, key: Key) -> bool:
-        """Whether there is memory to read something of `nbytes` that `key` needs, after letting go
-        of as much as is right."""
+        """Drops row groups until `nbytes` fit that `key` needs. Returns whether they do."""
         while self.budget.held + nbytes > self.budget.limit:
             victim = self._victim(key)
             if victim is None:
@@ -212,13 +210,13 @@ class RowGroupResidency:
         return True
 
     def _victim(self, key: Key) -> ResidentRowGroup | None:
-        """What to let go of next for `key`: what nobody needs; then, where `key` is waited for,
-        what is needed last; and where `key` is the first of all and no memory is on its way,
-        whatever is not its own."""
+        """The row group to drop next for `key`: first one that is not needed; then, if a `take` of
+        `key` waits, the one that is needed last; and if `key` comes first of all and no memory will
+        be freed, any one that it does not need itself."""
         if self._unneeded:
             return self._groups[next(iter(self._unneeded))]
         if not self.waiting or key > max(self.waiting):
-            return None  # nobody waits for it yet
+            return None  # no `take` waits for it yet
         here = list(self._evictable())
         latest = max(here, key=lambda g: min(g.uses), default=None)
         if latest is not None and min(latest.uses) > key:
@@ -228,7 +226,8 @@ class RowGroupResidency:
         return next((group for group in here if key not in group.uses), None)
 
     def _is_stuck(self, key: Key) -> bool:
-        """`key` is waited for before all others, and no memory is on its way to it."""
+        """Whether `key` is the first that is waited for, and no read or copy in progress will free
+        memory for it."""
         return (
             bool(self.waiting)
             and key == min(self.waiting)
@@ -236,8 +235,8 @@ class RowGroupResidency:
         )
 
     def _never_fits(self, key: Key) -> bool:
-        """Nothing is here that could be let go of, and nothing of its own that is about to be
-        taken: it is read all the same."""
+        """Whether a row group does not fit although nothing can be dropped. Then it is read all the
+        same."""
         waited_for = bool(self.waiting) and key <= max(self.waiting)
         return waited_for and self._is_stuck(key) and not any(True for _ in self._evictable())
 

@@ -1,9 +1,9 @@
-"""Row groups of a data set, whatever the shards' format: the port that reading goes through, and
-its one real side.
+"""The row groups of a data set, in any format: the interface `RowGroups`, and its implementation
+for the shards of an index.
 
-`read` runs in many threads at once. It is the place where what a decoder says becomes an error with
-a name: a shard that is not what the index saw is a DataError, bytes that cannot be decoded are a
-BadShard, and what the store says stays as it is.
+`read` runs in many threads at the same time. It turns the errors of decoders into typed ones: a
+shard that is not the one of the index is a DataError, and bytes that cannot be decoded are a
+BadShard. Errors of the store stay as they are.
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.discovery.listing import path_of, prefix_of
-from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
+from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt
 from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
 
-# What Arrow used to decode a row group of this size goes back at once. Its allocator would keep it
-# for a second, in which the next ones come: with 64 MiB each a worker grew by up to 1.14 of its
-# budget, and by 0.97 so. Smaller ones fit into what smaller ones left.
+# After a row group of this size is decoded, Arrow's free memory is returned at once. Its allocator
+# would keep it for a second, while the next row groups arrive: with 64 MiB each, a worker grew by
+# up to 1.14 of its budget; it grows by 0.97 now. Smaller row groups fit into the memory of others.
 GIVEN_BACK_BYTES = 64 << 20
-SHARDS_KNOWN = 1024  # whose part of the index is looked up once
+SHARDS_KNOWN = 1024  # shards whose facts from the index are cached
 
 
 class RowGroups(Protocol):
-    """All that a reader knows of storage and formats; a fake of it is a list of tables."""
+    """What the reader needs of storage and formats. A fake can be a list of tables."""
 
-    rows: Ints  # [row group]
-    nbytes: Ints  # [row group]: what it takes, encoded and decoded, roughly; the order goes by it
-    reading_bytes: Ints  # [row group]: upper estimate of what it takes at once while it is read
+    rows: Ints  # int64 [row groups]
+    nbytes: Ints  # int64 [row groups]: estimated bytes in memory; the order of rows depends on it
+    reading_bytes: Ints  # int64 [row groups]: estimated peak bytes while it is read
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
-        """Decoded columns, and the bytes of memory that they hold. Raises BadShard, DataError,
-        StorageError."""
+        """The decoded columns by name, and the bytes of memory that they hold. Raises BadShard,
+        DataError, StorageError."""
 
     def name(self, row_group: int) -> tuple[str, int, int]:
-        """The shard's name, the row group's number in it, and that of its first row."""
+        """(name of the shard, number of the row group in it, number of its first row)."""
 
     def close(self) -> None: ...
 
 
 class ShardRowGroups:
-    """Those of an index, in the stores of `config`'s URLs. Thread safe."""
+    """The row groups of an index. Thread safe."""
 
     def __init__(self, config: DataConfig, index: Index, stores: list[Store]) -> None:
-        """`stores`: one for each of `config.urls`, which must be the ones that the index was made
-        of."""
+        """`config`: the one that the index was made of. `stores`: one for each of `config.urls`."""
         assert len(stores) == len(config.urls) == len(index.sources), "an index of another config"
         self.rows, self.nbytes = index.rows, index.nbytes
         self.reading_bytes = index.nbytes.copy()
@@ -74,12 +73,12 @@ class ShardRowGroups:
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
         number = self._index.shard_of(row_group)
         shard = self._shard(number)
-        place = self._place(number, row_group)
+        location = self._location(number, row_group)
         try:
-            table = self._read_table(number, shard, place)
+            table = self._read_table(number, shard, location)
             if table.num_rows != self.rows[row_group]:
                 raise ValueError(f"it has {table.num_rows} rows, and had {self.rows[row_group]}")
-            where = f"row group {place.group} of {shard.name}"
+            where = f"row group {location.group} of {shard.name}"
             columns = decode_table(table, self._fields, where, self._fills)
             if self.nbytes[row_group] >= GIVEN_BACK_BYTES:
                 pa.default_memory_pool().release_unused()
@@ -90,13 +89,11 @@ class ShardRowGroups:
         except ElasticError:
             raise
         except OSError as error:
-            if (
-                error.errno is None
-            ):  # a decoder's word for content; with a number it is the machine's
-                raise _bad(shard, place, error) from error
+            if error.errno is None:  # raised by a decoder; the operating system sets a number
+                raise _bad(shard, location, error) from error
             raise StorageError(f"cannot read {shard.name}: {error}") from error
-        except Exception as error:  # a decoder may raise anything at bytes that are not its own
-            raise _bad(shard, place, error) from error
+        except Exception as error:  # a decoder may raise anything for damaged content
+            raise _bad(shard, location, error) from error
 
     def name(self, row_group: int) -> tuple[str, int, int]:
         shard = self._index.shard_of(row_group)
@@ -107,8 +104,8 @@ class ShardRowGroups:
         for opened in self._formats.values():
             opened.close()
 
-    def _read_table(self, number: int, shard: ShardAt, place: Place) -> pa.Table:
-        return self._format(number).read(shard, place, self._index.schema, self._leaves)
+    def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
+        return self._format(number).read(shard, location, self._index.schema, self._leaves)
 
     def _format(self, number: int) -> Format:
         return self._formats[self._index.sources[self._source(number)].format]
@@ -130,10 +127,10 @@ class ShardRowGroups:
             footer=index.footer(number),
         )
 
-    def _place(self, number: int, row_group: int) -> Place:
+    def _location(self, number: int, row_group: int) -> RowGroupLocation:
         index = self._index
         group = row_group - int(index.group_bounds[number])
-        return Place(group, int(index.starts[row_group]), int(index.ends[row_group]))
+        return RowGroupLocation(group, int(index.starts[row_group]), int(index.ends[row_group]))
 
     def _source(self, number: int) -> int:
         return int(self._index.shards["source"][number].as_py())
@@ -143,8 +140,8 @@ class ShardRowGroups:
 
 
 def _held_bytes(column: Column) -> int:
-    """Its buffers grew by doubling: all of a small one was in use before, of a large one only what
-    was written counts."""
+    """The memory of a column whose buffers grew by doubling. A small buffer counts with its full
+    capacity; of a large one only the pages that were written are in memory."""
     if isinstance(column, Lists):
         return _held_bytes(column.values) + column.offsets.nbytes
     if isinstance(column, pa.Array):
@@ -156,8 +153,8 @@ def _capacity(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if 0 < nbytes < GIVEN_BACK_BYTES else nbytes
 
 
-def _bad(shard: ShardAt, place: Place, error: Exception) -> BadShard:
-    return BadShard(shard.name, place.group, f"{type(error).__name__}: {error}")
+def _bad(shard: ShardAt, location: RowGroupLocation, error: Exception) -> BadShard:
+    return BadShard(shard.name, location.group, f"{type(error).__name__}: {error}")
 
 
 def _rewritten(shard: ShardAt) -> DataError:

@@ -1,11 +1,11 @@
-"""A process beside the worker that runs user code which draws from global generators, one call at a
-time.
+"""A process next to the worker that runs user code which draws from global generators, one call at
+a time.
 
-It is started with a fresh interpreter (never forked: the worker has threads) which does not import
-the user's main module, so scripts need no `if __name__ == "__main__"`. What it runs is sent once,
-by cloudpickle. Arrays and tensors travel outside of the pickle, through a socket, into memory that
-the receiver then owns: two copies in the kernel, no shared memory to run out of or to leave behind.
-It ends when the socket closes, so it never outlives the worker.
+It starts with a fresh interpreter (it is never forked, since the worker has threads) that does not
+import the user's main module, so scripts need no `if __name__ == "__main__"`. The code is sent
+once, by cloudpickle. Arrays and tensors are sent outside of the pickle, through a socket, into
+memory that the receiver owns: the kernel copies twice, and there is no shared memory that could run
+out or be left behind. The process ends when the socket closes, so it never outlives the worker.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from elastic_dp.errors import ClusterError, ElasticError
 from elastic_dp.threads import background
 
 _SOCKET_BYTES = 4 << 20
-_LEAVE_S = 5.0  # for what it is running when it is closed
+_LEAVE_S = 5.0  # time to end after `close`
 _START = (
     "import sys; from elastic_dp.data.pipeline.user_code_process import serve; "
     "serve(int(sys.argv[1]))"
 )
 
 
-class Process:
-    """Starts with `start`. `run` is `call(*arguments)` there; what it raises is raised here."""
+class UserCodeProcess:
+    """`start` starts it. `run` calls the callable there; an exception in it is raised here."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,7 +50,7 @@ class Process:
         return None if self._popen is None else self._popen.pid
 
     def start(self, pickled: bytes) -> None:
-        """`pickled`: the callable. Returns at once; the process imports meanwhile."""
+        """`pickled`: the callable. Returns at once, before the process has imported anything."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -83,7 +83,7 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """It ends by itself when it reads the end; one that does not is killed."""
+        """The process ends when its socket closes. It is killed if it does not."""
         if self._popen is None:
             return
         self._socket.close()
@@ -113,7 +113,8 @@ class Process:
 
 
 def serve(descriptor: int) -> None:
-    """The process: until the other end closes, even in the middle of a call."""
+    """The main function of the process. It ends when the other end of the socket closes, even
+    during a call."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker
     connection = socket.socket(fileno=descriptor)
@@ -123,7 +124,7 @@ def serve(descriptor: int) -> None:
     failure: Exception | None = None
     try:
         function = pickle.loads(calls.get())
-    except Exception as error:  # the user's modules may raise anything: said with the first call
+    except Exception as error:  # the user's modules may raise anything; the first call reports it
         failure = error
     try:
         while True:
@@ -143,13 +144,13 @@ def _listen(connection: socket.socket, calls: queue.SimpleQueue[Any]) -> None:
 def _answer(function: Any, arguments: Any, failure: Exception | None) -> tuple[bool, Any]:
     if failure is not None:
         return False, ClusterError(
-            f"a data process cannot load what it shall run: {type(failure).__name__}: {failure}"
+            f"a data process cannot load the code to run: {type(failure).__name__}: {failure}"
         )
     try:
         return True, function(*arguments)
     except ElasticError as error:
         return False, error
-    except Exception as error:  # not of user code, which is caught nearer
+    except Exception as error:  # not from user code, whose errors are caught before
         return False, ClusterError(f"a data process failed: {type(error).__name__}: {error}")
 
 
@@ -157,7 +158,7 @@ def _answer(function: Any, arguments: Any, failure: Exception | None) -> tuple[b
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Tensors as NumPy arrays are: their memory beside the pickle."""
+    """Sends the memory of tensors outside of the pickle, as NumPy does for arrays."""
 
     def reducer_override(self, item: Any) -> Any:
         if type(item) is torch.Tensor and _is_plain(item):
@@ -176,7 +177,7 @@ def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
 
 
 def _send(connection: socket.socket, message: Any) -> None:
-    """Lengths, the pickle, then each buffer as it is."""
+    """Sends the lengths, then the pickle, then each buffer."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
     _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(message)

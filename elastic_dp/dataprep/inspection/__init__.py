@@ -1,1 +1,1 @@
-"""`inspect`: a data set in numbers, and what in it will read badly."""
+"""`inspect`: numbers about a data set, and what in it will be slow to read, or refused."""

@@ -1,7 +1,7 @@
-"""What in a data set will read badly, why, and the command that mends it. Each rule is a function
-of the survey and of the job's shape.
+"""Findings: what in a data set will be slow to read or refused, why, and the command that fixes it.
+Each rule is a function of the survey and of the job's shape.
 
-The numbers that they judge by are the constants below.
+The constants below are the thresholds of the rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_dp.sampling.order import OPEN_BYTES, STREAMS, Order
 
 LARGE_BYTES = 4 << 20  # of one column in one row group, decoded
 AIM_BYTES = 2 << 20
-SMALL_BYTES = 64 << 10  # of all needed columns in one row group, as stored: a request costs as much
+SMALL_BYTES = 64 << 10  # of all needed columns in one row group, as stored; a request costs as much
 FOOTER_BYTES_PER_CHUNK = 1 << 10
 FOOTER_BYTES = 32 << 10
 MANY_SHARDS, SMALL_SHARD_BYTES = 10_000, 4 << 20
@@ -37,18 +37,18 @@ _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind`: "refused", it cannot be trained on as it is; "slow", it can. `name` is stable, for
-    programs."""
+    """`kind`: "refused": the data set cannot be trained on as it is; "slow": it can. `name`: an
+    identifier for programs. `message`: what was found. `fix`: what to do, often a command."""
 
     name: str
     kind: Literal["refused", "slow"]
-    says: str
-    mend: str
+    message: str
+    fix: str
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Of the job; as small as can be where it is not known."""
+class JobShape:
+    """The shape of the job; the smallest one if it is not known."""
 
     virtual_workers: int = 1
     micro_batch_size: int = 1
@@ -58,7 +58,7 @@ class Shape:
         return STREAMS * self.virtual_workers
 
     def order(self, survey: Survey) -> Order | None:
-        """None where there is no step to take."""
+        """None if there is not a single step."""
         if survey.rows < self.virtual_workers * self.micro_batch_size:
             return None
         return Order(
@@ -69,8 +69,8 @@ class Shape:
         )
 
 
-def find(survey: Survey, shape: Shape) -> tuple[Finding, ...]:
-    """Those that refuse first."""
+def find(survey: Survey, shape: JobShape) -> tuple[Finding, ...]:
+    """All findings, "refused" ones first."""
     found = [finding for rule in _RULES for finding in rule(survey, shape)]
     return tuple(sorted(found, key=lambda finding: finding.kind))
 
@@ -83,72 +83,72 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.4g} TiB"
 
 
-def _unscanned(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _unscanned(survey: Survey, _: JobShape) -> Iterator[Finding]:
     total, count = size(sum(survey.sizes)), len(survey.names)
     if survey.format in _NO_SHARDS:
         way = " --tokenizer bytes --pack 2049" if survey.format == "text" else ""
-        says = f"{count} files of {survey.format} are no shards"
-        yield Finding("no_shards", "refused", says, _command(survey) + way)
+        message = f"{count} files of {survey.format} are no shards"
+        yield Finding("no_shards", "refused", message, _command(survey) + way)
     elif survey.format == "arrow stream":
-        says = (
+        message = (
             "Arrow streams have no footer: the first start of a run walks through all of "
             f"{count} shards, {total}, with a "
             "request for each record batch"
         )
-        yield Finding("scan", "slow", says, _command(survey) + " --format arrow")
+        yield Finding("scan", "slow", message, _command(survey) + " --format arrow")
     elif not survey.has_row_groups:
-        says = (
+        message = (
             f"{survey.format} has no index: the first start of a run reads all {total} of "
             f"{count} shards "
             "to find where rows begin, and every value is parsed from text or unpacked as it "
             "is read"
         )
         tar = "write Parquet or Arrow instead, if the one scan is too much"
-        yield Finding("scan", "slow", says, tar if survey.format == "tar" else _command(survey))
+        yield Finding("scan", "slow", message, tar if survey.format == "tar" else _command(survey))
 
 
-def _packed(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _packed(survey: Survey, _: JobShape) -> Iterator[Finding]:
     packed = [n for n in survey.names if n.lower().endswith(_PACKED)]
     if packed and survey.format in ("jsonl", "csv"):
         largest = max(s for n, s in zip(survey.names, survey.sizes, strict=True) if n in packed)
-        says = (
+        message = (
             f"{len(packed)} shards are compressed ({_some(packed)}; {size(largest)} at most) "
-            "and cannot be cut: each is "
-            "one row group, which is unpacked whole, and kept in memory by whoever reads any of it"
+            "and cannot be cut: each is one row group, which each worker that reads a part of it "
+            "decompresses and keeps in memory"
         )
-        yield Finding("compressed_text", "slow", says, _command(survey))
+        yield Finding("compressed_text", "slow", message, _command(survey))
 
 
-def _nested(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _nested(survey: Survey, _: JobShape) -> Iterator[Finding]:
     nested = [name for name in survey.names if "/" in name]
     if (
         nested
         and survey.format not in ("images", "text")
         and not any(m in survey.url for m in _GLOB)
     ):
-        says = (
+        message = (
             f"{len(nested)} shards lie in subfolders ({_some(nested)}), which a folder's URL "
             "leaves out"
         )
-        yield Finding("nested", "refused", says, f"use {quote(survey.url.rstrip('/') + '/**')}")
+        yield Finding("nested", "refused", message, f"use {quote(survey.url.rstrip('/') + '/**')}")
 
 
-def _differing(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _differing(survey: Survey, _: JobShape) -> Iterator[Finding]:
     if survey.differing:
-        yield Finding("schemas_differ", "refused", *_says_and_mend(survey.differing))
+        yield Finding("schemas_differ", "refused", *_message_and_fix(survey.differing))
 
 
-def _unreadable(survey: Survey, _: Shape) -> Iterator[Finding]:
-    for said in survey.unreadable[:_NAMES_SHOWN]:
-        says, _sep, mend = said.partition("; ")
-        yield Finding("unreadable", "refused", says, mend or "mend or remove the file")
+def _unreadable(survey: Survey, _: JobShape) -> Iterator[Finding]:
+    for error in survey.unreadable[:_NAMES_SHOWN]:
+        message, _sep, fix = error.partition("; ")
+        yield Finding("unreadable", "refused", message, fix or "fix or remove the file")
     more = len(survey.unreadable) - _NAMES_SHOWN
     if more > 0:
-        says = f"{more} more files cannot be read, either"
-        yield Finding("unreadable", "refused", says, "mend each of them")
+        message = f"{more} more files cannot be read, either"
+        yield Finding("unreadable", "refused", message, "fix each of them")
 
 
-def _no_rows(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _no_rows(survey: Survey, _: JobShape) -> Iterator[Finding]:
     if not survey.has_row_groups:
         return
     if not survey.rows:
@@ -156,73 +156,73 @@ def _no_rows(survey: Survey, _: Shape) -> Iterator[Finding]:
         return
     empty = [n for n, rows in zip(survey.names, survey.shard_rows, strict=True) if not rows]
     if empty:
-        says = (
-            f"{len(empty)} of {len(survey.names)} shards hold no row, and are passed over: "
+        message = (
+            f"{len(empty)} of {len(survey.names)} shards hold no row, and are skipped: "
             f"{_some(empty)}"
         )
-        yield Finding("empty_shards", "slow", says, "remove them")
+        yield Finding("empty_shards", "slow", message, "remove them")
 
 
-def _no_tensor(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _no_tensor(survey: Survey, _: JobShape) -> Iterator[Finding]:
     for leaf in survey.job_columns.wanted_leaves():
         try:
             refuse_without_tensor(leaf)
         except DataError as error:
-            yield Finding("no_tensor", "refused", *_says_and_mend(str(error)))
+            yield Finding("no_tensor", "refused", *_message_and_fix(str(error)))
 
 
-def _nulls(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _nulls(survey: Survey, _: JobShape) -> Iterator[Finding]:
     for leaf in survey.job_columns.wanted_leaves():
-        if said := survey.nulls.refused(leaf):
-            yield Finding("nulls", "refused", *_says_and_mend(said))
+        if refusal := survey.nulls.refused(leaf):
+            yield Finding("nulls", "refused", *_message_and_fix(refusal))
 
 
-def _ragged(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _ragged(survey: Survey, _: JobShape) -> Iterator[Finding]:
     for column in survey.columns:
         if column.name in survey.ragged and not is_object(column.type):
-            says = (
+            message = (
                 f"column {column.name!r} ({column.type}) holds lists of several lengths, which "
                 "make no one tensor"
             )
-            mend = "pad them in DataConfig.collate_fn, or pack them: elastic-dp data convert --pack"
-            yield Finding("ragged", "refused", says, mend)
+            fix = "pad them in DataConfig.collate_fn, or pack them: elastic-dp data convert --pack"
+            yield Finding("ragged", "refused", message, fix)
 
 
-def _too_few_rows(survey: Survey, shape: Shape) -> Iterator[Finding]:
+def _too_few_rows(survey: Survey, shape: JobShape) -> Iterator[Finding]:
     whole = shape.virtual_workers * shape.micro_batch_size
     if 0 < survey.rows < whole:
-        says = (
+        message = (
             f"{survey.rows} rows are fewer than one global batch of {whole} "
             f"({shape.virtual_workers} virtual workers × "
             f"micro_batch_size {shape.micro_batch_size})"
         )
-        yield Finding("too_few_rows", "refused", says, 'add rows, or set DataConfig.tail="short"')
+        yield Finding(
+            "too_few_rows", "refused", message, 'add rows, or set DataConfig.tail="short"'
+        )
 
 
-def _memory(survey: Survey, shape: Shape) -> Iterator[Finding]:
-    """As opening.py refuses it."""
+def _memory(survey: Survey, shape: JobShape) -> Iterator[Finding]:
+    """The same check as in opening.py."""
     if (order := shape.order(survey)) is None:
         return
     count = row_groups_at_least(order)
     needed = int(np.sort(survey.group_bytes)[-count:].sum())
     if needed > DataConfig.memory_bytes:
-        says = (
+        message = (
             f"one worker that runs all {shape.virtual_workers} virtual workers has up to "
             f"{min(count, len(survey.group_rows))} row groups open, {size(needed)} (the "
-            "largest has "
-            f"{size(max(survey.group_bytes))}), more than DataConfig.memory_bytes is if "
-            "nothing is said, "
-            f"{size(DataConfig.memory_bytes)}"
+            f"largest has {size(max(survey.group_bytes))}), more than the default of "
+            f"DataConfig.memory_bytes, {size(DataConfig.memory_bytes)}"
         )
-        yield Finding("memory", "refused", says, _command(survey, _good_rows(survey, shape)))
+        yield Finding("memory", "refused", message, _command(survey, _good_rows(survey, shape)))
 
 
-def _shared(survey: Survey, shape: Shape) -> Iterator[Finding]:
+def _shared(survey: Survey, shape: JobShape) -> Iterator[Finding]:
     order = shape.order(survey)
     if order is None or order.streams >= shape.virtual_workers:
         return
     mean, each = float(np.mean(survey.group_bytes)), -(-shape.virtual_workers // order.streams)
-    says = (
+    message = (
         f"row groups take {size(mean)} in memory (mean), so {order.streams} of them fit into "
         f"the {size(OPEN_BYTES)} "
         f"that all streams may have open, fewer than {shape.virtual_workers} virtual "
@@ -230,123 +230,123 @@ def _shared(survey: Survey, shape: Shape) -> Iterator[Finding]:
         "share a stream, and each worker that runs one of them reads all of it, up to "
         f"{each} times the traffic"
     )
-    yield Finding("shared_streams", "slow", says, _command(survey, _good_rows(survey, shape)))
+    yield Finding("shared_streams", "slow", message, _command(survey, _good_rows(survey, shape)))
 
 
-def _uneven(survey: Survey, shape: Shape) -> Iterator[Finding]:
+def _uneven(survey: Survey, shape: JobShape) -> Iterator[Finding]:
     if not survey.group_bytes:
         return
     largest, median = max(survey.group_bytes), float(np.median(survey.group_bytes))
     if largest > max(UNEVEN * median, UNEVEN * LARGE_BYTES):
-        says = (
+        message = (
             f"row groups differ in size: the largest takes {size(largest)} in memory, half "
             f"of them at most {size(median)}; "
             "the memory that a worker needs is that of the largest ones"
         )
-        yield Finding("uneven_row_groups", "slow", says, _command(survey))
+        yield Finding("uneven_row_groups", "slow", message, _command(survey))
 
 
-def _large(survey: Survey, shape: Shape) -> Iterator[Finding]:
+def _large(survey: Survey, shape: JobShape) -> Iterator[Finding]:
     for column in survey.columns:
         if survey.group_rows and (median := float(np.median(column.decoded))) > LARGE_BYTES:
             rows = _good_rows(survey, shape)
-            says = (
+            message = (
                 f"row groups have {size(median)} in column {column.name!r} (median; "
                 f"{size(max(column.decoded))} "
                 f"at most): a virtual worker keeps {STREAMS} of them open, and a resume "
                 "reads as many again; "
                 f"aim at 1 to 4 MiB, here {rows} rows"
             )
-            yield Finding("large_row_groups", "slow", says, _command(survey, rows))
+            yield Finding("large_row_groups", "slow", message, _command(survey, rows))
             return
 
 
-def _small(survey: Survey, shape: Shape) -> Iterator[Finding]:
-    """Of a data set so small that each stream would have less yet, there is nothing to mend."""
+def _small(survey: Survey, shape: JobShape) -> Iterator[Finding]:
+    """Not for a data set that is so small that streams would have even less."""
     stored, streams = survey.stored(), shape.most_streams
     if len(stored) <= streams or stored.sum() < streams * SMALL_BYTES:
         return
     if (median := float(np.median(stored))) < SMALL_BYTES:
         rows = _good_rows(survey, shape)
-        says = (
+        message = (
             f"row groups have {size(median)} (median of {len(stored)}): on an object store "
             "the request costs more "
             f"than the bytes; aim at 1 to 4 MiB of the widest column, here {rows} rows"
         )
-        yield Finding("small_row_groups", "slow", says, _command(survey, rows))
+        yield Finding("small_row_groups", "slow", message, _command(survey, rows))
 
 
-def _few(survey: Survey, shape: Shape) -> Iterator[Finding]:
+def _few(survey: Survey, shape: JobShape) -> Iterator[Finding]:
     count, streams = len(survey.group_rows), shape.most_streams
     if not survey.rows or count >= streams:
         return
-    says = (
+    message = (
         f'{count} row groups for {streams} streams (virtual workers × {STREAMS}): shuffle="rows" '
         "mixes less than it could"
     )
     if survey.stored().sum() < streams * SMALL_BYTES:
-        mend = (
+        fix = (
             f'set DataConfig.shuffle="full": the rows take {size(int(survey.decoded().sum()))} '
             "in memory"
         )
     else:
-        mend = _command(survey, _good_rows(survey, shape))
-    yield Finding("few_row_groups", "slow", says, mend)
+        fix = _command(survey, _good_rows(survey, shape))
+    yield Finding("few_row_groups", "slow", message, fix)
 
 
-def _good_rows(survey: Survey, shape: Shape) -> int:
-    """Rows of AIM_BYTES in the widest column, or fewer, so that each stream has a row group of its
-    own."""
+def _good_rows(survey: Survey, shape: JobShape) -> int:
+    """The rows that take AIM_BYTES in the widest column; or fewer, so that each stream has a row
+    group of its own."""
     widest, streams = max(sum(column.decoded) for column in survey.columns), shape.most_streams
     return max(1, min(AIM_BYTES * survey.rows // max(widest, 1), survey.rows // streams))
 
 
-def _codec(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _codec(survey: Survey, _: JobShape) -> Iterator[Finding]:
     for column in survey.columns:
         if _is_tokens(column.type) and (slow := column.codecs & _SLOW_CODECS):
             stored, decoded = sum(column.stored), sum(column.decoded)
-            says = (
+            message = (
                 f"column {column.name!r} ({column.type}) is compressed by "
                 f"{_some(sorted(slow))}, {size(decoded)} to "
                 f"{size(stored)}: whole numbers decode about 1.7 times slower so"
             )
-            yield Finding("slow_codec", "slow", says, _command(survey) + " --compression none")
+            yield Finding("slow_codec", "slow", message, _command(survey) + " --compression none")
 
 
-def _dictionary(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _dictionary(survey: Survey, _: JobShape) -> Iterator[Finding]:
     for column in survey.columns:
         if _is_tokens(column.type) and any("DICTIONARY" in name for name in column.encodings):
-            says = (
+            message = (
                 f"column {column.name!r} ({column.type}) is dictionary encoded, a look-up for "
                 "each number"
             )
-            yield Finding("dictionary", "slow", says, _command(survey))
+            yield Finding("dictionary", "slow", message, _command(survey))
 
 
-def _footers(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _footers(survey: Survey, _: JobShape) -> Iterator[Finding]:
     chunks = sum(column.chunks for column in survey.columns)
     each, total = survey.footer_bytes / max(chunks, 1), survey.footer_bytes
     if total > FOOTER_BYTES and each > FOOTER_BYTES_PER_CHUNK:
-        says = (
+        message = (
             f"footers have {size(total)}, {size(each)} for each column of a row group, and "
             "are read at the first start; "
             "statistics of long values do that, and nothing here reads them"
         )
-        yield Finding("large_footers", "slow", says, _command(survey))
+        yield Finding("large_footers", "slow", message, _command(survey))
 
 
-def _small_shards(survey: Survey, _: Shape) -> Iterator[Finding]:
+def _small_shards(survey: Survey, _: JobShape) -> Iterator[Finding]:
     count, mean = len(survey.names), sum(survey.sizes) / max(len(survey.names), 1)
     if count >= MANY_SHARDS and mean < SMALL_SHARD_BYTES and survey.format not in _NO_SHARDS:
-        says = (
+        message = (
             f"{count:,} shards of {size(mean)} (mean): the first start of a run asks for each "
             "one's footer"
         )
-        yield Finding("small_shards", "slow", says, _command(survey))
+        yield Finding("small_shards", "slow", message, _command(survey))
 
 
 def _command(survey: Survey, rows: int | None = None) -> str:
-    """To a folder beside it."""
+    """The command that converts the data set to a folder next to it."""
     fixed = survey.url
     for mark in _GLOB:
         fixed = fixed.partition(mark)[0]
@@ -364,9 +364,9 @@ def _holds_lists(kind: pa.DataType) -> bool:
     return any(is_one(kind) for is_one in lists)
 
 
-def _says_and_mend(refusal: str) -> tuple[str, str]:
-    says, _, mend = refusal.removeprefix("DataConfig.columns: ").partition("; ")
-    return says, mend or "leave the column out by DataConfig.columns"
+def _message_and_fix(refusal: str) -> tuple[str, str]:
+    message, _, fix = refusal.removeprefix("DataConfig.columns: ").partition("; ")
+    return message, fix or "leave the column out by DataConfig.columns"
 
 
 def _some(names: list[str]) -> str:
@@ -374,7 +374,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
-_RULES: tuple[Callable[[Survey, Shape], Iterator[Finding]], ...] = (
+_RULES: tuple[Callable[[Survey, JobShape], Iterator[Finding]], ...] = (
     *(_unscanned, _nested, _differing, _unreadable, _no_rows, _no_tensor, _nulls, _ragged),
     *(_too_few_rows, _memory, _shared, _uneven, _packed),
     *(_large, _small, _few, _codec, _dictionary, _footers, _small_shards),

@@ -1,5 +1,5 @@
-"""`inspect`: a data set in numbers, what will read badly and why, and what a job of some shape
-would do with it."""
+"""`inspect`: numbers about a data set, what in it will be slow to read or refused, and what a job
+with given virtual workers would do with it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from elastic_dp.data.discovery.skipped_files import Skipped
-from elastic_dp.dataprep.inspection.findings import Finding, Shape, find
+from elastic_dp.dataprep.inspection.findings import Finding, JobShape, find
 from elastic_dp.dataprep.inspection.shard_survey import Survey, survey
 from elastic_dp.errors import DataError
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Over the row groups."""
+    """The distribution of a number over the row groups."""
 
     min: int
     median: int
@@ -26,8 +26,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """`stored`: bytes of a row group in the file, `decoded`: in memory. Arrow's compression is not
-    known."""
+    """A column. `stored`: bytes of a row group in the file. `decoded`: in memory. `compression` is
+    empty for Arrow, where it is not known."""
 
     name: str
     type: str
@@ -38,9 +38,11 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """For one pass of V virtual workers. `streams`: that the rows are dealt to, at most 8 of each;
-    fewer than V are shared. Bytes are of row groups kept open, as DataConfig.memory_bytes counts
-    them, by one virtual worker and by all.
+    """An epoch of V virtual workers.
+
+    `streams`: the number of streams into which rows are divided, at most 8 per virtual worker;
+    fewer than V are shared. `virtual_worker_bytes`, `all_bytes`: memory of the open row groups of
+    one virtual worker, and of all of them, as DataConfig.memory_bytes counts it.
     """
 
     global_batch: int
@@ -53,8 +55,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`rows` and all of row groups: None where the format tells only when all of it is read.
-    `skipped`: files that are no shards."""
+    """The result of `inspect`. `rows`, `row_groups` and `group_rows` are None if the format says
+    them only when everything is read. `skipped`: files that are not shards."""
 
     url: str
     format: str
@@ -76,12 +78,16 @@ def inspect(
     virtual_workers: int | None = None,
     micro_batch_size: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    deep: bool = False,
 ) -> Inspection:
-    """Reads footers (of Arrow files the batches, of text the first rows). Raises DataError where
-    there is no data set.
+    """Reads the footers of Parquet, the record batches of Arrow files, the first rows of text.
+    Raises DataError if there is no data set.
 
-    `columns`: those the job needs, None for all. With both `virtual_workers` and `micro_batch_size`
-    it has a plan. `storage_options`: as `DataConfig` has them.
+    `deep`: also decode every row of Parquet, Arrow, CSV and JSON Lines, which finds damaged pages.
+    A page whose damage decodes to other values is found only if it has a checksum.
+
+    `columns`: those that the job needs; None: all. With `virtual_workers` and `micro_batch_size`,
+    the result has a plan. `storage_options`: as in `DataConfig`.
     """
     if (virtual_workers is None) != (micro_batch_size is None):
         raise DataError(
@@ -93,8 +99,8 @@ def inspect(
     ):
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}, must be at least 1")
-    found = survey(url, columns, storage_options)
-    shape = Shape(virtual_workers or 1, micro_batch_size or 1)
+    found = survey(url, columns, storage_options, deep=deep)
+    shape = JobShape(virtual_workers or 1, micro_batch_size or 1)
     known = found.has_row_groups
     return Inspection(
         url=found.url,
@@ -121,8 +127,8 @@ def _columns(found: Survey) -> tuple[ColumnFacts, ...]:
     return tuple(facts)
 
 
-def _plan(found: Survey, shape: Shape) -> Plan | None:
-    """None where there is not one step to plan."""
+def _plan(found: Survey, shape: JobShape) -> Plan | None:
+    """None if there is not a single step."""
     if (order := shape.order(found)) is None:
         return None
     whole, mean = shape.virtual_workers * shape.micro_batch_size, float(np.mean(found.group_bytes))

@@ -1,9 +1,9 @@
-"""What lies in a data set's shards, in numbers: read from Parquet's footers, or from the record
-batches of Arrow.
+"""Numbers about the shards of a data set, from Parquet's footers or Arrow's record batches.
 
-Formats that have neither (JSON Lines, CSV, tar, streams of Arrow, text, images) are counted and
-weighed. Of JSON Lines and CSV the first rows of each file are read, since most of what makes a file
-unreadable is seen there. Schemas are compared, and row groups weighed, as training does it.
+For formats that have neither (JSON Lines, CSV, tar, Arrow streams, text, images), files and bytes
+are counted. Of JSON Lines and CSV the first rows of each file are parsed, since most of what makes
+a file unreadable shows there. Schemas are compared, and the memory of row groups is estimated, as
+in training.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from elastic_dp.data.columns.nulls import Nulls, count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import Columns, top_level
 from elastic_dp.data.discovery.skipped_files import Skipped
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.csv import CsvRows
 from elastic_dp.data.formats.encryption import codec_of
 from elastic_dp.data.formats.jsonl import JsonRows
@@ -35,7 +36,7 @@ from elastic_dp.data.formats.parquet import (
     open_footer,
 )
 from elastic_dp.data.formats.text import flat_columns
-from elastic_dp.dataprep.sources.detect_format import find_format
+from elastic_dp.dataprep.sources.detect_format import InputSource, find_format, open_rows
 from elastic_dp.dataprep.sources.source_files import Files, list_files, reading
 from elastic_dp.dataprep.sources.text_lines import check_first_rows
 from elastic_dp.errors import DataError
@@ -43,6 +44,7 @@ from elastic_dp.storage import redact_url
 
 FOOTER_THREADS = 16
 FIRST_ROWS_BYTES = 256 << 10
+_DECODED = ("parquet", "arrow", "csv", "jsonl")  # by `deep`
 ARROW_MAGIC = b"ARROW1"  # of the format that can be read in parts; a stream has none
 
 Ints = npt.NDArray[np.int64]
@@ -50,7 +52,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class Column:
-    """Per row group: `stored` and `decoded` bytes, and `values`, the items of lists counted."""
+    """A top-level column. For each row group: `stored` and `decoded` bytes, and the number of
+    `values`, which counts the items of lists."""
 
     name: str
     type: pa.DataType
@@ -59,13 +62,13 @@ class Column:
     values: list[int] = field(default_factory=list)
     codecs: set[str] = field(default_factory=set)
     encodings: set[str] = field(default_factory=set)
-    chunks: int = 0  # a row group has one for each leaf
+    chunks: int = 0  # column chunks: a row group has one for each leaf
 
 
 @dataclass
 class Survey:
-    """`columns` are those that were asked for; row groups are in file order, and there are none to
-    know of in some formats."""
+    """The numbers. `columns`: those that the job needs. Row groups are in file order; some formats
+    have none."""
 
     url: str
     format: str
@@ -79,10 +82,10 @@ class Survey:
     group_bytes: list[int] = field(default_factory=list)  # as DataConfig.memory_bytes counts them
     shard_rows: list[int] = field(default_factory=list)
     footer_bytes: int = 0
-    differing: str = ""  # in what the first shard that does is not like those before it
-    unreadable: list[str] = field(default_factory=list)  # what is wrong in the first rows of text
-    ragged: set[str] = field(default_factory=set)  # columns of lists of several lengths
-    nulls: Nulls = field(default_factory=Nulls)  # of leaves, where known
+    differing: str = ""  # how the first shard differs whose schema does not fit the others
+    unreadable: list[str] = field(default_factory=list)  # errors of rows that were parsed
+    ragged: set[str] = field(default_factory=set)  # columns of lists with several lengths
+    nulls: Nulls = field(default_factory=Nulls)  # of leaves, as far as known
 
     @property
     def has_row_groups(self) -> bool:
@@ -93,7 +96,7 @@ class Survey:
         return sum(self.group_rows)
 
     def decoded(self) -> Ints:
-        """Bytes of each row group in memory, all columns."""
+        """Bytes in memory of all columns, int64 [row groups]."""
         return _sum([column.decoded for column in self.columns], len(self.group_rows))
 
     def stored(self) -> Ints:
@@ -104,8 +107,11 @@ def survey(
     url: str,
     columns: Sequence[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    deep: bool = False,
 ) -> Survey:
-    """Raises DataError where there is no data set, or one without these columns."""
+    """`deep`: decode every row of Parquet, Arrow, CSV and JSON Lines. Raises DataError if there is
+    no data set, or it lacks one of `columns`."""
     there = list_files(url, storage_options=storage_options)
     kind, files = find_format(url, there)
     wanted = None if columns is None else list(columns)
@@ -115,16 +121,27 @@ def survey(
         _survey_parquet(found, files, wanted)
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
-    elif kind in ("csv", "jsonl"):
+    elif kind in ("csv", "jsonl") and not deep:
         _survey_text(found, files, wanted)
+    if deep and kind in _DECODED:
+        _decode_all(found, InputSource(url, kind, files), wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
         found.nulls.add_missing(found.job_columns.absent())
     return found
 
 
+def _decode_all(found: Survey, source: InputSource, wanted: list[str] | None) -> None:
+    """Decodes all rows as `convert` does, up to the first error."""
+    try:
+        for _ in open_rows(source, wanted).batches():
+            pass
+    except DataError as error:
+        found.unreadable.append(str(error))
+
+
 def _survey_text(found: Survey, files: Files, wanted: list[str] | None) -> None:
-    def wrong(name: str) -> str:
+    def first_error(name: str) -> str:
         rows = CsvRows(name, wanted) if found.format == "csv" else JsonRows(name)
         try:
             with files.open(name) as raw:
@@ -134,7 +151,7 @@ def _survey_text(found: Survey, files: Files, wanted: list[str] | None) -> None:
         return ""
 
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        found.unreadable = [said for said in pool.map(wrong, files.names) if said]
+        found.unreadable = [error for error in pool.map(first_error, files.names) if error]
 
 
 def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> None:
@@ -145,10 +162,10 @@ def _survey_parquet(found: Survey, files: Files, wanted: list[str] | None) -> No
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = pool.map(footer, files.names)
         for name, (metadata, encrypted) in zip(files.names, footers, strict=True):
-            if not metadata.num_rows:  # training passes it over
+            if not _num_rows(metadata):  # training skips it
                 found.shard_rows.append(0)
                 continue
-            with reading(name):
+            with reading(name, files.options):
                 _take_footer(found, name, metadata, encrypted, wanted)
     if found.schema is None:
         schema = footer(files.names[0])[0].schema.to_arrow_schema()
@@ -166,9 +183,9 @@ def _take_footer(
     wanted: list[str] | None,
 ) -> None:
     schema = metadata.schema.to_arrow_schema()
-    _take_schema(found, name, schema, wanted, metadata.num_rows)
+    _take_schema(found, name, schema, wanted, _num_rows(metadata))
     found.footer_bytes += metadata.serialized_size
-    found.shard_rows.append(metadata.num_rows)
+    found.shard_rows.append(_num_rows(metadata))
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     counted = null_counts(metadata, groups, countable(metadata, schema, wanted))
     found.nulls.add(name, counted, {})
@@ -183,10 +200,15 @@ def _take_footer(
         found.group_bytes.append(decoded_bytes(metadata, group, numbers))
 
 
+def _num_rows(metadata: pq.FileMetaData) -> int:
+    """As training counts them. A damaged footer may hold another number for the whole file."""
+    return sum(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+
+
 def _take_row_group(
     found: Survey, group: pq.RowGroupMetaData, owners: list[str], encrypted: frozenset[int]
 ) -> None:
-    """`owners`: the top-level column of each chunk."""
+    """`owners`: the top-level column of each column chunk."""
     found.group_rows.append(group.num_rows)
     by_name = {column.name: column for column in found.columns}
     for column in found.columns:
@@ -215,16 +237,17 @@ def _survey_arrow(found: Survey, files: Files, wanted: list[str] | None) -> None
             if first != ARROW_MAGIC:
                 found.format, found.schema = "arrow stream", None
                 return
+            refuse_large_batches(raw, name)
             reader = pa.ipc.open_file(raw)
             _take_schema(found, name, reader.schema, wanted, 0)
             found.shard_rows.append(0)
             for index in range(reader.num_record_batches):
-                with reading(name):
+                with reading(name, files.options):
                     _take_batch(found, name, reader.get_batch(index))
 
 
 def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
-    batch.validate(full=True)  # Arrow follows offsets without asking
+    batch.validate(full=True)  # Arrow itself does not check offsets
     found.group_rows.append(batch.num_rows)
     found.shard_rows[-1] += batch.num_rows
     found.job_columns.add_rows(batch.num_rows)
@@ -249,7 +272,7 @@ def _take_batch(found: Survey, shard: str, batch: pa.RecordBatch) -> None:
 def _take_schema(
     found: Survey, name: str, schema: pa.Schema, wanted: list[str] | None, rows: int
 ) -> None:
-    """Raises DataError where the first shard cannot be read; what a later one has amiss is a
+    """Raises DataError if the schema of the first shard cannot be used. Of a later shard, this is a
     finding."""
     try:
         if not found.differing:
@@ -268,7 +291,8 @@ def _take_schema(
 
 
 def _lengths_differ(column: Column, found: Survey, files: Files) -> bool:
-    """From the counts where they tell; else the first row group with rows is taken for all."""
+    """Whether lists have several lengths: from the counts if they tell, otherwise from the first
+    row group with rows."""
     lengths = {
         values / rows for values, rows in zip(column.values, found.group_rows, strict=True) if rows
     }
@@ -289,7 +313,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _width(kind: pa.DataType) -> int:
-    """Bytes of a value, 0 where they differ."""
+    """Bytes of a value; 0 if the type has no fixed size."""
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size) * _width(kind.value_type)
     if pa.types.is_fixed_size_binary(kind):

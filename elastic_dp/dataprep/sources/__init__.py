@@ -1,9 +1,8 @@
-"""The formats people have, as one stream of Arrow record batches:
+"""Source formats of `convert`, as a stream of Arrow record batches:
 `open_rows(find_source(url)).batches()`.
 
-Files are taken in the order of their names, rows in the order of their file, each once. Memory
-holds a few blocks of a file, whatever its size. What cannot be read is a DataError that names the
-file.
+Files are read in the order of their names, and each row once. Memory holds a few blocks of a file,
+whatever its size. Anything that cannot be read raises a DataError that names the file.
 """
 
 from elastic_dp.dataprep.sources.detect_format import (

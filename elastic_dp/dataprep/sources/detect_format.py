@@ -1,4 +1,4 @@
-"""Which format a URL holds, by the names of its files."""
+"""Finds the format of a source from the names of its files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from elastic_dp.data.discovery.listing import splits_words
+from elastic_dp.data.discovery.listing import splits_message
 from elastic_dp.data.discovery.partitions import Partitions
-from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_words
+from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_message
 from elastic_dp.dataprep.sources.documents import documents_of_column, documents_of_files
 from elastic_dp.dataprep.sources.images import open_images
 from elastic_dp.dataprep.sources.row_stream import Documents, Rows
@@ -44,8 +44,8 @@ _OPENERS = {
 
 @dataclass(frozen=True)
 class InputSource:
-    """`kind`: the format, or "saved" of a folder by `datasets.save_to_disk`. `files`: those that
-    have it; `skipped`: the others."""
+    """A source. `kind`: the format, or "saved" for a folder by `datasets.save_to_disk`. `files`:
+    the files of that format. `skipped`: the other files."""
 
     url: str
     kind: str
@@ -58,8 +58,8 @@ def find_source(
     text_globs: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> InputSource:
-    """`text_globs`: read the files that match one of them as text, and no others. Raises DataError
-    where the format is not known, or is not one."""
+    """`text_globs`: read only the files that match one of these patterns, as text. Raises DataError
+    if the format is unknown, or there are several."""
     files = list_files(url, text_globs, storage_options)
     if text_globs:
         read = files.matching(text_globs)
@@ -67,7 +67,7 @@ def find_source(
             raise DataError(
                 f"no file at {redact_url(url)!r} matches "
                 f"{' or '.join(map(repr, text_globs))} (text_glob); it has "
-                f"{skipped_words(files.beside(read))}"
+                f"{skipped_message(files.beside(read))}"
             )
         return InputSource(url, "text", read, files.beside(read))
     if "dataset_dict.json" in files.names:
@@ -86,8 +86,8 @@ def find_source(
 def open_rows(
     source: InputSource, columns: list[str] | None = None, *, partitions: bool = True
 ) -> Rows:
-    """`partitions`: with the columns that only the names of folders hold. Raises DataError where it
-    has no rows as it is."""
+    """`partitions`: with partition columns, whose values are in the names of folders. Raises
+    DataError if the source has no rows with columns."""
     if source.kind == "text":
         raise DataError(
             f"{redact_url(source.url)!r} is plain text, which has no columns; pack it: "
@@ -103,8 +103,8 @@ def open_rows(
 
 
 def open_documents(source: InputSource, columns: list[str] | None = None) -> Documents:
-    """Text: each .txt file is one document, or each row of one column of text (`text` where not
-    named)."""
+    """Documents of text: one for each .txt file, or one for each row of a column of text (`text`,
+    unless `columns` names it)."""
     if source.kind == "text":
         return documents_of_files(source.files)
     rows, url = open_rows(source, columns, partitions=False), source.url
@@ -117,15 +117,15 @@ def open_documents(source: InputSource, columns: list[str] | None = None) -> Doc
         texts = [name for name in texts if name == "text"]
     if len(texts) != 1 or (columns is not None and len(columns) != 1):
         raise DataError(
-            f"{redact_url(url)!r} must have one column of text to pack, or be told which "
-            "(columns); it has "
+            f"{redact_url(url)!r} must have one column of text to pack; name it by columns. "
+            "It has "
             f"{', '.join(f'{field.name!r} ({field.type})' for field in rows.schema)}"
         )
     return documents_of_column(rows, texts[0])
 
 
 def find_format(url: str, files: Files) -> tuple[str, Files]:
-    """The format, and the files that have it. Text beside another format is a README."""
+    """(format, files of that format). Text files next to another format are taken for a README."""
     kinds = Counter(_FORMATS[k] for name in files.names if (k := kind_of(name)) in _FORMATS)
     if len(kinds) > 1:
         kinds.pop("text", None)
@@ -137,12 +137,12 @@ def find_format(url: str, files: Files) -> tuple[str, Files]:
             if kinds
             else f"no file at {redact_url(url)!r} has an ending that is known: "
             f"{', '.join(_FORMATS)}. It has "
-            f"{skipped_words(count_skipped(files.names, files.hidden))}. `elastic-dp data "
+            f"{skipped_message(count_skipped(files.names, files.hidden))}. `elastic-dp data "
             "convert --text-glob` reads files of "
             "any name as text"
         )
     kind = next(iter(kinds))
     read = files.ending_in(*(ending for ending, owner in _FORMATS.items() if owner == kind))
-    if words := splits_words(read.names, f"{files.root}/"):
+    if words := splits_message(read.names, f"{files.root}/"):
         _log.warning("%r %s", redact_url(url), words)
     return kind, read

@@ -1,6 +1,6 @@
-"""Text as documents, in pieces of bounded length: a tokenizer sees one piece at a time.
+"""Documents of text, in pieces of limited length: a tokenizer gets one piece at a time.
 
-A piece ends at a line end where it can, since a tokenizer may merge across it anywhere else.
+A piece ends at a line end if possible, since a tokenizer may merge characters across any other cut.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PIECE_CHARS = 1 << 20
 def documents_of_files(files: Files) -> Documents:
     for name in files.names:
         with files.open(name) as raw:
-            # pyarrow's streams are no io.BufferedIOBase, so lines are cut here, on decoded text
+            # pyarrow's streams are not io.BufferedIOBase, so text is decoded and cut here
             text = io.TextIOWrapper(io.BufferedReader(_Raw(raw)), encoding="utf-8", newline="")
             rest = ""
             while chunk := _read(text, name, files):
@@ -28,7 +28,7 @@ def documents_of_files(files: Files) -> Documents:
 
 
 def documents_of_column(rows: Rows, column: str) -> Documents:
-    """A row without text is left out."""
+    """The documents in a column. A null is left out."""
     for batch in rows.batches():
         for text in batch.column(column):
             if text.is_valid:
@@ -50,7 +50,7 @@ def _read(text: io.TextIOWrapper, name: str, files: Files) -> str:
 
 
 class _Raw(io.RawIOBase):
-    """Any object with `read` as a raw stream."""
+    """A raw stream of any object with `read`."""
 
     def __init__(self, source: object) -> None:
         self._source = source

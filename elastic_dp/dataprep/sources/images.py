@@ -1,8 +1,8 @@
-"""A folder of images, a subfolder per class: columns image (the file as it is), label (int32),
-path.
+"""A folder of images with a subfolder per class. Columns: image (the bytes of the file), label
+(int32), path.
 
-Labels count the class names in alphabetical order; the schema's metadata keeps the names under
-"classes".
+A label is the index of the class name in alphabetical order. The schema's metadata has the names
+under "classes".
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BATCH_FILES = 64  # read at once
 
 
 def open_images(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
-    """`partitions` are none: folders are classes."""
+    """`partitions` is ignored: folders are classes."""
     flat = [name for name in files.names if "/" not in name]
     if flat:
         raise DataError(
-            f"{flat[0]} lies in no subfolder; an image folder has one for each class, and "
-            "only those"
+            f"{flat[0]} is not in a subfolder; an image folder has one subfolder for each class, "
+            "and no other files"
         )
     classes = sorted({name.split("/")[0] for name in files.names})
     label = {name: number for number, name in enumerate(classes)}
@@ -42,6 +42,8 @@ def open_images(files: Files, columns: list[str] | None, partitions: Partitions)
         for names in _batches_of_names(files):
             with reading(f"{names[0]} … {names[-1]}", files.options):
                 found = files.system.cat([files.path(name) for name in names])
+            for name in names if files.is_local else ():  # a store gives one version of an object
+                files.refuse_changed(name)
             content = [found[files.path(name)] for name in names]
             labels = [label[name.split("/")[0]] for name in names]
             yield pa.RecordBatch.from_arrays(

@@ -1,8 +1,8 @@
-"""What every format becomes, and the types that a column may have on the way to a tensor.
+"""`Rows`: a stream of record batches, which every source format becomes.
 
-Dictionaries and extension types are written as what they stand for, views as large strings
-(kinds.py), dates stay the text they were, and the image columns of Hugging Face, structs of bytes
-and path, become the bytes.
+Columns get the types that training reads (column_types.py): dictionaries become their values,
+extension types their storage, views large strings. Dates in text files stay text. An image column
+of Hugging Face, which is a struct of bytes and path, becomes the bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Documents = Iterator[tuple[str, bool]]  # pieces of text in order; True: it ends
 
 @dataclass(frozen=True)
 class Rows:
-    """`batches()` reads from the start, each batch of `schema`; batches may be of any size, also
-    empty. `empty`: the files in which it has found no row."""
+    """The rows of a source. `batches()` reads from the start; each batch has `schema` and any
+    number of rows. `empty`: the files in which it found no row."""
 
     schema: pa.Schema
     batches: Callable[[], Iterator[pa.RecordBatch]]
@@ -37,8 +37,8 @@ def rows_of_files(
     columns: list[str] | None,
     partitions: Partitions,
 ) -> Rows:
-    """Of one file after the other. `schema`: of the columns that files hold. `columns`: all that
-    are wanted, in their order, of which `partitions` may have some; None for all."""
+    """The rows of one file after the other. `schema`: of the columns in the files. `columns`: all
+    wanted columns in their order, some of which may be in `partitions`; None: all."""
     added = partitions.fields(schema, columns)
     order = columns or [*schema.names, *(f.name for f in added)]
     every = pa.schema([*schema, *added], metadata=schema.metadata)
@@ -54,7 +54,7 @@ def rows_of_files(
                 for f in added:
                     batch = batch.append_column(f, partitions.column(f, name, batch.num_rows))
                 yield batch.select(order)
-                del batch  # else it takes memory while the next one is read
+                del batch  # otherwise it takes memory while the next one is read
             if not count:
                 empty.append(name)
 
@@ -62,7 +62,7 @@ def rows_of_files(
 
 
 def choose(schema: pa.Schema, columns: list[str] | None, where: str) -> pa.Schema:
-    """Those columns of it, in the order they were named. Raises DataError where one is missing."""
+    """The columns of `schema` in the order of `columns`. Raises DataError if one is missing."""
     refuse_names_that_are_no_text(where, schema)
     if columns is None:
         return schema
@@ -81,8 +81,8 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def plain_batch(batch: pa.RecordBatch, schema: pa.Schema, where: str) -> pa.RecordBatch:
-    """`batch` with the columns and types of `schema`, which came out of `plain_schema`. A column
-    that it lacks is null."""
+    """`batch` with the columns and types of `schema`, which is plain. A column that it lacks is
+    null."""
     there = set(batch.schema.names)
     columns = [
         _plain_column(batch.column(field.name), field, where)

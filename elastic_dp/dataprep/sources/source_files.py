@@ -1,23 +1,25 @@
-"""Which files a URL means, and their bytes: a folder with all below it, one file, or a glob; hidden
-ones left out.
+"""The files of a source and their content: a folder with everything below it, one file, or a glob,
+without hidden files.
 
-What is said of a URL or by a store goes through `redact`, and hides the foreign exception, whose
-text may hold more.
+Messages with a URL, or with the text of a foreign exception, go through `redact`. The foreign
+exception itself is dropped from the chain, since its text may have secrets.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
 
 import pyarrow as pa
 
-from elastic_dp.data.discovery.incomplete import INCOMPLETE, not_whole
+from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
 from elastic_dp.data.discovery.listing import glob_mark
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
 from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
@@ -25,8 +27,10 @@ from elastic_dp.errors import DataError, ElasticError, StorageError
 from elastic_dp.storage import (
     Entry,
     FolderListing,
+    entry_of,
     glob_translate,
     is_local,
+    look_up,
     open_file_system,
     redact,
     redact_url,
@@ -39,14 +43,18 @@ _UNPACKED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 @dataclass(frozen=True)
 class Files:
-    """`names` are relative to `root`, sorted; `sizes` in bytes. `query`: of an http URL, which may
-    be a signature. `hidden`: names that are there, too, and begin with "." or "_"; `dead`: links to
-    nothing."""
+    """`names` are relative to `root`, sorted; `sizes` in bytes; `versions` as `Entry` has them.
+    `query`: of an http URL, which may be a signature. `hidden`: names that are there, too, and
+    begin with "." or "_"; `dead`: dangling links.
+
+    Files must not change while they are read, once or several times: DataError.
+    """
 
     system: Any
     root: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    versions: tuple[str, ...]
     query: str = ""
     hidden: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
@@ -62,18 +70,18 @@ class Files:
         return self._only([_matches(name, globs) for name in self.names])
 
     def beside(self, read: Files) -> tuple[Skipped, ...]:
-        """What is here and not in `read`, a part of it."""
+        """The files that are not in `read`, which is a part of these."""
         chosen = set(read.names)
         others = (name for name in self.names if name not in chosen)
         return count_skipped(others, self.hidden, {LINKS: self.dead})
 
     def _only(self, kept: Sequence[bool]) -> Files:
-        chosen = [
-            pair
-            for pair, keep in zip(zip(self.names, self.sizes, strict=True), kept, strict=True)
-            if keep
-        ]
-        return replace(self, names=tuple(n for n, _ in chosen), sizes=tuple(s for _, s in chosen))
+        return replace(
+            self,
+            names=tuple(compress(self.names, kept)),
+            sizes=tuple(compress(self.sizes, kept)),
+            versions=tuple(compress(self.versions, kept)),
+        )
 
     @property
     def is_local(self) -> bool:
@@ -81,9 +89,14 @@ class Files:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Any]:
-        """The file unpacked, as pyarrow reads it. What fails while it is open names it."""
+        """The decompressed file, as a file object for pyarrow. Errors within the `with` block name
+        the file."""
         path = self.path(name)
-        with reading(name, self.options), self.system.open(path, "rb") as raw:
+        with (
+            self._one_version(name),
+            reading(name, self.options),
+            self.system.open(path, "rb") as raw,
+        ):
             codec = next((c for end, c in _UNPACKED.items() if name.lower().endswith(end)), None)
             if codec:
                 yield pa.CompressedInputStream(raw, codec)
@@ -92,14 +105,43 @@ class Files:
 
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
-        """Memory mapped where it is a file of this machine, so that a large record batch costs no
+        """As `open`; a local file is memory mapped, so that a large record batch takes no
         memory."""
         if not self.is_local:
             with self.open(name) as raw:
                 yield raw
         else:
-            with reading(name, self.options), pa.memory_map(self.path(name)) as mapped:
+            with (
+                self._one_version(name),
+                reading(name, self.options),
+                pa.memory_map(self.path(name)) as mapped,
+            ):
                 yield mapped
+
+    def refuse_changed(self, name: str) -> None:
+        """Raises DataError if the file is not the version that was listed."""
+        at = bisect_left(self.names, name)
+        size, version = self.sizes[at], self.versions[at]
+        with reading(name, self.options):
+            try:
+                now = look_up(self.system, self.path(name))
+            except FileNotFoundError:
+                now = Entry(name, -1, "")
+        if (now.size, now.version) != (size, version):
+            raise DataError(
+                f"{name} was {'removed' if now.size < 0 else 'changed'} while it was read; start "
+                "again when nothing writes to the source any more"
+            )
+
+    @contextmanager
+    def _one_version(self, name: str) -> Iterator[None]:
+        """Checks the version at the end, also after an error: a changed file may look damaged."""
+        try:
+            yield
+        except Exception:
+            self.refuse_changed(name)
+            raise
+        self.refuse_changed(name)
 
 
 def list_files(
@@ -107,12 +149,15 @@ def list_files(
     text_globs: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Files:
-    """`text_globs`: files that match one are not hidden by a "_" ("__init__.py").
+    """`text_globs`: files that match one of them are read even if their name begins with "_"
+    ("__init__.py").
 
-    Raises DataError if there is none or not all are there yet, StorageError if the store
-    refuses."""
+    Raises DataError if there are no files, or a conversion has not finished, and StorageError if
+    the store refuses.
+    """
     try:
         system, path = open_file_system(url, storage_options)
+        system.invalidate_cache()  # a cached listing may be out of date
         path, query = _split(system, str(path).rstrip("/"))
         dead: list[str] = []
         if is_local(system):
@@ -125,31 +170,36 @@ def list_files(
         raise DataError(_said(f"cannot list {url!r}", error, storage_options)) from None
     except Exception as error:  # a foreign file system may raise anything
         raise StorageError(_said(f"cannot list {url!r}", error, storage_options)) from None
-    sizes = {
-        str(name).removeprefix(root).lstrip("/"): int(facts.get("size") or 0)
-        for name, facts in found.items()
-        if facts["type"] == "file"
-    }
-    if any(name.rpartition("/")[2] == INCOMPLETE for name in sizes):
-        raise DataError(not_whole(url))
+    entries = {str(name).removeprefix(root).lstrip("/"): entry for name, entry in found.items()}
+    if any(name.rpartition("/")[2] == INCOMPLETE for name in entries):
+        raise DataError(incomplete_message(url))
     if "http" not in _protocols(system):
-        _refuse_table(url, system, path, root, sizes)
-    hidden = [name for name in sorted(sizes) if _is_hidden(name, text_globs)]
-    names = sorted(sizes.keys() - set(hidden))
+        _refuse_table(url, system, path, root, entries)
+    hidden = [name for name in sorted(entries) if _is_hidden(name, text_globs)]
+    names = sorted(entries.keys() - set(hidden))
     if not names:
         raise DataError(
             f"no file at {redact_url(url)!r}; it must be a folder, a file or a glob such as "
             "'dir/**/*.csv'"
         )
-    there = tuple(sizes[name] for name in names)
+    sizes = tuple(entries[name].size for name in names)
+    versions = tuple(entries[name].version for name in names)
     links = tuple(path.removeprefix(root).lstrip("/") for path in dead)
     return Files(
-        system, root, tuple(names), there, query, tuple(hidden), links, storage_options or {}
+        system,
+        root,
+        tuple(names),
+        sizes,
+        versions,
+        query,
+        tuple(hidden),
+        links,
+        storage_options or {},
     )
 
 
 def kind_of(name: str) -> str:
-    """The ending that tells the format: "jsonl" of "a/b.jsonl.gz"."""
+    """The ending of a name without that of a codec: "jsonl" for "a/b.jsonl.gz"."""
     file = name.rpartition("/")[2].lower()
     for packed in _UNPACKED:
         file = file.removesuffix(packed)
@@ -158,6 +208,7 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def reading(name: str, options: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Raises DataError, without secrets, for errors while the file `name` is read."""
     try:
         yield
     except (ElasticError, AssertionError):
@@ -167,7 +218,7 @@ def reading(name: str, options: Mapping[str, Any] | None = None) -> Iterator[Non
 
 
 def _split(system: Any, path: str) -> tuple[str, str]:
-    """In a path of http a "?" is no glob's."""
+    """(path, query). Only in http does "?" begin a query; elsewhere it is a mark of a glob."""
     if "http" not in _protocols(system):
         return path, ""
     path, mark, query = path.partition("?")
@@ -180,7 +231,7 @@ def _protocols(system: Any) -> Sequence[str]:
 
 
 def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[str]) -> None:
-    """Also where a glob, or the name of one file, leaves its log out."""
+    """Raises DataError for a table, also if the glob or file name does not include its log."""
 
     def names_in(folder: str) -> list[str]:
         try:
@@ -198,22 +249,25 @@ def _refuse_table(url: str, system: Any, path: str, root: str, names: Iterable[s
     refuse_table(table, redact_url(url), root_url, names_in, system.cat_file)
 
 
-def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Any]]:
-    """What names are relative to, and each file's facts by its path; of a glob also the mark beside
-    its files."""
+def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Entry]]:
+    """(path that names are relative to, entries by path). For a glob with the `_incomplete` objects
+    next to its files."""
     marks = [path.index(mark) for mark in _GLOB_MARKS if mark in path]
     if marks:
         beside = f"{path.rpartition('/')[0]}/{INCOMPLETE}"
         found = system.glob(path, detail=True) | system.glob(beside, detail=True)
-        return path[: min(marks)].rpartition("/")[0], found
-    if system.isfile(path + query):
-        return path.rpartition("/")[0], {path: system.info(path + query)}
-    return path, system.find(path, detail=True)
+        root = path[: min(marks)].rpartition("/")[0]
+    elif system.isfile(path + query):
+        root, found = path.rpartition("/")[0], {path: system.info(path + query)}
+    else:
+        root, found = path, system.find(path, detail=True)
+    files = {name: info for name, info in found.items() if info["type"] == "file"}
+    return root, {name: entry_of(name, info) for name, info in files.items()}
 
 
-def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
-    """As `_find`, also below linked folders, and a name that holds marks of patterns may mean
-    itself; and dead links."""
+def _find_local(url: str, path: str) -> tuple[str, dict[str, Entry], list[str]]:
+    """As `_find`, and dangling links. Follows links to folders. A name with marks of a pattern may
+    be the name of a file."""
     backend, mark, root = LocalBackend(path), glob_mark(path), path
     matched: list[Entry] = []
     look = FolderListing([], [], {})
@@ -234,8 +288,7 @@ def _find_local(url: str, path: str) -> tuple[str, dict[str, Any], list[str]]:
         matched = look.entries
         if os.path.isfile(path):
             root, matched = path.rpartition("/")[0], [backend.stat(path)]
-    facts = {entry.path: {"type": "file", "size": entry.size} for entry in matched}
-    return root, facts, look.unreadable.get(LINKS, [])
+    return root, {entry.path: entry for entry in matched}, look.unreadable.get(LINKS, [])
 
 
 def _said(what: str, error: Exception, options: Mapping[str, Any] | None) -> str:
@@ -248,6 +301,6 @@ def _is_hidden(name: str, text_globs: Sequence[str]) -> bool:
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
-    """A glob without "/" is one of file names, in any folder."""
+    """Whether a pattern matches. One without "/" is matched with the file name, in any folder."""
     file = name.rpartition("/")[2]
     return any(fnmatchcase(name if "/" in glob else file, glob) for glob in globs)

@@ -14,6 +14,7 @@ from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.columns.schema import Columns, refuse_names_that_are_no_text
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats.arrow import refuse_old_feather
+from elastic_dp.data.formats.arrow_messages import refuse_large_batches
 from elastic_dp.data.formats.parquet import open_footer
 from elastic_dp.dataprep.sources.row_stream import (
     Rows,
@@ -29,7 +30,7 @@ BATCH_BYTES = 4 << 20
 
 SCHEMA_THREADS = 16
 
-_SchemaOf = Callable[[str], tuple[pa.Schema, bool]]  # and whether the file is known to have no row
+_SchemaOf = Callable[[str], tuple[pa.Schema, bool]]  # schema, whether the file surely has no rows
 _Batches = Callable[[str, pa.Schema], Iterator[pa.RecordBatch]]
 
 
@@ -41,13 +42,13 @@ def open_parquet(files: Files, columns: list[str] | None, partitions: Partitions
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open(name) as raw:
-            # buffer_size and no pre_buffer: a row group of a million rows is not read whole
+            # With buffer_size and without pre_buffer, a large row group is not read all at once.
             file = pq.ParquetFile(
                 raw, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
             )
             here = [name for name in file.schema_arrow.names if name in schema.names]
-            # each row group by itself: what a damaged page has too much would shift the rows of the
-            # next one
+            # Each row group is read by itself: surplus values of a damaged page would shift the
+            # rows of the next row group.
             for group in range(file.num_row_groups):
                 yield from file.iter_batches(_batch_rows(file.metadata), [group], here)
 
@@ -59,7 +60,7 @@ def open_arrow(files: Files, columns: list[str] | None, partitions: Partitions) 
 
 
 def open_saved_dataset(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
-    """The Arrow files in the order of state.json, which need not be that of their names."""
+    """The Arrow files in the order of state.json, which may differ from that of their names."""
     with files.open("state.json") as raw:
         content = raw.read()
     try:
@@ -67,7 +68,7 @@ def open_saved_dataset(files: Files, columns: list[str] | None, partitions: Part
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"state.json is not what datasets.save_to_disk writes: {error!r}") from None
     for name in names:
-        if name not in files.names:  # also one that leads out of the folder
+        if name not in files.names:  # or a path that leads out of the folder
             raise DataError(f"state.json names {name!r}, which is no file of this folder")
     return _open_arrow(files, names, columns, partitions)
 
@@ -82,6 +83,7 @@ def _open_arrow(
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with files.open_mapped(name) as raw:
+            refuse_large_batches(raw, name)
             reader = _open_ipc(raw, name)
             if isinstance(reader, pa.RecordBatchStreamReader):
                 yield from reader
@@ -99,7 +101,7 @@ def _rows(
     columns: list[str] | None,
     partitions: Partitions,
 ) -> Rows:
-    """Of one schema, by the rules of training (schema.py)."""
+    """The rows in one schema, which is merged by the rules of training (schema.py)."""
 
     def look(name: str) -> tuple[pa.Schema, bool]:
         with reading(name, files.options):
@@ -128,7 +130,7 @@ def _rows(
     def plain_batches(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in batches_of(name, schema):
             with reading(name, files.options):
-                batch.validate(full=True)  # Arrow follows offsets without asking
+                batch.validate(full=True)  # Arrow itself does not check offsets
                 plain = plain_batch(batch, schema, name)
             yield plain
 
@@ -148,7 +150,7 @@ def _batch_rows(footer: pq.FileMetaData) -> int:
 
 
 def _lasting(metadata: dict[bytes, bytes] | None) -> dict[bytes, bytes] | None:
-    """Without what described the old file's layout."""
+    """The metadata without what describes the layout of the old file."""
     return {
         k: v for k, v in (metadata or {}).items() if k not in (b"pandas", b"ARROW:schema")
     } or None

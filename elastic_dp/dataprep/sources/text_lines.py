@@ -1,9 +1,10 @@
-"""JSON Lines and CSV: read twice, first for the types of all rows, then for the rows.
+"""JSON Lines and CSV, which are read twice: the first pass finds the types of all rows, the second
+one reads the rows.
 
-One pass would have to trust its first block, and fail hours later at the first "1.5" in a column of
-whole numbers. Files are cut and parsed by the code that training reads them with (formats/text.py),
-so the rows are the same. Dates stay text. A CSV column that is numbers in one block and words in
-another is text.
+A single pass would have to trust its first block, and would fail hours later at the first "1.5" in
+a column of integers. The code of training cuts and parses the files (formats/text.py), so the rows
+are the same. Dates stay text. A CSV column that has numbers in one block and words in another is
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
-from elastic_dp.data.formats.exact_numbers import refuse_rounded
+from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.text import TextRows
 from elastic_dp.dataprep.sources.row_stream import Rows, choose, rows_of_files
@@ -41,7 +42,7 @@ def open_csv(files: Files, columns: list[str] | None, partitions: Partitions) ->
 
 
 def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
-    """Raises DataError where the header line, or a row in the first `nbytes`, cannot be read."""
+    """Raises DataError if the header line, or a row in the first `nbytes`, cannot be read."""
     content = raw.read(nbytes)
     is_all = len(content) < nbytes
     if not content.strip() or (head := rows.head(content, is_all)) is None:
@@ -61,12 +62,13 @@ def _rows(
     *,
     mixed_is_text: bool,
 ) -> Rows:
-    schema, rounded = pa.schema([]), dict[str, str]()
+    schema, rounded, leading_zeros = pa.schema([]), dict[str, str](), dict[str, str]()
     for name in files.names:
         with reading(name, files.options):
             for table in _tables(files, name, rows := opened(name), None):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
             rounded = {**rows.rounded, **rounded}
+            leading_zeros = {**rows.leading_zeros, **leading_zeros}
             for what, (count, first) in rows.remarks.items():
                 _log.warning("%s: %s, such as %s of %s", what, f"{count:,}", first, name)
     schema = pa.schema([(f.name, _settled(f.type)) for f in schema])
@@ -74,6 +76,8 @@ def _rows(
         added = [f.name for f in partitions.fields(schema, columns)]
         schema = choose(schema, [name for name in columns if name not in added], files.names[0])
     refuse_rounded(rounded, leaves(schema))
+    for warning in leading_zero_warnings(leading_zeros, leaves(schema)):
+        _log.warning("%s", warning)
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for table in _tables(files, name, opened(name), schema):
@@ -98,7 +102,7 @@ def _tables(
                 return  # an empty file
             head = rows.head(first, not chunk)
         if schema is None:
-            yield rows.parse(b"")  # of a file without rows, the names of its columns
+            yield rows.parse(b"")  # gives the columns of a file without rows
         for content in text.cut(chain([first[head:]], chunks), rows, name):
             yield rows.parse(content, schema)
         rows.end()
@@ -123,5 +127,5 @@ def _unify(known: pa.Schema, new: pa.Schema, name: str, mixed_is_text: bool) -> 
 
 
 def _settled(kind: pa.DataType) -> pa.DataType:
-    """A column of which no value was ever seen is text."""
+    """A column without any value becomes text."""
     return pa.string() if pa.types.is_null(kind) else kind

@@ -1,0 +1,152 @@
+"""Shards of every format, and their rows as plain values."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+from hypothesis import HealthCheck, settings
+
+from elastic_dp.data.discovery.index import read_index
+from tests.data.test_index import config, opened
+
+any_content = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def rows_of(folder: Path | str, **changes) -> tuple[list[dict], list[int]]:
+    """All rows as plain values, in file order, and the rows of each row group."""
+    wanted = config(folder, **changes)
+    index = read_index(wanted)
+    groups = opened(wanted, index)
+    rows: list[dict] = []
+    for number, count in enumerate(index.rows.tolist()):
+        columns, nbytes = groups.read(number)
+        assert nbytes <= index.nbytes[number]
+        plain = {name: plain_values(column) for name, column in columns.items()}
+        assert {len(values) for values in plain.values()} == {count}
+        rows += [
+            dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)
+        ]
+    groups.close()
+    return rows, index.rows.tolist()
+
+
+def plain_values(column) -> list:
+    if isinstance(column, pa.Array):
+        return column.to_pylist()
+    if isinstance(column, np.ndarray):
+        return column.tolist()
+    pieces = zip(column.offsets[:-1], column.offsets[1:], strict=True)
+    return [column.values[start:end].tolist() for start, end in pieces]
+
+
+def nested(first: int, rows: int) -> pa.Table:
+    """A column of every kind that has a tensor or is text."""
+    ids = np.arange(first, first + rows)
+    pixels = (ids[:, None, None] * 100 + np.arange(6).reshape(2, 3)).astype(np.int16)
+    image = pa.FixedSizeListArray.from_arrays(
+        pa.FixedSizeListArray.from_arrays(pixels.ravel(), 3), 2
+    )
+    plain = ids.tolist()
+    return pa.table(
+        {
+            "id": pa.array(ids),
+            "even": pa.array(ids % 2 == 0),
+            "image": image,
+            "same": pa.array([[i, i + 1] for i in plain], pa.list_(pa.int32())),
+            "grid": pa.array([[[i, 1], [2, i]] for i in plain], pa.list_(pa.list_(pa.int32()))),
+            "ragged": pa.array([list(range(i % 4)) for i in plain], pa.list_(pa.int32())),
+            "text": pa.array([f"row {i}" if i % 5 else None for i in plain]),
+            "raw": pa.array([bytes([i % 256]) * (i % 3) for i in plain], pa.binary()),
+            "fixed": pa.array([bytes([i % 256, 1, 2]) for i in plain], pa.binary(3)),
+            "kind": pa.array(["cat" if i % 3 else "dog" for i in plain]).dictionary_encode(),
+            "at": pa.array([{"x": i, "deep": {"y": i / 2}} for i in plain]),
+        }
+    )
+
+
+def expected(table: pa.Table) -> list[dict]:
+    rows = []
+    for row in table.to_pylist():
+        at = row.pop("at")
+        row["fixed"] = list(row["fixed"])
+        rows.append({**row, "at.x": at["x"], "at.deep.y": at["deep"]["y"]})
+    return rows
+
+
+def write_arrow(path: Path, content: pa.Table, stream: bool, **options) -> None:
+    make = pa.ipc.new_stream if stream else pa.ipc.new_file
+    options = pa.ipc.IpcWriteOptions(unify_dictionaries=not stream, **options)
+    with pa.OSFile(str(path), "wb") as file, make(file, content.schema, options=options) as writer:
+        writer.write_table(content, max_chunksize=16)
+
+
+def parquet(path: Path, content: pa.Table, **options) -> None:
+    pq.write_table(content, path.with_suffix(".parquet"), row_group_size=16, **options)
+
+
+BINARY = {
+    "parquet": parquet,
+    "parquet zstd": lambda p, t: parquet(p, t, compression="zstd", use_dictionary=False),
+    "parquet small pages": lambda p, t: parquet(p, t, data_page_size=64, write_page_checksum=True),
+    "arrow file": lambda p, t: write_arrow(p.with_suffix(".arrow"), t, stream=False),
+    "arrow stream": lambda p, t: write_arrow(p.with_suffix(".arrow"), t, stream=True),
+    "arrow file lz4": lambda p, t: write_arrow(
+        p.with_suffix(".feather"), t, False, compression="lz4"
+    ),
+    "arrow stream zstd": lambda p, t: write_arrow(
+        p.with_suffix(".ipc"), t, True, compression="zstd"
+    ),
+}
+
+
+def in_memory(folder: Path) -> str:
+    """A copy in a store whose objects are no files of this machine."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for shard in folder.iterdir():
+        memory.pipe(f"/{folder.name}/{shard.name}", shard.read_bytes())
+    return f"memory://{folder.name}"
+
+
+def write_tar(path: Path, first: int, samples: int, **ending: bytes) -> list[dict]:
+    rows = []
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo("._hidden"))
+        for number in range(first, first + samples):
+            key = f"{'long/' * 30 * (number % 2)}img-{number}"
+            parts = {"jpg": bytes([number % 256]) * (number * 37 % 900), "cls": b" %d\n" % number}
+            parts |= {"json": b'{"n": %d}' % number, "seg.png": b"x", **ending}
+            for name, content in parts.items():
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            rows.append({"__key__": key, **parts, "cls": number, "json": parts["json"].decode()})
+    return rows
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def lines_of(path: Path, line: str, header: str = "") -> None:
+    path.write_text(header + "".join(line % n for n in range(90)))
+
+
+SHARDS = {
+    "a.parquet": lambda p: parquet(p, nested(0, 90), compression="zstd", use_dictionary=False),
+    "a.arrow": lambda p: write_arrow(p, nested(0, 90), False),
+    "a.jsonl": lambda p: lines_of(p, '{"x": %d}\n'),
+    "a.csv": lambda p: lines_of(p, "%d,5\n", "x,y\n"),
+    "a.tar": lambda p: write_tar(p, 0, 40),
+}
+
+
+ONE = pa.table({"x": [1, 2], "s": ["a", "b"]})

@@ -1,0 +1,53 @@
+"""Names of columns that have a dot, beside fields of structs."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pytest
+
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.dataprep.inspection.inspect_dataset import inspect
+from elastic_dp.errors import DataError
+from tests.data.shards import BINARY, parquet, rows_of
+from tests.data.test_index import config
+
+DOTTED = pa.table({"id": [1, 2], "a.b": [3, 4], "a.b.c": [5, 6]})
+
+
+STRUCT = pa.array([{"b": 7, "c": 8}] * 2)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow file", "jsonl"])
+def test_a_column_with_a_dot_in_its_name_is_read_by_exactly_that_name(kind, tmp_path):
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in DOTTED.to_pylist()))
+    else:
+        BINARY[kind](tmp_path / "a", DOTTED)
+    assert rows_of(tmp_path)[0] == DOTTED.to_pylist()
+    for some in (["a.b"], ["a.b.c", "id"], ["id", "a.b"]):
+        assert rows_of(tmp_path, columns=some)[0] == DOTTED.select(some).to_pylist()
+    for name in ("a", "a.b.c.d", "b"):
+        with pytest.raises(
+            DataError, match=rf"no column '{name}' in .*a\.\w+, which ha(s|ve) 'id', 'a\.b'"
+        ):
+            read_index(config(tmp_path, columns=["id", name]))
+
+
+def test_inspect_does_not_count_a_column_with_a_dot_in_its_name_as_part_of_another(tmp_path):
+    wide = pa.table({"a": [1] * 64, "a.b": ["long" * 1000] * 64})
+    parquet(tmp_path / "a", wide)
+    (column,) = inspect(str(tmp_path), columns=["a"]).columns
+    assert column.name == "a" and column.stored.max < 1000
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow file"])
+def test_a_name_that_means_a_column_and_a_field_of_a_struct_is_refused(kind, tmp_path):
+    """Only where it is asked for: the struct's other fields, and other columns, can be read."""
+    BINARY[kind](tmp_path / "a", DOTTED.append_column("a", STRUCT))
+    for wanted in (None, ["a.b"], ["a"]):
+        with pytest.raises(DataError, match=r"'a\.b' names 2 things in a\.\w+: columns with a dot"):
+            read_index(config(tmp_path, columns=wanted))
+    rows, _ = rows_of(tmp_path, columns=["a.c", "id", "a.b.c"])
+    assert rows == [{"a.c": 8, "id": 1, "a.b.c": 5}, {"a.c": 8, "id": 2, "a.b.c": 6}]

@@ -1,0 +1,157 @@
+"""Shards that cannot be read are refused by name, when they are opened or when they are read."""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.data.discovery.index import read_index
+from elastic_dp.data.formats import text
+from elastic_dp.errors import BadShard, DataError, StorageError
+from elastic_dp.storage import Store
+from tests.data.shards import ONE, SHARDS, cut_short, in_memory
+from tests.data.test_index import config, opened
+
+
+def scribbled(path: Path) -> None:
+    """The second half of the second row group is other bytes; size, footer and time stay."""
+    index = read_index(config(path.parent))
+    before, content = path.stat(), bytearray(path.read_bytes())
+    middle, end = int(index.starts[1] + index.ends[1]) // 2, int(index.ends[1])
+    content[middle:end] = (b'"\xff\x00{' * end)[: end - middle]
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(text, "GROUP_BYTES", 200)
+    monkeypatch.setattr("elastic_dp.data.formats.tar.GROUP_BYTES", 20_000)
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_row_group_that_cannot_be_decoded(name, tmp_path, small_groups):
+    SHARDS[name](tmp_path / name)
+    index = read_index(config(tmp_path))
+    scribbled(tmp_path / name)
+    groups = opened(config(tmp_path), index)
+    groups.read(0)
+    with pytest.raises(BadShard) as caught:
+        groups.read(1)
+    assert (caught.value.shard, caught.value.row_group) == (name, 1) and caught.value.reason
+    groups.close()
+
+
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+def test_a_shard_that_was_rewritten(name, where, tmp_path, small_groups, monkeypatch):
+    """Before it was opened, and after."""
+    monkeypatch.setattr("elastic_dp.storage.retry.FIRST_PAUSE_S", 0.001)
+    SHARDS[name](tmp_path / name)
+    wanted = config(where(tmp_path))
+    fresh, used = (opened(wanted, read_index(wanted)) for _ in range(2))
+    used.read(0)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(
+        content[: len(content) // 2] + b"{}" + content[len(content) // 2 :]
+    )
+    where(tmp_path)
+    for groups in (fresh, used):
+        with pytest.raises(DataError, match=rf"{name} was rewritten"):
+            groups.read(1)
+        groups.close()
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards_that_cannot_be_indexed(name, tmp_path):
+    SHARDS[name](tmp_path / name)
+    if name in ("a.parquet", "a.arrow", "a.tar"):
+        (tmp_path / f"b{name}").write_bytes(b"")
+        with pytest.raises(DataError, match=rf"b{name} is empty \(0 bytes\), .* was lost; write"):
+            read_index(config(tmp_path))
+    (tmp_path / f"b{name}").write_bytes(b'\x00"{broken')
+    with pytest.raises(DataError, match=rf"b{name}"):
+        read_index(config(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.tar", "a.jsonl"])
+def test_a_shard_that_is_cut_short(name, tmp_path):
+    SHARDS[name](tmp_path / name)
+    cut_short(tmp_path / name)
+    with pytest.raises(DataError, match=rf"cannot (read the footer of|scan|read) {name}"):
+        read_index(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("shards", "changes", "said"),
+    [
+        ({}, {}, r"no shard \(\*\.parquet.*\*\.tar\) at '.*': the folder is empty"),
+        ({"a": ONE[:0], "b": ONE[:0]}, {}, r"no shard at '.*' holds a row: a\.parquet, b\.parquet"),
+        ({"a": ONE}, {"columns": ["t"]}, r"no column 't' in a\.parquet, which has 'x', 's'"),
+        (
+            {"a": ONE, "b": ONE.select(["s"])},
+            {},
+            r"'x' \(int64\) holds 2 nulls.* \(b\.parquet has none of its values\)",
+        ),
+        (
+            {"a": ONE.select(["s"]), "b": ONE},
+            {},
+            r"'x' \(int64\) holds 2 nulls.* \(a\.parquet has none of its values\)",
+        ),
+        (
+            {"a": ONE, "b": ONE},
+            {"columns": ["t"]},
+            r"no column 't' in a\.parquet",
+        ),
+        (
+            {"a": ONE, "b": ONE.set_column(0, "x", [pa.array([1.0, 2.0])])},
+            {},
+            r"'x' is int64 in a\.parquet and double in b\.parquet; rewrite one of them",
+        ),
+        (
+            {"a": pa.table({"t": pa.nulls(2)})},
+            {},
+            r"'t' is null \(every value is null\), which has no tensor",
+        ),
+        ({"a": ONE.rename_columns(["x", "x"])}, {}, r"several columns named 'x'"),
+    ],
+)
+def test_read_index_of_unreadable_shards_is_refused(shards, changes, said, tmp_path):
+    for name, content in shards.items():
+        pq.write_table(content, tmp_path / f"{name}.parquet")
+    with pytest.raises(DataError, match=said):
+        read_index(config(tmp_path, **changes))
+
+
+def test_mixed_formats_need_a_choice(tmp_path):
+    pq.write_table(ONE, tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text("x\n1\n")
+    with pytest.raises(
+        DataError, match=r"several formats: 1 parquet \(such as a\.parquet\) and 1 csv"
+    ):
+        read_index(config(tmp_path))
+    assert read_index(config(tmp_path, format="csv")).num_rows == 1
+
+
+@pytest.mark.parametrize("where", [str, in_memory], ids=["file", "store"])
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_that_is_gone_is_the_stores_word(name, where, tmp_path):
+    """Not a bad shard, which a run may be told to skip."""
+    SHARDS[name](tmp_path / name)
+    wanted = config(where(tmp_path))
+    groups = opened(wanted, read_index(wanted))
+    (tmp_path / name).unlink()
+    Store(wanted.url).delete(Store(wanted.url).path + f"/{name}")
+    with pytest.raises(StorageError, match=name):
+        groups.read(0)
+    groups.close()
+
+
+def test_rows_without_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(DataError, match=r"no (columns|rows)"):
+        read_index(config(tmp_path))
