@@ -249,11 +249,11 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
         for transition in Transition:
             machine = PhaseMachine(phase)
             if (phase, transition) in TABLE:
-                machine.take(transition)
+                machine.apply(transition)
                 assert machine.phase is TABLE[phase, transition]
             else:
                 with pytest.raises(IllegalTransition, match=str(transition)):
-                    machine.take(transition)
+                    machine.apply(transition)
 
 
 def test_module_and_class_names_appear_once_in_the_package():

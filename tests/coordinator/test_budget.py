@@ -67,7 +67,10 @@ def test_micro_batch_reported_after_the_death_counts_once() -> None:
         assert "died while" not in scene.coordinator.reason
         for at in reports:
             scene.tell(m.WorkerLost(worker, "reset", micro_batch=at))
-    assert "2 workers died while they ran virtual worker 3 of step 1" in scene.coordinator.reason
+    assert (
+        "2 workers died one after another while running virtual worker 3 of step 1"
+        in scene.coordinator.reason
+    )
 
 
 def test_micro_batch_of_a_worker_preempted_later_is_not_blamed() -> None:

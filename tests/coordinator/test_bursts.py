@@ -167,7 +167,7 @@ def test_scale_down_releases_standbys_on_a_draining_node_first() -> None:
 def test_scale_down_releases_from_the_node_with_the_fewest_workers() -> None:
     workers = [worker(n, node) for n, node in enumerate("aaabb", 1)]
     (first,) = choose_departing(workers, 1)
-    assert (first[0].id, first[1]) == ("w5", "others stay on its node")
+    assert (first[0].id, first[1]) == ("w5", "other workers stay on its node")
 
 
 def test_a_node_that_others_stay_on_is_not_emptied() -> None:

@@ -15,7 +15,7 @@ def told(scene: Scene, kind: type) -> list[str]:
 
 def falling(step: int = 4, **rules: object) -> Scene:
     """Both of two are needed, and w2 must be gone in ten seconds."""
-    rules = {"size": 2, "min_workers": 2, "drain_margin_s": 3.0, "keeps": True} | rules
+    rules = {"size": 2, "min_workers": 2, "drain_margin_s": 3.0, "checkpointing": True} | rules
     scene = Scene(**rules)
     scene.running("w1", "w2", step=step)
     scene.tell(m.DrainNoticed("w2", scene.now + 10.0))
@@ -70,7 +70,7 @@ def test_draining_worker_leaves_when_its_state_is_committed() -> None:
 
 
 def test_the_last_of_all_leave_the_run_to_others() -> None:
-    scene = Scene(size=1, keeps=True, drain_margin_s=3.0)
+    scene = Scene(size=1, checkpointing=True, drain_margin_s=3.0)
     scene.running("w1", step=4)
     scene.tell(m.DrainNoticed("w1", scene.now + 10.0))
     scene.wait(7.1, "w1", step=5)
@@ -108,15 +108,15 @@ def test_joiner_meanwhile_ends_the_wait_for_the_commit() -> None:
     assert scene.members == ["w1", "w3"]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_second_notice_later_lets_the_worker_with_time_left_go_on(keeps: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_second_notice_later_lets_the_worker_with_time_left_go_on(checkpointing: bool) -> None:
     """The worker that has time left goes on alone, if one is enough."""
-    scene = Scene(size=2, keeps=keeps, drain_margin_s=3.0)
+    scene = Scene(size=2, checkpointing=checkpointing, drain_margin_s=3.0)
     scene.running("w1", "w2", step=4)
     scene.tell(m.DrainNoticed("w2", scene.now + 10.0))
     assert not scene.of(m.TakeCheckpoint)
     scene.tell(m.DrainNoticed("w1", scene.now + 60.0))
-    assert told(scene, m.TakeCheckpoint) == (["w1", "w2"] if keeps else [])
+    assert told(scene, m.TakeCheckpoint) == (["w1", "w2"] if checkpointing else [])
     scene.wait(7.1, "w1", "w2", step=5)
     assert told(scene, m.EndGeneration)[:2] == ["w1", "w2"]
     for worker in ("w1", "w2"):
@@ -124,14 +124,14 @@ def test_second_notice_later_lets_the_worker_with_time_left_go_on(keeps: bool) -
     assert scene.members == ["w1"] and not scene.ever(m.WriteDrainCheckpoint)
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_drain_without_a_step_or_a_storage_lets_training_go_on(keeps: bool) -> None:
-    scene = falling(step=0 if keeps else 4, keeps=keeps)
-    scene.wait(9.0, "w1", "w2", step=0 if keeps else 4)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_drain_without_a_step_or_a_storage_lets_training_go_on(checkpointing: bool) -> None:
+    scene = falling(step=0 if checkpointing else 4, checkpointing=checkpointing)
+    scene.wait(9.0, "w1", "w2", step=0 if checkpointing else 4)
     assert not scene.ever(m.EndGeneration)
-    assert bool(scene.ever(m.TakeCheckpoint)) is keeps
-    scene.stopped("w1", step=0 if keeps else 6)
-    scene.stopped("w2", step=0 if keeps else 6)
+    assert bool(scene.ever(m.TakeCheckpoint)) is checkpointing
+    scene.stopped("w1", step=0 if checkpointing else 6)
+    scene.stopped("w2", step=0 if checkpointing else 6)
     assert not scene.ever(m.WriteDrainCheckpoint)
     assert scene.members == ["w1", "w2"] and scene.coordinator.generation == 2
 
@@ -153,7 +153,7 @@ def test_the_end_of_the_run_is_not_held_up() -> None:
 def test_commit_before_a_restore_does_not_count() -> None:
     """The newest one was damaged: the run goes on from the one before it, and makes the same steps
     again."""
-    scene = Scene(size=1, keeps=True, drain_margin_s=3.0)
+    scene = Scene(size=1, checkpointing=True, drain_margin_s=3.0)
     scene.running("w1", step=4)
     scene.committed = 9
     scene.tell(m.CheckpointCommitted(9))
@@ -200,7 +200,7 @@ def test_a_stop_is_told_again_until_it_is_heard() -> None:
 
 def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_committed() -> None:
     """All who were to go on without it are lost before they made a step."""
-    scene = Scene(size=2, min_workers=2, keeps=True)
+    scene = Scene(size=2, min_workers=2, checkpointing=True)
     scene.running("w1", "w2", step=4)
     for worker in ("w1", "w2"):
         scene.tell(m.DrainNoticed(worker, scene.now + 30.0))
@@ -220,7 +220,7 @@ def test_a_leaver_that_alone_holds_the_state_leaves_when_it_is_committed() -> No
 
 def test_many_notices_at_once_ask_two_members_once() -> None:
     workers = [f"w{n}" for n in range(1, 9)]
-    scene = Scene(size=8, min_workers=8, keeps=True)
+    scene = Scene(size=8, min_workers=8, checkpointing=True)
     scene.running(*workers, step=4)
     for worker in workers[:6]:
         scene.tell(m.DrainNoticed(worker, scene.now + 30.0))

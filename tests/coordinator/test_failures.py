@@ -105,7 +105,8 @@ def test_a_micro_batch_that_ends_whoever_runs_it_is_named() -> None:
     scene = Scene(size=2, max_losses_of_micro_batch=3)
     assert die_one_by_one(scene, 9, m.Cause.UNKNOWN, (8, 5), step=7) == 4
     assert (
-        "4 workers died while they ran virtual worker 5 of step 8" in scene.ever(m.FailRun)[0].error
+        "4 workers died one after another while running virtual worker 5 of step 8"
+        in scene.ever(m.FailRun)[0].error
     )
 
 

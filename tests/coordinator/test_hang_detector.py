@@ -3,7 +3,7 @@
 from typing import Any
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.hang_detector import LEAST_S, LONGER, STEPS
+from elastic_dp.coordinator.hang_detector import MIN_LIMIT_S, SLOW_FACTOR, STEPS
 from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.coordinator.worker_state import HeartbeatProgress
 from tests.coordinator.scenes import Scene
@@ -44,7 +44,7 @@ def test_worker_that_has_not_entered_the_collective_is_the_suspect() -> None:
     assert stay(scene, 3, **at) == ["w2"]
     evicted = scene.ever(m.EvictWorker)[0]
     assert evicted.stuck
-    assert evicted.reason == "stuck: does not go on for 31 s, in 'compute' after step 5"
+    assert evicted.reason == "stuck: makes no progress for 31 s, in phase 'compute' after step 5"
     scene.stopped("w1", step=5)
     scene.stopped("w3", step=5)
     assert scene.members == ["w1", "w3"]
@@ -71,7 +71,10 @@ def test_collective_in_which_all_wait_is_aborted_without_an_eviction() -> None:
     scene = training("w1", "w2")
     at = {"w1": ("collective", 5), "w2": ("collective", 5)}
     assert stay(scene, LIMIT_S + 2, **at) == []
-    assert scene.coordinator.reason == "generation 1 ends: nothing moves in 'collective'"
+    assert (
+        scene.coordinator.reason
+        == "generation 1 ends: no member makes progress in phase 'collective'"
+    )
     assert len(scene.ever(m.AbortGeneration)) >= 2
     scene.stopped("w1", step=5)
     assert stay(scene, LIMIT_S - 2, w2=("collective", 5), w1=("wait", 5)) == []
@@ -119,7 +122,7 @@ def test_worker_inside_a_loop_body_may_finish_it_after_an_abort() -> None:
 def test_a_process_that_computes_has_longer() -> None:
     scene = training("w1", "w2")
     at = {"w1": ("collective", 5), "w2": ("compute", 5)}
-    assert stay(scene, LONGER * LIMIT_S - 1, cpu_s=0.5, **at) == []
+    assert stay(scene, SLOW_FACTOR * LIMIT_S - 1, cpu_s=0.5, **at) == []
     assert stay(scene, LIMIT_S, cpu_s=0.5, **at) == ["w2"]
 
 
@@ -129,7 +132,7 @@ def test_the_first_step_of_a_process_has_longer() -> None:
     scene = Scene(size=2, hang_timeout_s=LIMIT_S)
     scene.running("w1", "w2")
     at = {"w1": ("collective", 0), "w2": ("compute", 0)}
-    assert stay(scene, LONGER * LIMIT_S - 2, **at) == []
+    assert stay(scene, SLOW_FACTOR * LIMIT_S - 2, **at) == []
     scene.hear("w1", "w2", step=7)
     scene.lost("w2")
     scene.stopped("w1", step=7)
@@ -138,7 +141,7 @@ def test_the_first_step_of_a_process_has_longer() -> None:
     scene.stopped("w1", step=7)
     assert scene.members == ["w1", "w3"]
     at = {"w1": ("collective", 7), "w3": ("compute", 7)}
-    assert stay(scene, LONGER * LIMIT_S - 2, **at) == []
+    assert stay(scene, SLOW_FACTOR * LIMIT_S - 2, **at) == []
     assert stay(scene, LIMIT_S / 4, **at) == ["w3"]
 
 
@@ -152,7 +155,7 @@ def test_a_hand_over_in_which_nothing_moves_is_left() -> None:
     assert scene.members == ["w1", "w3"]
     at = {"w1": ("give", 5), "w3": ("receive", 0)}
     assert stay(scene, LIMIT_S + 5, **at) == []
-    assert "nothing moves in" in scene.coordinator.reason
+    assert "no member makes progress in" in scene.coordinator.reason
     scene.stopped("w3", has_state=False, position=TrainingPosition(0))
     assert stay(scene, LIMIT_S + 1, w1=("give", 5), w3=("wait", 0)) == ["w1"]
 
@@ -194,7 +197,7 @@ def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
     scene = Scene(size=2)
     scene.running("w1", "w2")
     progress = scene.coordinator._hang_detector
-    assert progress.limit_s == LEAST_S
+    assert progress.limit_s == MIN_LIMIT_S
     for step in range(1, 20):
         scene.wait(40.0, "w1", "w2", step=step - 1)
         scene.hear("w1", "w2", step=step)
@@ -204,7 +207,7 @@ def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
 def test_cpu_time_before_an_abort_does_not_count_after_it() -> None:
     standing = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
-        standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
+        standing.record(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
     standing.restart()
-    standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
+    standing.record(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
     assert (standing.beats, standing.cpu_s) == (1, 0.5)

@@ -52,7 +52,7 @@ def test_mismatch_without_a_majority_evicts_all() -> None:
 def test_mismatch_without_an_old_enough_checkpoint_fails_the_run() -> None:
     scene = differing(older=None)
     (failed,) = scene.ever(m.FailRun)
-    assert "there is no checkpoint of step 10 or before" in failed.error
+    assert "there is no checkpoint of step 10 or earlier" in failed.error
     assert "CheckpointConfig" in failed.error
 
 

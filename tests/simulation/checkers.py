@@ -284,7 +284,7 @@ class Checkers:
                 if "weights differed" not in reason:  # what it would take along is wrong
                     self.released(worker, by)
                 by.dismissed.add(worker)
-            case m.Explain(text=text) if "dealt by speed" in text:
+            case m.Explain(text=text) if "a split by speed" in text:
                 self.dealt_anew(by)
             case m.Explain(text=text) if text.startswith("a standby replaces "):
                 self.replaced(text.split()[3].rstrip(":"), by)
@@ -417,7 +417,7 @@ class Checkers:
         over = self.finish is not None or self.failure is not None
         if worker is None or not worker.has_state or over or by is not self.world.controllers[-1]:
             return
-        if name not in by.drained or not self.world.rules.keeps:
+        if name not in by.drained or not self.world.rules.checkpointing:
             return
         self.marks["drained"] += 1
         believed = by.coordinator.workers  # of a silent death nobody can know yet
@@ -549,7 +549,7 @@ class Watched:
             event, m.DeadlineReached | m.HeartbeatReceived
         ):
             return coordinator.handle(event, now)  # type: ignore[no-any-return]
-        waiting = coordinator._registry.failure_detector.waiting
+        waiting = coordinator._registry.failure_detector.watches_any
         doubt = coordinator._leadership
         sure = doubt.deferred is None and not doubt.fell_quiet(now, waiting)
         waits = coordinator.deadline is None or now < coordinator.deadline

@@ -182,7 +182,7 @@ class SimController:
 
     def process(self, event: m.Event) -> None:
         self.note(event)
-        if self.world.talk is not None:  # the longest part of many an event
+        if self.world.talk is not None:  # the longest_s part of many an event
             self.world.trace(f"c{self.number} <- {event}")
         before, phase = self.coordinator.generation, self.coordinator.phase
         commands = self.watched.handle(event, self.world.now)
@@ -304,7 +304,7 @@ class World:
             max_user_errors=1000,
             stabilization_s=self.land.choice((0.0, 2.0, 5.0)) if self.land else 0.0,
             min_on_demand=self.land.choice((0, 0, 1, 2)) if self.land else 0,
-            keeps=self.weather.commit_steps > 0,
+            checkpointing=self.weather.commit_steps > 0,
         )
         self.size, self.least, self.steps = size, self.rules.min_workers, self.weather.steps
         self.now, self.counter = 0.0, 0

@@ -289,7 +289,7 @@ class Controller:
         return commands
 
     def _coordinator_config(self) -> CoordinatorConfig:
-        config = coordinator_config_of(self.spec, keeps=self.url is not None)
+        config = coordinator_config_of(self.spec, checkpointing=self.url is not None)
         state = self.state_store.state
         size, least = state.size or config.size, state.min_workers or config.min_workers
         if not least <= size <= config.virtual_workers:
@@ -389,8 +389,8 @@ class Controller:
         self._worker_group.kill(command.worker)
 
 
-def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
-    """The coordinator's rules for a job; `keeps`: it has a storage for checkpoints."""
+def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> CoordinatorConfig:
+    """The coordinator's configuration for a job. `checkpointing`: there is storage for it."""
     scaling, failure = spec.scaling, spec.failure
     return CoordinatorConfig(
         min_workers=scaling.min_workers,
@@ -410,5 +410,5 @@ def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConf
         stabilization_s=scaling.stabilization_s,
         min_on_demand=scaling.min_on_demand,
         exact=spec.exact,
-        keeps=keeps,
+        checkpointing=checkpointing,
     )

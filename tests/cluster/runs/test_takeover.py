@@ -89,7 +89,7 @@ def test_takeover_asks_the_workers_there_are():
     assert asked == ["w1", "w2"]
     assert made._worker_group.killed == ["w4"], "it was told to leave, and takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
-    assert (made.coordinator.size, made.coordinator._run.least) == (3, 2)
+    assert (made.coordinator.size, made.coordinator._run.min_members) == (3, 2)
     assert made.coordinator._lineage.established
 
 
