@@ -86,7 +86,7 @@ class ScalingConfig:
         whole_number("ScalingConfig.min_on_demand", self.min_on_demand, 0)
         if not valid_labels(self.zones):
             raise SpecError(
-                f"ScalingConfig.zones is {self.zones!r}, must be a list of names that are valid labels"
+                f"ScalingConfig.zones is {self.zones!r}, must be a list of names (valid labels)"
             )
         self._check_label_selector()
         if self.min_on_demand > self.max_workers:

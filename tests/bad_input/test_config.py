@@ -40,7 +40,7 @@ from tests.runs import Points
             ["names ray.io/market-type"],
         ),
         ({"zones": 5}, ["zones is 5, must be a list of names"]),
-        ({"zones": ["!a"]}, ["zones is ['!a'], must be a list of names that are valid labels"]),
+        ({"zones": ["!a"]}, ["zones is ['!a'], must be a list of names (valid labels)"]),
         ({"label_selector": {"a": "in()"}}, ["label_selector has 'a': 'in()'", "!in(a,b)"]),
         ({"label_selector": {"a b": "c"}}, ["label_selector has 'a b': 'c'"]),
         ({"label_selector": {"a": "c d"}}, ["label_selector has 'a': 'c d'"]),
