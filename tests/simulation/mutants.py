@@ -3,9 +3,8 @@ instead.
 
 A mutant replaces one expression, or one or several statements, in the syntax tree of a function (or
 of a module's constant). The code must be there exactly once, so a guard cannot be lost unnoticed;
-how it is laid out and in which file it stands does not matter. It is caught by the scripted scenes
-of tests/coordinator (for guards that take a rare coincidence to matter), or by a seed of the
-simulator.
+its layout and its file do not matter. It is caught by the scripted scenarios of tests/coordinator
+(for guards that only matter in a rare coincidence), or by a seed of the simulator.
 
 The table is one file, longer than others: each entry is read alone and found by the function it
 names, a guard often belongs to several parts of the coordinator, and a guard that moves to another
@@ -30,7 +29,7 @@ import elastic_dp.coordinator
 from elastic_dp.coordinator import membership, messages
 
 WORKERS = "tests.simulation.workers"
-SCENES = (
+SCENARIOS = (
     "test_startup",
     "test_generations",
     "test_leases",
@@ -57,7 +56,7 @@ class Mutant:
     where: str  # "Class.method", "function", or "CONSTANT" of a module
     code: str  # an expression, or statements
     instead: str
-    climate: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
+    faults: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
     first: int = 0  # seed from which on it is soon noticed
 
 
@@ -897,7 +896,7 @@ self.failed('hand-over failed', (source.id,))""",
         "MembershipPlanner.advance",
         "self._checkpointer.due(now) if self.run.config.checkpointing else []",
         "self._checkpointer.due(now)",
-        climate={"commit_steps": 0, "drain": 3.0, "steps": 60, "kill_all": 0.0},
+        faults={"commit_steps": 0, "drain": 3.0, "steps": 60, "kill_all": 0.0},
     ),
     Mutant(
         "those who must go are kept though others came",
@@ -1464,17 +1463,17 @@ def objection(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     with broken(mutant) as world:
         for seed in seeds:
             try:
-                world.World(seed, climate=mutant.climate).run()
+                world.World(seed, faults=mutant.faults).run()
             except Exception as error:
                 return seed, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 
-def caught_in_a_scene(mutant: Mutant) -> str | None:
+def caught_in_a_scenario(mutant: Mutant) -> str | None:
     """The first scripted scene that fails."""
     with broken(mutant):
-        scenes = [importlib.import_module(f"tests.coordinator.{name}") for name in SCENES]
-        for name, function in [item for module in scenes for item in vars(module).items()]:
+        scenarios = [importlib.import_module(f"tests.coordinator.{name}") for name in SCENARIOS]
+        for name, function in [item for module in scenarios for item in vars(module).items()]:
             if not name.startswith("test_"):
                 continue
             for values in cases(function):

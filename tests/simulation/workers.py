@@ -170,7 +170,7 @@ class SimWorker:
 
     @property
     def virtual_s(self) -> float:
-        known = self.world.weather.uneven and self.steps_here >= MEASURED
+        known = self.world.profile.uneven and self.steps_here >= MEASURED
         return self.world.virtual_time(self.id) if known else 0.0
 
     def receive(self, command: m.Command) -> None:
@@ -419,7 +419,7 @@ class SimWorker:
         if token != self.token:
             return
         assert self.group is not None
-        if self.world.rng.random() < self.world.weather.torn:
+        if self.world.rng.random() < self.world.profile.torn:
             self.failed("sharing failed")
             return
         self.step = self.body_begun = self.group.committed
@@ -462,7 +462,7 @@ class SimWorker:
             if not self.has_state:
                 self.state = GARBAGE
             self.failed("the source is gone", (source.id,))
-        elif self.world.rng.random() < self.world.weather.torn:
+        elif self.world.rng.random() < self.world.profile.torn:
             self.failed("hand-over failed", (source.id,))  # staged: nothing was written
         else:
             self.world.check.handed_over(self, source)
@@ -512,7 +512,7 @@ class SimWorker:
 
     def compute_time(self) -> float:
         usual = self.world.compute_time()
-        if not self.world.weather.uneven:
+        if not self.world.profile.uneven:
             return usual
         assert self.group is not None
         member = self.group.members[self.id]

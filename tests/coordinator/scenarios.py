@@ -28,7 +28,7 @@ def facts(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-class Scene:
+class Scenario:
     """`now` is moved by `wait`; claims are granted at once unless `claims` is False."""
 
     def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
@@ -45,11 +45,11 @@ class Scene:
             self.note(self.coordinator.start(0.0))
 
     @classmethod
-    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scene:
-        scene = cls(begin=False, **rules)
-        scene.coordinator, commands = Coordinator.recover(scene.rules, workers, highest, 0.0)
-        scene.note(commands)
-        return scene
+    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scenario:
+        scenario = cls(begin=False, **rules)
+        scenario.coordinator, commands = Coordinator.recover(scenario.rules, workers, highest, 0.0)
+        scenario.note(commands)
+        return scenario
 
     def answer(self, event: m.Event) -> m.Event:
         """A report, unless it says otherwise, answers the newest question."""
@@ -153,8 +153,8 @@ class Scene:
         return [member.worker for member in membership.members] if membership else []
 
 
-def trio(**rules: Any) -> Scene:
+def trio(**rules: Any) -> Scenario:
     """Three members that train."""
-    scene = Scene(size=3, **rules)
-    scene.running("w1", "w2", "w3")
-    return scene
+    scenario = Scenario(size=3, **rules)
+    scenario.running("w1", "w2", "w3")
+    return scenario
