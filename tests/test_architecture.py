@@ -273,10 +273,10 @@ def test_module_and_class_names_appear_once_in_the_package():
 PARAMETERS = {
     "ElasticTrainer": """
         train *data name storage_path config scaling checkpoint failure exact max_steps
-        max_time_s loggers labels runtime_env
+        max_time_s loggers labels runtime_env storage_options
     """,
     "ElasticTrainer.fit": "self local",
-    "attach": "name storage_path",
+    "attach": "name storage_path storage_options",
     "TrainContext.steps": "self model optimizer loss_fn *scheduler clip_norm precision state",
     "TrainContext.evaluate": "self fn data *model",
     "TrainContext.log": "self metrics",

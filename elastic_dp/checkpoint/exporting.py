@@ -25,7 +25,7 @@ from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.checkpoint.layout import METADATA, WORDS, dtype_name, flat_bytes, header
 from elastic_dp.checkpoint.state_dict_names import model_state, optimizer_state, scheduler_state
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
-from elastic_dp.storage import Store
+from elastic_dp.storage import StorageURL, Store
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def load_state(
 
 
 def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
-    """Write a file, or a folder where the name has no ending. Raises CheckpointError if the ending
-    is another."""
+    """Write a file, or a folder where the name has no ending. A `StorageURL` brings the options of
+    its store. Raises CheckpointError if the ending is another."""
     state = _loaded(commit, load(catalog, commit, plain=True), plain=True)
     if destination.endswith(".safetensors"):
         _write(destination, safetensors(state.model))
@@ -76,6 +76,11 @@ def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
         _write(destination, file.getbuffer())
     elif "." in destination.rstrip("/").rpartition("/")[2]:
         raise CheckpointError(f"{destination} must end in .safetensors or .pt, or be a folder")
+    elif isinstance(destination, StorageURL) and destination.options:
+        raise CheckpointError(
+            f"{destination}: torch.distributed.checkpoint opens its folder itself, without storage "
+            "options; export to a local folder, or put the options where the store's own tools look"
+        )
     else:
         _export_distributed(state, destination)
 
@@ -163,5 +168,6 @@ def _write(destination: str, content: Any) -> None:
     folder, slash, name = destination.rpartition("/")
     if folder.endswith(":/"):  # a URL without a folder
         folder += "/"
-    store = Store(folder or slash or ".")
+    options = destination.options if isinstance(destination, StorageURL) else None
+    store = Store(folder or slash or ".", options)
     store.write(f"{store.path.rstrip('/')}/{name}".lstrip("/" if not store.path else ""), content)

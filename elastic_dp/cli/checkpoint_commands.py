@@ -15,7 +15,7 @@ from rich.table import Table
 
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
-from elastic_dp.storage import Store, redact_url
+from elastic_dp.storage import StorageURL, Store, redact_url
 
 if TYPE_CHECKING:
     from elastic_dp.checkpoint.catalog import Catalog, CommitName
@@ -99,6 +99,10 @@ def export(
     ],
     step: _Step = None,
     storage_option: StorageOption = None,
+    destination_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="As --storage-option, of DST's store."),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Write a checkpoint as a file that opens without this package."""
@@ -106,7 +110,7 @@ def export(
 
     catalog = _catalog(url, storage_option)
     commit = catalog.find("latest" if step is None else step)
-    export_checkpoint(catalog, commit, destination)
+    export_checkpoint(catalog, commit, StorageURL(destination, storage_options(destination_option)))
     if as_json:
         print(json.dumps({"step": commit.step, "destination": redact_url(destination)}))
     else:

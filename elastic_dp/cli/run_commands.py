@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import ClusterError, ElasticError, SpecError
 from elastic_dp.storage import redact_url
 from elastic_dp.wording import counted
@@ -89,6 +90,7 @@ def list_(
         str | None,
         typer.Option(metavar="URL", help="List the runs there instead, without a cluster."),
     ] = None,
+    storage_option: StorageOption = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
@@ -96,7 +98,8 @@ def list_(
     if storage_path is not None:
         from elastic_dp.cluster.runs.ended_run import runs_at
 
-        rows, where = runs_at(storage_path), f"at {redact_url(storage_path)}"
+        rows = runs_at(storage_path, storage_options(storage_option))
+        where = f"at {redact_url(storage_path)}"
     else:
         from elastic_dp.cluster.runs.discovery import runs
 
@@ -116,11 +119,12 @@ def list_(
 def status(
     name: _Name,
     storage_path: _Storage = None,
+    storage_option: StorageOption = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
     """How a run stands, and why; or how it ended."""
-    said = _find(name, address, storage_path).status()
+    said = _find(name, address, storage_path, storage_option).status()
     if as_json:
         print(json.dumps({"name": name} | said, default=str))
         return
@@ -144,11 +148,12 @@ def events(
     name: _Name,
     follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
     storage_path: _Storage = None,
+    storage_option: StorageOption = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
     """Every event, decision and metric, one a line; with --json one JSON object a line."""
-    for line in _find(name, address, storage_path).events(follow=follow):
+    for line in _find(name, address, storage_path, storage_option).events(follow=follow):
         print(json.dumps(line, default=str) if as_json else _told(line), flush=True)
 
 
@@ -158,13 +163,16 @@ def logs(
     tail: Annotated[int, typer.Option(min=1, help="So many last lines of each worker.")] = 100,
     follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
     storage_path: _Storage = None,
+    storage_option: StorageOption = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
     """What workers printed: of a live run those that are up, of one that has ended all of them. The
     run's folder keeps it for both, also of workers that died: logs/WORKER.log and, with the last
     words, logs/WORKER.last.log."""
-    for each, line in _find(name, address, storage_path).logs(worker, tail=tail, follow=follow):
+    for each, line in _find(name, address, storage_path, storage_option).logs(
+        worker, tail=tail, follow=follow
+    ):
         words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
         print(words, flush=True)
 
@@ -361,13 +369,15 @@ def _attach(name: str, address: str | None) -> Run:
     return attach(name)
 
 
-def _find(name: str, address: str | None, storage_path: str | None) -> Run | EndedRun:
+def _find(
+    name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> Run | EndedRun:
     """Of a run whose folder says that no cluster has it, what that folder holds, without Ray."""
     if storage_path is None:
         return _attach(name, address)
     from elastic_dp.cluster.runs.ended_run import EndedRun
 
-    ended = EndedRun(name, storage_path)
+    ended = EndedRun(name, storage_path, storage_options(storage_option))
     if ended.may_be_live:
         from elastic_dp.cluster.runs.attach import attach_live
 

@@ -24,6 +24,7 @@ from elastic_dp.cluster.runs.run_record import (
     Result,
     RunLimits,
     RunRecord,
+    run_url,
     stored_result,
     virtual_workers_of,
     write_result,
@@ -41,7 +42,7 @@ from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.shipping import shipped
-from elastic_dp.storage import Store, redact_url
+from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
@@ -63,7 +64,8 @@ class ElasticTrainer:
     the data's `epochs`, `max_time_s`, or `ctx.stop`, whichever comes first. `runtime_env` is Ray's,
     for workers and controller. `loggers` are called with each record, in the process that waits for
     the run; what they raise is said, and the run goes on. `labels`: texts of yours that the run's
-    status carries.
+    status carries. `storage_options`: what the file system of `storage_path` takes, such as keys
+    and an endpoint; they are no part of the job, and are written nowhere.
     """
 
     def __init__(
@@ -83,12 +85,14 @@ class ElasticTrainer:
         loggers: Sequence[Callable[[Mapping[str, Any]], None]] = (),
         labels: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_function("train", train, 1, "one argument (ctx)")
         for field, given in {
             "config": config,
             "labels": labels,
             "runtime_env": runtime_env,
+            "storage_options": storage_options,
         }.items():
             if not isinstance(given, Mapping | None):
                 raise SpecError(f"{field} is a {type(given).__name__}, must be a dict")
@@ -114,15 +118,16 @@ class ElasticTrainer:
         overrides = in_force()
         job = overrides.applied(job)
         self.storage_path: str = job.pop("storage_path")
+        self._storage_options = dict(storage_options or {})
         self.spec = JobSpec(**job)
         overrides.urls.append(self.url)
         self.loggers = tuple(loggers)
         self.runtime_env = dict(runtime_env or {})
 
     @property
-    def url(self) -> str:
+    def url(self) -> StorageURL:
         """The run's folder."""
-        return f"{self.storage_path.rstrip('/')}/{self.spec.name}"
+        return run_url(self.spec.name, self.storage_path, self._storage_options)
 
     def fit(self, local: bool = False) -> Result:
         """Train to the end. `local`: in this process, without Ray; the same bits.

@@ -31,13 +31,14 @@ from elastic_dp.storage.error_classes import ObjectMissing, ObjectRewritten
 from elastic_dp.storage.file_systems import is_local, open_file_system
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.store import Store, StoreCounts
-from elastic_dp.urls import redact_url
+from elastic_dp.urls import StorageURL, redact_url
 
 __all__ = [
     "Entry",
     "FolderListing",
     "ObjectMissing",
     "ObjectRewritten",
+    "StorageURL",
     "Store",
     "StoreCounts",
     "glob_translate",

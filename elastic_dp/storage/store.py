@@ -19,7 +19,7 @@ from elastic_dp.storage.backend_selection import open_backend
 from elastic_dp.storage.error_classes import ObjectMissing, OtherVersion, ShortBody, fault_of
 from elastic_dp.storage.redact import redact
 from elastic_dp.storage.retry import STALE_TRIES, Retry, StoreCounts
-from elastic_dp.urls import redact_url
+from elastic_dp.urls import StorageURL, redact_url
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -32,9 +32,9 @@ class Store:
     `path`.
 
     `url`: any fsspec URL; may be a file, a folder or a glob. `options`: what the scheme's fsspec
-    file system takes. `on_wait(message)`: called, from whatever thread meets it, when a call has
-    gone `timeout_s` without success, and when all such calls are through; it must not call the
-    store. Raises StorageError if the URL cannot be opened.
+    file system takes; None: those of a `StorageURL`, else none. `on_wait(message)`: called, from
+    whatever thread meets it, when a call has gone `timeout_s` without success, and when all such
+    calls are through; it must not call the store. Raises StorageError if the URL cannot be opened.
 
     A pickled Store holds its options, credentials included, since it reopens with them: keep it in
     memory and on the wire, never in a file. `repr` shows none.
@@ -49,7 +49,9 @@ class Store:
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.url = redact_url(url)  # for people
-        self._url, self._options = url, dict(options or {})
+        if options is None and isinstance(url, StorageURL):
+            options = url.options
+        self._url, self._options = str(url), dict(options or {})
         self._timeout_s, self._on_wait = timeout_s, on_wait
         self._retry = Retry(self.url, self._clean, timeout_s, on_wait)
         self._backend = self._open()

@@ -58,7 +58,6 @@ from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.loop_guard.loop_guard import LoopGuard
 from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.state.loss_scale import LossScale
 from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
@@ -66,6 +65,7 @@ from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
+from elastic_dp.train.step.precision import new_loss_scale
 from elastic_dp.train.step.step_runner import Redo, StepRunner, StopAgreed
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.user_loop import UserLoop
@@ -179,7 +179,7 @@ class Session:
         check_steps_arguments(
             model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {}
         )
-        loss_scale = LossScale() if precision == "fp16" else None
+        loss_scale = new_loss_scale(precision)
         self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
         self._skipped = SkippedRowGroups(self.state, self.data)
         compared = self.spec.failure.compare_weights_every if self.spec.exact else None

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from elastic_dp.data.discovery.index import Index, read_index
-from elastic_dp.data.formats import FORMATS, text
+from elastic_dp.data.formats import text
 from elastic_dp.data.formats.format import Place, ShardAt
+from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.data.formats.parquet import Parquet
 from elastic_dp.data.pipeline.row_groups import ShardRowGroups
 from elastic_dp.dataprep.inspection.inspect_dataset import inspect

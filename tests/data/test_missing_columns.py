@@ -13,7 +13,7 @@ import webdataset
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.index import read_index
-from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.errors import DataError
 from tests.data.values import in_place
 

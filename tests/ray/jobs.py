@@ -45,7 +45,7 @@ def train(ctx: Any) -> None:
 
 
 def trainer(
-    path: Path,
+    path: Path | str,
     name: str,
     train: Callable[[Any], None] = train,
     *,
@@ -54,6 +54,7 @@ def trainer(
     standby: int = 0,
     every_steps: int | None = None,
     failure: edp.FailureConfig = PATIENT,
+    storage_options: dict[str, Any] | None = None,
     **config: Any,
 ) -> edp.ElasticTrainer:
     return edp.ElasticTrainer(
@@ -68,6 +69,7 @@ def trainer(
         checkpoint=edp.CheckpointConfig(every_steps=every_steps),
         failure=failure,
         max_steps=steps,
+        storage_options=storage_options,
     )
 
 

@@ -16,7 +16,18 @@ from elastic_dp.errors import ClusterError, UserCodeError
 from elastic_dp.storage import Store
 from tests.patience import eventually
 from tests.ray import clusters
-from tests.ray.jobs import FOR_EVER, is_whole, members, pids_of, trainer, undisturbed, wait_for
+from tests.ray.jobs import (
+    FOR_EVER,
+    is_whole,
+    members,
+    pid_of_controller,
+    pids_of,
+    trainer,
+    undisturbed,
+    wait_for,
+)
+from tests.storage.conftest import send
+from tests.storage.servers import s3_options
 from tests.train.jobs import adamw, classifier, cross_entropy
 
 pytestmark = pytest.mark.ray
@@ -124,6 +135,27 @@ def test_a_name_is_one_run(tmp_path):
     assert set(third.status()) == set(second.status())
     with pytest.raises(ClusterError, match="is over"):
         third.stop()
+
+
+def test_a_run_whose_storage_is_reached_by_options_survives_its_controller(
+    moto, tmp_path, monkeypatch
+):
+    """They reach the controller, its successor and the workers; nothing is in the environment."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    key = s3_options(moto)
+    options = {"key": key["key"], "secret": key["secret"], "endpoint_url": moto}
+    send("PUT", f"{moto}/by-options")
+    path, every = "s3://by-options/runs", {"every_steps": 10, "body_s": 0.05}
+    run = trainer(path, "far", steps=FOR_EVER, storage_options=options, **every).start()
+    wait_for(run, lambda s: s["step"] >= 12)
+    os.kill(pid_of_controller("far"), signal.SIGKILL)
+    wait_for(run, lambda s: s["step"] >= 24)
+    edp.attach("far", path, options).stop("enough")
+    result = run.result()
+    result.export(tmp_path / "weights.safetensors")
+    stored = edp.attach("far", path, options).result()
+    assert stored.weights_sha256 == result.weights_sha256
 
 
 def test_an_installed_package_that_only_the_driver_has(tmp_path, monkeypatch):

@@ -17,10 +17,13 @@ from tests.storage.servers import answering_server
 CANARY = "canary/+9f8e7d6c5b4a"
 TOLD = "canary%2F%2B9f8e7d6c5b4a"  # as in URLs
 # What S3 sends back when a signature is wrong: the request that it was computed over.
-ECHO = f"""<?xml version="1.0"?><Error><Code>SignatureDoesNotMatch</Code><Message>The request
- signature we calculated does not match the signature you provided.</Message>
-<AWSAccessKeyId>{CANARY}</AWSAccessKeyId><CanonicalRequest>GET
-x-amz-security-token:{CANARY}</CanonicalRequest></Error>""".encode()
+ECHO = (
+    '<?xml version="1.0"?><Error><Code>SignatureDoesNotMatch</Code>'
+    "<Message>The request signature we calculated does not match the signature you "
+    "provided.</Message>"
+    f"<AWSAccessKeyId>{CANARY}</AWSAccessKeyId><CanonicalRequest>GET\n"
+    f"x-amz-security-token:{CANARY}</CanonicalRequest></Error>"
+).encode()
 PLAIN_ECHO = f"you sent Authorization: Bearer {CANARY}, {TOLD} and {CANARY}".encode()
 
 

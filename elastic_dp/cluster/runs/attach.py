@@ -31,22 +31,28 @@ from elastic_dp.cluster.runs.gcs_state import StoredJob, forget, store_job
 from elastic_dp.cluster.runs.run_record import RunLimits, read_result, run_url
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError
+from elastic_dp.storage import StorageURL
 
 
-def attach(name: str, storage_path: str | os.PathLike[str] | None = None) -> Run:
+def attach(
+    name: str,
+    storage_path: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Run:
     """The run of that name: the live one on this cluster, or one that has ended at `storage_path`.
 
-    Raises ClusterError where there is neither.
+    `storage_options`: of the storage path, as for `ElasticTrainer`. Raises ClusterError where there
+    is neither, StorageError where the storage path cannot be read.
     """
-    url = None if storage_path is None else run_url(name, storage_path)
+    url = None if storage_path is None else run_url(name, storage_path, storage_options)
     with contextlib.suppress(ClusterError):  # no cluster: only what is stored
         cluster_connection.connect(None)
         if (run := attach_live(name, url)) is not None:
             return run
     stored = None if url is None else read_result(url)
-    if stored is not None:
+    if url is not None and stored is not None:
         spec = JobSpec(name=name, data=DataConfig("-", micro_batch_size=1), max_steps=1)
-        return Run(spec, str(url), stored=stored)
+        return Run(spec, url, stored=stored)
     there = ", ".join(names()) if ray.is_initialized() else ""
     raise ClusterError(
         f"no run named {name!r} is live on this cluster, which has: {there or 'none'}"
@@ -59,7 +65,8 @@ def attach_live(name: str, url: str | None = None) -> Run | None:
     live = find(name)
     if live is None or (url is not None and not _same(url, live.url)):
         return None
-    return Run(live.spec, live.url, live.controller, ended=live.ended)
+    options = url.options if isinstance(url, StorageURL) and url.options else live.url.options
+    return Run(live.spec, StorageURL(live.url, options), live.controller, ended=live.ended)
 
 
 def _same(one: str, other: str) -> bool:

@@ -15,6 +15,7 @@ from ray.util import list_named_actors
 
 from elastic_dp.cluster.run_handle import ask
 from elastic_dp.config import JobSpec
+from elastic_dp.storage import StorageURL
 
 NAMESPACE = "elastic_dp"  # Ray's, of all our actors
 PATIENCE_S = 60.0  # with a controller that restarts, before anything is known of its run
@@ -28,7 +29,7 @@ class LiveController:
 
     controller: Any
     spec: JobSpec
-    url: str
+    url: StorageURL
     ended: bool
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
@@ -25,9 +25,14 @@ from elastic_dp.telemetry.journal import read_events
 class EndedRun:
     """The part of `Run` that needs no controller."""
 
-    def __init__(self, name: str, storage_path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        storage_path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Raises ClusterError where no run has begun."""
-        self.name, self.url = name, run_url(name, storage_path)
+        self.name, self.url = name, run_url(name, storage_path, storage_options)
         self._store = Store(self.url)
         if not any(self._store.find(_inside(self._store, f"{n}.json")) for n in ("run", "result")):
             raise ClusterError(f"no run named {name!r} is at {self._store.url}: it has no run.json")
@@ -75,12 +80,16 @@ class EndedRun:
         return read_logs(self._store, worker, tail)
 
 
-def runs_at(storage_path: str) -> list[dict[str, Any]]:
+def runs_at(
+    storage_path: str, storage_options: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """The status of each run of a storage path, by name."""
-    store = Store(storage_path)
+    store = Store(storage_path, storage_options)
     found = store.find(_inside(store, "*/run.json"))
     names = sorted(entry.path.split("/")[-2] for entry in found)
-    return [{"name": name} | EndedRun(name, storage_path).status() for name in names]
+    return [
+        {"name": name} | EndedRun(name, storage_path, storage_options).status() for name in names
+    ]
 
 
 def _inside(store: Store, name: str) -> str:

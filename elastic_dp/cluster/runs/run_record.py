@@ -13,12 +13,13 @@ import dataclasses
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import CheckpointError, DataError, FileDamaged, RunMismatch
-from elastic_dp.storage import ObjectMissing, Store, redact_url
+from elastic_dp.storage import ObjectMissing, StorageURL, Store, redact_url
 from elastic_dp.storage.json_files import make, path_in, read_json, write_json
 
 if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read without them
@@ -77,9 +78,11 @@ class Result:
         self._final()
         return load_state(self.path, self.step)
 
-    def export(self, path: str | os.PathLike[str]) -> None:
+    def export(
+        self, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
         """Write the final weights to a file that opens without this package, at a path or any
-        fsspec URL.
+        fsspec URL, whose store takes `storage_options`.
 
         `FILE.safetensors`: one tensor for each key of the model's `state_dict()`, under that key,
         so that `model.load_state_dict(safetensors.torch.load_file(path))` takes it. `FILE.pt`: a
@@ -94,7 +97,7 @@ class Result:
                 f"path is {destination!r}, must end in .safetensors (the weights) or .pt "
                 "(the optimizer's state, too)"
             )
-        export(*self._final(), destination)
+        export(*self._final(), StorageURL(destination, storage_options))
 
     def _final(self) -> tuple[Catalog, CommitRecord]:
         """The checkpoint of the last step."""
@@ -236,9 +239,13 @@ class RunOutcome:
     wall_s: float = 0.0
 
 
-def run_url(name: str, storage_path: str | os.PathLike[str]) -> str:
+def run_url(
+    name: str,
+    storage_path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+) -> StorageURL:
     """The run's folder."""
-    return f"{os.fspath(storage_path).rstrip('/')}/{name}"
+    return StorageURL(f"{os.fspath(storage_path).rstrip('/')}/{name}", storage_options)
 
 
 def read_result(url: str) -> Result | None:
@@ -264,6 +271,8 @@ def _read_result(url: str) -> tuple[Result | None, RunLimits]:
     if not isinstance(limits, dict):
         raise FileDamaged(where, f"its {_LIMITS} are {limits!r:.40}", _RESULT_AGAIN)
     result = make(Result, stored, where, _RESULT_AGAIN)
+    if isinstance(url, StorageURL) and url.options:  # `load_state` and `export` need them
+        result = dataclasses.replace(result, path=StorageURL(result.path, url.options))
     return result, make(RunLimits, limits, f"{where} ({_LIMITS})", _RESULT_AGAIN)
 
 

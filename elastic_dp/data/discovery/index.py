@@ -37,10 +37,10 @@ from elastic_dp.data.discovery.opened_source import (
     say_partitions,
 )
 from elastic_dp.data.discovery.skipped_files import skipped_words
-from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import refuse_rounded
 from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.data.formats.jsonl import JsonLines
 from elastic_dp.data.formats.text import is_compressed
 from elastic_dp.errors import DataError, ElasticError

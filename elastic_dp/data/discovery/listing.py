@@ -29,7 +29,7 @@ from elastic_dp.data.discovery.table_formats import (
     table_in,
     tables_among,
 )
-from elastic_dp.data.formats import FORMATS
+from elastic_dp.data.formats.format_registry import FORMATS, format_of
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
 
@@ -127,12 +127,6 @@ def prefix_of(url: str, is_file: bool) -> str:
 
 def glob_mark(path: str) -> int | None:
     return min((path.index(mark) for mark in _GLOB_MARKS if mark in path), default=None)
-
-
-def format_of(name: str) -> str:
-    """ "" if the ending is of no format."""
-    lower = name.lower()
-    return next((f.name for f in FORMATS.values() if lower.endswith(f.endings)), "")
 
 
 def said_twice(sources: Iterable[tuple[Store, Listed, str]]) -> str:

@@ -19,8 +19,8 @@ from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.discovery.listing import path_of, prefix_of
-from elastic_dp.data.formats import FORMATS
 from elastic_dp.data.formats.format import Format, Ints, Place, ShardAt
+from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
 

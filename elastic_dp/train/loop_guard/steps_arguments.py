@@ -14,6 +14,7 @@ from torch import nn
 
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.errors import ModelError, SpecError, StateError
+from elastic_dp.train.step.precision import check_precision
 
 
 def check_steps_arguments(
@@ -26,8 +27,7 @@ def check_steps_arguments(
     state: Mapping[str, Any],
 ) -> None:
     """Raises SpecError and ModelError."""
-    if precision not in (None, "fp32", "bf16", "fp16"):
-        raise SpecError(f"precision is {precision!r}, must be None, 'fp32', 'bf16' or 'fp16'")
+    check_precision(precision)
     if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) > 0):
         raise SpecError(f"clip_norm is {clip_norm!r}, must be a number of more than 0, or None")
     if not isinstance(model, nn.Module):

@@ -25,7 +25,8 @@ from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
 from elastic_dp.train.session import Session
 from elastic_dp.train.step.loss_result import mean, parse_loss
-from elastic_dp.train.step.micro_batch import LossFn, autocast, to_device
+from elastic_dp.train.step.micro_batch import LossFn, to_device
+from elastic_dp.train.step.precision import autocast
 
 # batch -> (loss, weight, metrics, rows that were left out since they cannot be decoded)
 Results = dict[int, tuple[float, float, dict[str, float], int]]

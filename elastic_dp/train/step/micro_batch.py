@@ -18,6 +18,7 @@ from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.loss_result import parse_loss
+from elastic_dp.train.step.precision import autocast
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -128,10 +129,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if type(batch) in (list, tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch.to(device, non_blocking=True) if hasattr(batch, "to") else batch
-
-
-def autocast(precision: str | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if precision in (None, "fp32"):
-        return contextlib.nullcontext()
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    return torch.autocast(device.type, dtype=dtype)

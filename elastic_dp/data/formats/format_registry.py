@@ -1,0 +1,20 @@
+"""The formats of shards, by name. A new one keeps `Format` (format.py) and is added here."""
+
+from __future__ import annotations
+
+from elastic_dp.data.formats.arrow import Arrow
+from elastic_dp.data.formats.csv import Csv
+from elastic_dp.data.formats.format import Format
+from elastic_dp.data.formats.jsonl import JsonLines
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.data.formats.tar import Tar
+
+FORMATS: dict[str, type[Format]] = {
+    chosen.name: chosen for chosen in (Parquet, Arrow, JsonLines, Csv, Tar)
+}
+
+
+def format_of(name: str) -> str:
+    """The format that the file's ending names; "" if the ending is of no format."""
+    lower = name.lower()
+    return next((f.name for f in FORMATS.values() if lower.endswith(f.endings)), "")

@@ -1,0 +1,41 @@
+"""The precisions that `ctx.steps` takes. A new one is added to the table here.
+
+The forward pass runs under `torch.autocast` in the dtype that the table names; parameters,
+gradients and their sums keep their own dtypes. Gradients of fp16 would vanish, so its loss is
+scaled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from elastic_dp.errors import SpecError
+from elastic_dp.train.state.loss_scale import LossScale
+
+AUTOCAST_DTYPES: dict[str | None, torch.dtype | None] = {
+    None: None,
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def check_precision(precision: Any) -> None:
+    """Raises SpecError."""
+    if not isinstance(precision, str | None) or precision not in AUTOCAST_DTYPES:
+        *names, last = map(repr, AUTOCAST_DTYPES)
+        raise SpecError(f"precision is {precision!r}, must be {', '.join(names)} or {last}")
+
+
+def autocast(precision: str | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context of a forward pass."""
+    dtype = AUTOCAST_DTYPES[precision]
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def new_loss_scale(precision: str | None) -> LossScale | None:
+    """At the start of training; None: the loss is not scaled."""
+    return LossScale() if AUTOCAST_DTYPES[precision] is torch.float16 else None
