@@ -14,7 +14,8 @@ from elastic_dp.coordinator.messages import Command, Membership
 from tests.simulation.workers import COLLECTIVES, MEASURED
 
 if TYPE_CHECKING:
-    from tests.simulation.workers import Group, SimWorker
+    from tests.simulation.group import Group
+    from tests.simulation.workers import SimWorker
     from tests.simulation.world import SimController, World
 
 

@@ -21,9 +21,10 @@ from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
 from elastic_dp.coordinator.messages import Membership, Signature
 from tests.simulation.fault_profile import FaultProfile
 from tests.simulation.faults import ENDLESS, FaultInjector
+from tests.simulation.group import Group
 from tests.simulation.invariants import Invariants, Violation
 from tests.simulation.sim_controller import SimController
-from tests.simulation.workers import Group, SimWorker
+from tests.simulation.workers import SimWorker
 
 LIVENESS_S = 900.0
 SPEEDS_S = 40.0  # for so long a worker is as fast
