@@ -44,7 +44,7 @@ _RunAddress = Annotated[
     str | None,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="The Ray cluster, as HOST:6379. Default: a new one, which ends with the run.",
+        help="The Ray cluster, as HOST:6379. Default: a Ray of the run's own, which ends with it.",
     ),
 ]
 _Storage = Annotated[

@@ -12,7 +12,7 @@ that micro-batch; otherwise one that crashes every worker that runs it would use
 
 from dataclasses import dataclass, field
 
-from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.wording import counted
 
 FREE_LOSSES = 3  # losses that are retried without a pause
@@ -81,7 +81,7 @@ class Budget:
 class Budgets:
     """All budgets of a run."""
 
-    config: CoordinatorConfig
+    limits: FailureLimits
     losses: Budget = field(init=False)
     memory: Budget = field(init=False)
     errors: Budget = field(init=False)
@@ -93,9 +93,9 @@ class Budgets:
     _furthest: int = 0
 
     def __post_init__(self) -> None:
-        self.losses = Budget(self.config.max_losses_without_progress, FREE_LOSSES)
-        self.memory = Budget(self.config.max_out_of_memory)
-        self.errors = Budget(self.config.max_user_errors)
+        self.losses = Budget(self.limits.max_losses_without_progress, FREE_LOSSES)
+        self.memory = Budget(self.limits.max_out_of_memory)
+        self.errors = Budget(self.limits.max_user_errors)
 
     def progressed(self, step: int) -> bool:
         """Reset all budgets if `step` is beyond every earlier step. Return whether it is.
@@ -116,7 +116,7 @@ class Budgets:
         if step > self._furthest:
             at = step, virtual_worker
             self._micro_batches[at] = deaths = self._micro_batches.get(at, 0) + 1
-            if deaths > self.config.max_losses_of_micro_batch:
+            if deaths > self.limits.max_losses_of_micro_batch:
                 self._poison_micro_batch = self._poison_micro_batch or at
 
     def uncount_death_in(self, step: int, virtual_worker: int) -> None:

@@ -80,7 +80,7 @@ def evict_remaining(registry: WorkerRegistry, now: float) -> None:
     """Evict the workers that were released when the run ended and did not leave in time."""
     timers = registry.run.timers
     if now >= timers.due:
-        timers.clear()
+        timers.cancel_all()
         for worker in registry.workers.values():
             if worker.stage is Stage.LEAVING:
                 registry.run.emit(m.EvictWorker(worker.id, "did not leave"))

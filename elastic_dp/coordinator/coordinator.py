@@ -418,7 +418,7 @@ class Coordinator:
         """Act on the timers that are due, each only if it still has a meaning."""
         timers, workers = self._run.timers, self._registry.workers
         while now >= timers.due and self._run.phase is not Phase.OVER:
-            for kind, worker_id in timers.pop():
+            for kind, worker_id in timers.take_due():
                 if worker_id in workers:
                     self._registry.timer_fired(kind, workers[worker_id], now)
         if self._generation.check_time(now):

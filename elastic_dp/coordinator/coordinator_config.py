@@ -4,6 +4,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailureLimits:
+    """How many failures a run survives without a committed step in between, by kind."""
+
+    max_losses_without_progress: int = 20
+    max_losses_of_micro_batch: int = 5  # workers that died while running the same micro-batch
+    max_out_of_memory: int = 5
+    max_user_errors: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_losses_without_progress < 1:
+            raise ValueError(
+                f"max_losses_without_progress is {self.max_losses_without_progress}, must be at "
+                "least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorConfig:
     """What the job and its operator fix for the coordinator. All times are in seconds.
 
@@ -40,16 +57,13 @@ class CoordinatorConfig:
     # a slow member that cannot run fewer virtual workers is replaced after this
     slow_s: float = 300.0
     hang_timeout_s: float | None = None  # None: see `hang_detector.HangDetector`
-    max_losses_without_progress: int = 20
-    max_losses_of_micro_batch: int = 5  # workers that died while running the same micro-batch
-    max_out_of_memory: int = 5  # without progress
-    max_user_errors: int = 0
+    limits: FailureLimits = FailureLimits()
     checkpointing: bool = False  # whether there is storage for checkpoints
     max_rejections: int = 3  # workers that do not fit and are replaced
     max_failed_joins: int = 3  # of one worker, before it is replaced
 
     def __post_init__(self) -> None:
-        for name in ("min_workers", "size", "virtual_workers", "max_losses_without_progress"):
+        for name in ("min_workers", "size", "virtual_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if not self.min_workers <= self.size <= self.virtual_workers:

@@ -23,7 +23,7 @@ class FailurePolicy:
 
     def __init__(self, run: RunState, generation: Generation, identities: Identities) -> None:
         self._run, self._generation, self._identities = run, generation, identities
-        self.budgets = Budgets(run.config)
+        self.budgets = Budgets(run.config.limits)
         # the last error of user code that was retried
         self.user_error: m.WorkerFailed | None = None
         self.retry_at = -math.inf  # before this no worker is started and no generation is formed

@@ -51,7 +51,7 @@ class RunState:
         """End the run: only the release of workers follows. The caller may report `reason`."""
         self.apply(Transition.RUN_ENDED)
         self.reason = reason
-        self.timers.clear()
+        self.timers.cancel_all()
 
     def emit(self, command: Command) -> None:
         self._out.append(command)

@@ -28,13 +28,13 @@ class Timers:
             self.due = self._times[0]
         self._at[at][kind, worker] = None
 
-    def pop(self) -> Iterable[tuple[str, WorkerId]]:
+    def take_due(self) -> Iterable[tuple[str, WorkerId]]:
         """Remove the next timers and return their kinds and workers."""
         at = heapq.heappop(self._times)
         self.due = self._times[0] if self._times else math.inf
         return self._at.pop(at)
 
-    def clear(self) -> None:
+    def cancel_all(self) -> None:
         self._times.clear()
         self._at.clear()
         self.due = math.inf

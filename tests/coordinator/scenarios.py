@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.coordinator import Coordinator
-from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig, FailureLimits
 from elastic_dp.coordinator.messages import Signature, TrainingPosition
 
 SIGNATURE = Signature("layout", "data", "kind")
 C = TypeVar("C")
+LIMITS = dataclasses.fields(FailureLimits)
 SIGNS_OF_LIFE = ("failure_detector", "heard_at")
 
 
@@ -33,7 +34,8 @@ class Scenario:
 
     def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
         rules = {"size": 2, "virtual_workers": 8} | rules
-        self.rules = CoordinatorConfig(**rules)
+        limits = {f.name: rules.pop(f.name) for f in LIMITS if f.name in rules}
+        self.rules = CoordinatorConfig(**rules, limits=FailureLimits(**limits))
         self.now, self.claims = 0.0, claims
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []

@@ -32,6 +32,7 @@ from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import LastWordsWriter
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
+from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
     BeginTraining,
     ClaimGeneration,
@@ -414,10 +415,12 @@ def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> Coordin
         forming_timeout_s=failure.forming_timeout,
         hang_timeout_s=failure.hang_timeout_s,
         release_timeout_s=failure.release_timeout_s,
-        max_losses_without_progress=failure.max_losses_without_progress,
-        max_losses_of_micro_batch=failure.max_losses_of_micro_batch,
-        max_out_of_memory=failure.max_out_of_memory,
-        max_user_errors=failure.max_user_errors,
+        limits=FailureLimits(
+            max_losses_without_progress=failure.max_losses_without_progress,
+            max_losses_of_micro_batch=failure.max_losses_of_micro_batch,
+            max_out_of_memory=failure.max_out_of_memory,
+            max_user_errors=failure.max_user_errors,
+        ),
         stabilization_s=scaling.stabilization_s,
         min_on_demand=scaling.min_on_demand,
         exact=spec.exact,
