@@ -267,7 +267,7 @@ def restart(
     has_owner = _ray_has_owner()
     found.stop("to be started again")
     ended = found.result()
-    print(f"{name} is stopped after step {ended.step}, and goes on from there", file=sys.stderr)
+    print(f"{name} is stopped after step {ended.step}, and continues from there", file=sys.stderr)
     if has_owner:
         print(
             (

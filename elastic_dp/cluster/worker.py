@@ -50,8 +50,7 @@ class WorkerJob:
     pickled: bytes  # cloudpickle of (JobSpec, train function)
     index: Index | None
     run: str  # unique; prefix of the rendezvous keys
-    # the run's folder; None: nothing is stored
-    url: str | None  # the run's folder; None: nothing is kept
+    url: str | None  # the run's folder; None: nothing is stored
     controller: ControllerAddress  # where the worker sends its heartbeats
     secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
@@ -147,7 +146,7 @@ class Worker:
                 self._log.close()
 
     def _run(self) -> str:
-        # Before anybody counts on this worker: without its GPU it ends, and another is started.
+        # First of all: a worker without its GPU ends, and another is started.
         device = pick_device(self._spec.scaling.resources_per_worker)
         self._link.post(WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):

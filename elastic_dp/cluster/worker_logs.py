@@ -151,7 +151,7 @@ def _lossy(stream: TextIO) -> TextIO:
     try:
         stream.flush()
         file = _LossyFile(stream.fileno(), "wb", closefd=False)
-    except (AttributeError, OSError):  # a notebook's  # the stream of a notebook
+    except (AttributeError, OSError):  # the stream of a notebook
         return stream
     return io.TextIOWrapper(
         io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True

@@ -13,8 +13,7 @@ from elastic_dp.config.field_checks import at_least, boolean, whole_number
 from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.errors import SpecError
 
-# the longest name of a folder in file systems
-_NAME_BYTES = 255  # what file systems take as a folder's
+_NAME_BYTES = 255  # the longest name of a folder in file systems
 _PARTS: dict[str, tuple[type, ...]] = {
     "data": (DataConfig, MapStyleData),
     "config": (Mapping,),

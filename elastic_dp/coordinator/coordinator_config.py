@@ -52,7 +52,7 @@ class CoordinatorConfig:
     # a draining worker leaves so long before the deadline of its notice
     drain_margin_s: float = 5.0
     # wait for an initial source; then a worker is released for a new one
-    source_timeout_s: float = 60.0  # nobody's weights count yet and nobody fresh starts: make room
+    source_timeout_s: float = 60.0
     steps_ahead: int = 2  # steps between the last one that heartbeats foretell and a planned end
     # a slow member that cannot run fewer virtual workers is replaced after this
     slow_s: float = 300.0

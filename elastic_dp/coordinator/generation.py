@@ -19,8 +19,7 @@ from elastic_dp.wording import counted, first_few
 
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})
 REMIND_BEATS = 32  # at most so many heartbeats between two reminders to a worker
-# after so many "done" heartbeats the WorkerFinished report counts as lost
-LOST_REPORT_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
+LOST_REPORT_BEATS = 3  # after so many "done" heartbeats the WorkerFinished report counts as lost
 
 
 @dataclass(slots=True)

@@ -29,8 +29,7 @@ SLOW_FACTOR = (
     6  # times the limit for a process that computes, or that may compile in its first step
 )
 BUSY_FRACTION = 0.1  # fraction of one processor
-# number of recent step times, of which the median is taken
-STEP_TIMES = 21  # the last steps' durations, of which the median is taken
+STEP_TIMES = 21  # number of recent step times, of which the median is taken
 
 # The phases of a worker, in the order in which a step goes through them.
 PHASE_ORDER = {

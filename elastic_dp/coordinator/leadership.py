@@ -80,7 +80,7 @@ class Leadership:
         self._slept = slept
         self.deferred, self.releasing_at = self.deferred or deque(), None
         # one claim at a time: a number that is skipped may belong to another controller
-        if self.claiming:  # one after the other: a number that is skipped may be another's
+        if self.claiming:
             self._asked_at = -math.inf
         else:
             self.claim(generation, now)

@@ -7,8 +7,7 @@ Import them from `messages`.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# such as "w7"; the coordinator numbers them and never uses one twice
-WorkerId = str  # "w7": the coordinator counts them up and never uses one twice
+WorkerId = str  # such as "w7"; the coordinator numbers them and never uses one twice
 
 
 class TrainingPosition(NamedTuple):
@@ -30,7 +29,7 @@ START = TrainingPosition(0)
 class WorkerLocation(NamedTuple):
     """Where a worker runs, as far as the cluster reports it."""
 
-    node: str = ""  # "": not known  # "": not known
+    node: str = ""  # "": not known
     spot: bool = False  # the node may be preempted
 
     @property

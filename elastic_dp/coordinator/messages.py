@@ -123,7 +123,7 @@ class Cause(StrEnum):
     """Why a worker was lost; it decides which budget the loss counts against."""
 
     UNKNOWN = "unknown"
-    PREEMPTED = "preempted"  # its node was taken away: nobody's fault  # its node was taken away
+    PREEMPTED = "preempted"  # its node was taken away
     OUT_OF_MEMORY = "out of memory"
     RELEASED = "released"  # it was asked to leave, and did
 

@@ -19,7 +19,6 @@ class StateLineage:
     """The origin of the run's state, and the signature that members must have."""
 
     def __init__(self) -> None:
-        # some worker has the run's state
         self.established = False  # some worker has the run's state
         self.lineage_id = 0  # the generation whose source gave the initial weights
         self.initial_source: WorkerId | None = None

@@ -33,8 +33,7 @@ from elastic_dp.sampling.line import Ints
 from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
 
 SLOTS = 1 << 16  # least number of slots in a period, so weights are exact to 1/65,536
-# the purposes of keys; 1 to 4 are used by `Order`
-_SOURCE, _PERIOD = 5, 6  # what a key is for; 1 to 4 are the order's
+_SOURCE, _PERIOD = 5, 6  # the purposes of keys; 1 to 4 are used by `Order`
 _PERIODS_KEPT = 2
 
 
@@ -88,8 +87,7 @@ class Mixture:
                 group_bytes=source.group_bytes,
                 open_bytes=OPEN_BYTES * quota // self.period,  # all sources are open at one time
                 virtual_workers=virtual_workers,
-                # in a team's stream, virtual workers take turns of one row
-                micro_batch_size=1,  # in a team's stream they take turns of one row
+                micro_batch_size=1,  # in a team's stream, virtual workers take turns of one row
                 seed=derive(_SOURCE, seed, number),
                 shuffle=shuffle,
                 tail="short",
@@ -193,7 +191,7 @@ class Mixture:
         quota = np.repeat(self.quotas, self.quotas)
         slot = np.arange(self.period)
         # the slot's number within its source
-        number = slot - np.repeat(self._first_slot[:-1], self.quotas)  # among the source's own
+        number = slot - np.repeat(self._first_slot[:-1], self.quotas)
         key = np.uint64(derive(_PERIOD, self.seed, period))
         chance = mix64_words(key ^ mix64_words(slot.astype(np.uint64)))
         arc = (self.period << 24) // quota

@@ -47,10 +47,8 @@ from elastic_dp.sampling.line import Ints, Line, bounds_of
 
 STREAMS = 8  # per virtual worker, at most
 OPEN_BYTES = 512 << 20  # row groups that all streams have open together; changes the order
-# the purpose of a key; 1 to 3 are used by `Line`
-_ROWS = 4  # what a key is for; 1 to 3 are the line's
-# of this epoch, and of the next one where they meet
-_LINES_KEPT = 2  # an epoch's, and the next one's where they meet
+_ROWS = 4  # the purpose of a key; 1 to 3 are used by `Line`
+_LINES_KEPT = 2  # of this epoch, and of the next one where they meet
 
 Shuffle = Literal["none", "rows", "full"]
 

@@ -220,7 +220,6 @@ class Controller:
         try:
             if not self.report.has_ended:
                 self._lead(found)
-        # of a thread: something is wrong with the run's folder
         except ElasticError as error:  # of a thread: something is wrong with the run's folder
             kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
             self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))

@@ -212,8 +212,7 @@ class ControllerActor:
     def _lead(self) -> None:
         self._controller.lead(self._found())
         if self._controller.superseded:
-            # the run's workers, lease, record and name belong to another controller
-            os._exit(1)  # the run's workers, lease, record and name are another's
+            os._exit(1)  # the run's workers, lease, record and name belong to another controller
         self._drain_watcher.close()
         time.sleep(_KEPT_S)
         forget(self._run)

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_dp.config import ScalingConfig, label_values
 
-MARKET = "ray.io/market-type"  # of a node; Ray's own names  # Ray's names of a node's labels
+MARKET = "ray.io/market-type"  # Ray's names of a node's labels
 ZONE = "ray.io/availability-zone"
 EITHER = "in(spot,on-demand)"
 Labels = dict[str, str]

@@ -171,7 +171,10 @@ class RayWorkerGroup:
             background("kill", partial(_kill, actor)).start()
         reason, cause = _death(error)
         if worker in self._withdrawn:
-            reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED
+            reason, cause = (
+                "waited although a node that it excludes can be used again, and is replaced",
+                Cause.PREEMPTED,
+            )
         try:
             if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
                 self.node_selection.failed(actor._actor_id.hex())  # before another is asked for
@@ -188,8 +191,7 @@ def _death(error: BaseException | None) -> tuple[str, Cause]:
     """Return why an actor ended, as Ray reports it."""
     if error is None:
         return "left", Cause.UNKNOWN
-    # the text begins with Ray's own frames
-    if isinstance(error, ray.exceptions.RayTaskError):  # its text begins with Ray's own frames
+    if isinstance(error, ray.exceptions.RayTaskError):  # the text begins with Ray's own frames
         return f"{type(error.cause).__name__}: {error.cause}"[:600], Cause.UNKNOWN
     text = str(error).strip()
     reason = text.splitlines()[0][:300]

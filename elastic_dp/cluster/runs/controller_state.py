@@ -46,8 +46,7 @@ class ControllerState:
     term: int = 1  # the number of this controller among those of the run
     size: int | None = None  # requested by an operator
     min_workers: int | None = None  # likewise
-    # a request to end before the run's limits
-    stop: StopRequested | None = None  # to end before the run's limits
+    stop: StopRequested | None = None  # a request to end before the run's limits
     checkpoint: bool = False  # one was requested, and none was committed since
     # The deadline, and how far away it was when the notice came; None: not known.
     draining: dict[WorkerId, tuple[float, float] | None] = field(default_factory=dict)

@@ -17,11 +17,9 @@ from elastic_dp.cluster.run_handle import ask
 from elastic_dp.config import JobSpec
 from elastic_dp.storage import StorageURL
 
-# the Ray namespace of all actors of this package
-NAMESPACE = "elastic_dp"  # Ray's, of all our actors
+NAMESPACE = "elastic_dp"  # the Ray namespace of all actors of this package
 PATIENCE_S = 60.0  # for a controller that restarts, before anything is known of its run
-# follows the run's name in the name of its controller's actor
-CONTROLLER = "/controller"  # behind the run's name: that of the actor
+CONTROLLER = "/controller"  # follows the run's name in the name of its controller's actor
 _ANSWER_S = 10.0  # for a controller's status
 
 

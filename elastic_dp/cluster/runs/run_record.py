@@ -32,9 +32,8 @@ FORMAT = 1  # version of the JSON files here
 _INDEX = "index.arrows"
 _RUN, _RESULT = "run.json", "result.json"
 _RUN_AGAIN = (
-    "Delete it and start the run again with the job that it was started with: it is written "
-    "anew, and the checkpoints, "
-    "which say what job they are of, are compared with it"
+    "Delete it and start the run again with the job that it was started with: the file is "
+    "written again, and the checkpoints, which name their job, are compared with it"
 )
 _RESULT_AGAIN = "Delete it and start the run again: it goes on from its newest checkpoint"
 _LIMITS = "limits"
@@ -171,7 +170,7 @@ class RunRecord:
                 raise RunMismatch(
                     f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "
                     f"{then!r}. "
-                    "Use a new name= for a new run, or the old value to go on with this one"
+                    "Use a new name= for a new run, or the old value to continue this one"
                 )
 
 
@@ -219,7 +218,7 @@ def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result |
         warnings.warn(
             f"the run at {redact_url(url)} ended after step {result.step} ({result.reason}) "
             "under other limits; its result is "
-            "returned, since none was raised that would let it go on",
+            "returned, because no limit was raised that would let it continue",
             stacklevel=2,
         )
     return result
