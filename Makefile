@@ -11,12 +11,15 @@ train: .venv/installed
 chaos: .venv/installed
 	.venv/bin/python -m benchmarks.chaos
 
-# The longest first, so that the three processes end together: files are handed out in this order.
-LONG = test_exact test_habits test_nodes test_kills test_run test_commands test_damaged_folder test_convert test_ports
+# The longest first, so that the processes end together: files are handed out in this order. Four of
+# them, since much of the tests' time is waiting.
+LONG = test_exact test_exactly_once test_nodes test_run test_train_state test_commands \
+	test_rows_in_rows_out test_controller_restart test_jobs test_ctrl_c test_frozen test_ports \
+	test_stuck test_emulated
 LONG_FILES = $(foreach name,$(LONG),$(shell find tests -name $(name).py))
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(LONG_FILES) tests/ray tests/train tests/chaos tests/simulation tests
+	.venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder $(LONG_FILES) tests/ray tests/train tests/chaos tests/simulation tests
 
 slow: .venv/installed
 	.venv/bin/python -m pytest -q -m slow tests

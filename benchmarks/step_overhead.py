@@ -81,6 +81,9 @@ class StaticLink:
     def write_speed(self, virtual_s: float) -> None:
         pass
 
+    def write_fault(self, kind: str, text: str) -> None:
+        pass
+
 
 def worker(
     rank: int, port: int, path: str, size: str, exact: bool, per_worker: int, pairs: int, out: Any

@@ -36,8 +36,9 @@ ALLOWED = {
     "storage": {"errors", "urls", "storage"},
     "data": {"errors", "config", "sampling", "shipping", "storage", "data", "threads"},
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
-    "checkpoint": {"errors", "storage", "checkpoint"},
-    "distributed": {"errors", "distributed", "threads"},
+    "checkpoint": {"errors", "storage", "checkpoint", "device"},
+    "device": {"errors", "device"},
+    "distributed": {"errors", "device", "distributed", "threads"},
     "train": {
         "errors",
         "config",
@@ -48,6 +49,7 @@ ALLOWED = {
         "storage",
         "data",
         "checkpoint",
+        "device",
         "distributed",
         "telemetry",
         "threads",
@@ -55,7 +57,8 @@ ALLOWED = {
     },
     "cluster": {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
-        *("distributed", "train", "telemetry", "cluster", "shipping", "threads", "wording"),
+        *("device", "distributed", "train", "telemetry", "cluster", "shipping"),
+        *("threads", "wording"),
     },
     "cli": {
         "errors",

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import (
     command_line,
     coordinator_scale,
+    gpu_check,
+    gpu_checks,
     join,
     picture,
     recovery,
@@ -76,3 +78,39 @@ def test_the_made_up_data_of_the_step_benchmark_is_called_as_training_calls_its_
     for name in methods:
         wanted = inspect.signature(getattr(BatchSource, name)).parameters
         assert list(inspect.signature(getattr(RandomTokens, name)).parameters) == list(wanted), name
+
+
+def test_gpu_check_on_the_cpu_prints_a_line_a_check_and_writes_all(tmp_path, capsys):
+    output = tmp_path / "check.json"
+    arguments = ["--device", "cpu", "--small", "--output", str(output)]
+    assert gpu_check.main([*arguments, "--only", "snapshot", "abort"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["ok", "environment"],
+        ["skipped:", "abort"],
+        ["ok", "snapshot"],
+    ]
+    assert "no GPU" in lines[1]
+    found = json.loads(output.read_text())["results"]
+    assert found["device"] == "cpu" and found["small"] is True
+    assert found["checks"]["snapshot"]["facts"]["host_memory_ratio"] < 1.5
+
+
+@pytest.mark.slow
+def test_gpu_check_on_the_cpu_passes_all_checks(tmp_path):
+    output = tmp_path / "check.json"
+    assert gpu_check.main(["--device", "cpu", "--small", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())["results"]["checks"]
+    skipped = {name for name, one in found.items() if one["status"] == "skipped"}
+    assert skipped == {name for name, check in gpu_checks.CHECKS.items() if check.needs_gpu}
+
+
+def test_gpu_check_ends_a_check_that_hangs_and_one_that_dies_is_failed():
+    assert gpu_check.run_apart("snapshot", "cpu", True, 0.05)["status"] == "timeout"
+    died = gpu_check.run_apart("no such check", "cpu", True, 60.0)
+    assert died["status"] == "failed" and "KeyError" in died["output"]
+
+
+def test_gpu_check_has_a_limit_for_each_check():
+    assert gpu_check.TOTAL_S < 480
+    assert all(0 < check.limit_s <= 150 for check in gpu_checks.CHECKS.values())

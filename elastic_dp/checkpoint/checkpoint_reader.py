@@ -50,20 +50,20 @@ def whole_tree(
     commit: CommitRecord,
     line: torch.Tensor,
     *,
-    device: torch.device | None = None,
     types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
-    """The state, its tensors on the memory of `line`; those that were on a device on this `device`,
-    if there is one."""
+    """The state, its tensors on the memory of `line`, also those that were on a device: from there
+    each is copied to its place at once (`device_types`)."""
     from elastic_dp.checkpoint.decoding import decode
 
-    layout = commit.manifest.layout
-    tensors = [
-        view if device is None or spec.device == "cpu" else view.to(device)
-        for view, spec in zip(layout.views(line), layout.specs, strict=True)
-    ]
+    tensors = commit.manifest.layout.views(line)
     return decode(commit.manifest.tree, tensors, types=types, plain=plain)
+
+
+def device_types(commit: CommitRecord) -> dict[str, str]:
+    """The type of the device on which each tensor was, "cpu" or "cuda", by its name."""
+    return {spec.name: spec.device for spec in commit.manifest.layout.specs}
 
 
 def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:

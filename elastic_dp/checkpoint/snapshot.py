@@ -5,9 +5,10 @@ training loop.
   computes the digest of all of it; the price is host memory for one more state per worker.
 - The memory is laid out as the parts will be in the store (layout.py), so nothing is copied again
   to be written.
-- `take` copies; `manifest` hashes, and belongs into the background. Between two snapshots of the
-  same tensors nothing is allocated. On CUDA the memory is pinned and the copies are waited for
-  before `take` returns.
+- `take` launches copies; `manifest` waits for them and hashes, and belongs into the background.
+  Between two snapshots of the same tensors nothing is allocated.
+- Of a device's state the first snapshot is a slower one, into memory that the device does not know;
+  it is registered (`register`, in the background) for those that follow. See device/host_copies.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ from elastic_dp.checkpoint.layout import (
     TensorSpec,
     flat_bytes,
 )
+from elastic_dp.device.host_copies import HostCopies
 
 
 class Snapshot:
     """The newest copy of the state. One thread takes; others read until it is released."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: HostCopies | None = None) -> None:
         self.step = -1
+        self._copies = HostCopies() if copies is None else copies
+        self._on_device = self._registered = False  # of the present memory
+        self._room = threading.Lock()  # while that is replaced, or registered
         self._layout = Layout.of([])
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._kinds: list[tuple[Any, ...]] = []
@@ -60,11 +65,30 @@ class Snapshot:
         self.step, self._tree = step, encoded
         self._copy([tensor for _, tensor in tensors])
 
+    def register(self) -> None:
+        """For the snapshots after the first one, where the state is on a device."""
+        with self._room:
+            if self._on_device and not self._registered:
+                self._registered = True
+                self._copies.register(self._memory)
+
+    @property
+    def copied_s(self) -> float:
+        """For how long the device copied, beside what `take` itself took; known with the
+        manifest."""
+        return self._copies.copied_s
+
+    def close(self) -> None:
+        """Nothing is taken or read any more."""
+        with self._room:
+            self._copies.unregister()
+
     def manifest(self, executor: Executor | None = None) -> Manifest:
         """What was taken, with the digests of its blocks; computed once, over several threads if
         there are any."""
         with self._hashing:
             if self._manifest is None:
+                self._copies.wait()
                 blocks = range(self._layout.blocks)
                 digests = (executor.map if executor else map)(self._digest, blocks)
                 self._manifest = Manifest(self.step, self._tree, self._layout, tuple(digests))
@@ -85,9 +109,12 @@ class Snapshot:
         specs = [TensorSpec.of(name, tensor) for name, tensor in tensors]
         layout = Layout.of(specs)
         if layout.host_bytes > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # not two of them at once
-            pinned = any(spec.device == "cuda" for spec in specs)
-            self._memory = _aligned(layout.host_bytes, pinned)
+            with self._room:
+                self._copies.unregister()
+                self._memory = torch.empty(0, dtype=torch.uint8)  # not two of them at once
+                self._memory = _aligned(layout.host_bytes)
+                self._registered = False
+        self._on_device = any(spec.device != "cpu" for spec in specs)
         self._layout = layout
         memory = self._memory.numpy()
         for part in layout.parts:
@@ -105,13 +132,10 @@ class Snapshot:
             tensors[slot] if end == -1 else flat_bytes(tensors[slot])[start:end]
             for slot, start, end, _ in self._sources
         ]
-        if sources:
-            torch._foreach_copy_(self._targets, sources, non_blocking=True)
-        if self._memory.is_pinned():
-            torch.cuda.synchronize()
+        self._copies.copy(self._targets, sources)
 
 
-def _aligned(nbytes: int, pinned: bool) -> torch.Tensor:
-    room = torch.empty(nbytes + ROOM_ALIGNED_TO, dtype=torch.uint8, pin_memory=pinned)
+def _aligned(nbytes: int) -> torch.Tensor:
+    room = torch.empty(nbytes + ROOM_ALIGNED_TO, dtype=torch.uint8)
     first = -room.data_ptr() % ROOM_ALIGNED_TO
     return room[first : first + nbytes]

@@ -85,6 +85,7 @@ class Uploader:
             self.snapshot.take(step, tree)
         self._patience_s = PATIENCE_S
         self._last = self._running = self._one.submit(self._write, rank, world_size, writer)
+        self._one.submit(self.snapshot.register)  # behind it, when nobody waits any more
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
 
     def write(self, step: int, numbers: Sequence[int], *, writer: str = "") -> None:
@@ -102,6 +103,7 @@ class Uploader:
         """Waits for what is being written; nothing more begins."""
         self._one.shutdown(cancel_futures=True)
         self._writers.shutdown()
+        self.snapshot.close()
 
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()

@@ -41,6 +41,7 @@ from elastic_dp.config import (
 )
 from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
+from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.shipping import shipped
 from elastic_dp.storage import StorageURL, Store, redact_url
@@ -222,6 +223,7 @@ class ElasticTrainer:
     def _fit_local(self, progress: ProgressPrinter) -> Result:
         self._adopt_fixed_fields()
         prepare_environment(os.environ, self.spec.scaling.num_threads)  # type: ignore[arg-type]
+        set_default_environment(os.environ)
         device = pick_device(self.spec.scaling.resources_per_worker)
 
         def say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from elastic_dp.coordinator.messages import (
     WriteDrainCheckpoint,
 )
 from elastic_dp.data import Index, open_data
+from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
@@ -90,6 +92,9 @@ class Worker:
             renewed_at=self._page.renewed_at,
         )
         torch.set_num_threads(spec.scaling.num_threads)
+        # Not with the variables that a process is started with: here the user's own are seen.
+        for text in set_nccl_environment(os.environ):
+            link.say(f"{identity}: {text}")
         self._log = None if job.url is None else WorkerLogUploader(Store(job.url), identity).start()
         use_interface(address)
         self.hear_from(job.controller)
@@ -165,7 +170,7 @@ class Worker:
                 on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
             )
         except Exception as error:  # also what a user's dataset raises
-            return fail_worker(self.identity, self._link, self._control, error)
+            return fail_worker(self.identity, self._link, self._control, self._page, error)
         self._session = Session(
             spec=self._spec,
             worker=self.identity,
@@ -233,9 +238,5 @@ def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Pages of 2 MB where the system lends them: ten times less for the first touch of new memory.
     environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # NCCL's own watch over hangs asks the store each second, from a thread that must not wait for
-    # Python; hangs are found by heartbeats, and it may end the survivors.
-    environment.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     for key, value in EXACT_ENVIRONMENT.items():
         environment.setdefault(key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,8 +33,8 @@ class ScalingConfig:
     - `virtual_workers`: V fixes the math: the global batch is V micro-batches whatever the number
       of workers. It defaults to `max_workers` at the run's first start.
     - `standby`: workers that are kept warm without a rank.
-    - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1 or more,
-      each worker has its own and NCCL is used; otherwise Gloo.
+    - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
+      worker has its own and NCCL is used; otherwise Gloo.
     - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
       the worker's CPUs.
     - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
@@ -110,8 +111,12 @@ class ScalingConfig:
             if not isinstance(name, str) or not name:
                 raise SpecError(f"{field}: a resource's name must be a string")
             at_least(field, amount, 0)
-            if name == "GPU" and amount > 1 and amount != int(amount):
-                raise SpecError(f"{field} is {amount!r}, must be a whole number, or below 1")
+            if name == "GPU" and amount > 1:
+                workers = math.ceil(amount) * self.max_workers
+                raise SpecError(
+                    f"{field} is {amount!r}, and a worker trains on one GPU: ask for "
+                    f'"GPU": 1, and for as many workers as there are GPUs (max_workers={workers})'
+                )
 
     def _check_label_selector(self) -> None:
         selector = self.label_selector

@@ -135,7 +135,7 @@ class Budgets:
             return (
                 f"{died} died one after another while running virtual worker {virtual_worker} of "
                 f"step {step}: its rows, or the code that runs on them, kill the process (a "
-                "segmentation fault, or out of memory)"
+                "segmentation fault, out of memory, or an assert on the device)"
             )
         if self.memory.exhausted:
             return (

@@ -24,10 +24,10 @@ class FailurePolicy:
     def __init__(self, run: RunState, generation: Generation, identities: Identities) -> None:
         self._run, self._generation, self._identities = run, generation, identities
         self.budgets = Budgets(run.config.limits)
-        # the last error of user code that was retried
-        self.user_error: m.WorkerFailed | None = None
+        self.user_error: m.WorkerFailed | None = None  # the last one that was retried
         self.retry_at = -math.inf  # before this no worker is started and no generation is formed
         self._retry_before = -math.inf  # `retry_at` before the last incident
+        self._out_of_memory = ""  # the last worker that ran out of memory, and its report
         # The worker that the last incident was counted for, and its generation. The id is "" if a
         # member stopped, which does not say which worker was lost.
         self._blamed: tuple[WorkerId, int] = NOBODY
@@ -36,7 +36,8 @@ class FailurePolicy:
 
     def exhausted(self) -> str:
         """Return why the run must fail, or an empty string."""
-        return self.budgets.exhausted(self._run.reason)
+        last = self._out_of_memory if self.budgets.memory.exhausted else ""
+        return self.budgets.exhausted(last or self._run.reason)
 
     def lost(self, worker: WorkerState, event: m.WorkerLost, now: float) -> None:
         """Count the loss of a worker that was not asked to leave."""
@@ -50,6 +51,8 @@ class FailurePolicy:
         if event.micro_batch is not None:
             self.budgets.count_death_in(*event.micro_batch)
         short = event.cause is m.Cause.OUT_OF_MEMORY
+        if short:
+            self._out_of_memory = f"{worker.id}: {event.reason}"
         self.count(worker, now, self.budgets.memory if short else None, worker.id)
 
     def cause_learned(self, event: m.WorkerLost, now: float) -> None:

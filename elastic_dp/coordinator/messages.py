@@ -125,6 +125,7 @@ class Cause(StrEnum):
     UNKNOWN = "unknown"
     PREEMPTED = "preempted"  # its node was taken away
     OUT_OF_MEMORY = "out of memory"
+    DEVICE_FAULT = "device fault"  # of its GPU: counts as any loss
     RELEASED = "released"  # it was asked to leave, and did
 
 

@@ -45,7 +45,7 @@ class GradientSum:
         self._plan: ExchangePlan | None = None  # of the present generation
         self._exchanges: list[BucketExchange] = []  # by the number of the bucket
         self._pool = BufferPool()
-        self._sums = SubtreeSums()
+        self._sums = SubtreeSums(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self.sequential = self.late = False
         self._running = False  # hooks act only within a step's backward passes

@@ -1,20 +1,30 @@
 """Adds up the gradients of one worker's virtual workers, by whole subtrees of the reduction tree.
 
 The sums are a stack, on which each leaf (the turn of one virtual worker) puts the sum that it
-completes; see `reduction_tree.fold`. Sums that wait are not copied.
+completes; see `reduction_tree.fold`. Sums that wait are not copied, but for gradients in the memory
+of a CUDA graph, which its next replay would write again. Where other code uses the memory of a
+gradient again, that is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from elastic_dp.device.cuda_graphs import graphs_are_replayed
+from elastic_dp.errors import ModelError
 
 Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
 
 
 class SubtreeSums:
-    """`fired[i]`: whether parameter i has got its gradient in the present leaf."""
+    """`fired[i]`: whether parameter i has got its gradient in the present leaf. `name`: of a
+    parameter, by its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: Callable[[int], str]) -> None:
+        self._name = name
+        self._copies = False  # gradients that wait
         self._stack: list[Gradients] = []  # sums of whole subtrees
         self._current: Gradients = []  # the sum that this leaf completes
         self.merges = 0  # to so many of the stack this leaf's gradient is added
@@ -30,11 +40,15 @@ class SubtreeSums:
     def begin_leaf(self, parameters: int, merges: int) -> None:
         self.fired = bytearray(parameters)
         self._current = [None] * parameters
+        self._copies = graphs_are_replayed()
         self.merges = merges
 
     def add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """The gradient of this leaf; the caller gives up its tensor."""
-        self._current[index] = self.merged(index, gradient) if self.merges else gradient
+        """The gradient of this leaf; the caller gives up its tensor. Raises ModelError."""
+        value = self.merged(index, gradient)
+        if value is not None and value is gradient and self._copies:
+            value = value.clone()
+        self._current[index] = value
 
     def end_leaf(self) -> None:
         del self._stack[len(self._stack) - self.merges :]
@@ -44,7 +58,9 @@ class SubtreeSums:
         self, index: int, value: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """This leaf's gradient, added to the sums that wait for it; the last of them goes to
-        `out`."""
+        `out`. Raises ModelError."""
+        if value is not None:
+            self._refuse_reuse(index, value)
         for depth in range(1, self.merges + 1):
             one = self._stack[-depth][index]
             if one is None or value is None:
@@ -54,6 +70,21 @@ class SubtreeSums:
             else:
                 value = one.add_(value)
         return value
+
+    def _refuse_reuse(self, index: int, value: torch.Tensor) -> None:
+        """A sum that waits would lie where this gradient is, so it is overwritten."""
+        address = value.data_ptr()
+        for sums in self._stack:
+            one = sums[index]
+            if one is not None and one.data_ptr() == address and value.numel():
+                raise ModelError(
+                    f"the gradient of model.{self._name(index)} lies in the memory of an earlier "
+                    "micro-batch's, which is still needed, as with "
+                    "torch.cuda.make_graphed_callables or a backward() that returns the same "
+                    "tensor each time. Use "
+                    'torch.compile(mode="reduce-overhead"), whose gradients are copied, or return '
+                    "a new tensor"
+                )
 
     def complete(self) -> list[Gradients]:
         """Sums of the subtrees to which the present leaf adds nothing more, in order."""

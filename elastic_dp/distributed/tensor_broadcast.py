@@ -125,11 +125,14 @@ def _destinations(
 
 
 def copy_to_own_memory(
-    tensors: Sequence[torch.Tensor], device: torch.device, ours: Mapping[int, torch.Tensor]
+    tensors: Sequence[torch.Tensor],
+    metas: Sequence[TensorMeta],
+    device: torch.device,
+    ours: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh
-    one."""
-    own = _destinations([meta_of(t) for t in tensors], device, ours)
+    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh one
+    where `metas` says."""
+    own = _destinations(metas, device, ours)
     for mine, given in zip(own, tensors, strict=True):
         mine.copy_(given)
     return own

@@ -66,6 +66,10 @@ class HeartbeatStatus(Protocol):
         """Seconds for one virtual worker; 0: not known in this generation."""
         ...
 
+    def write_fault(self, kind: str, text: str) -> None:
+        """The device has failed (`kind`: a FaultKind), and this process ends now."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationTiming:

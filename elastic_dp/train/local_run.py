@@ -195,6 +195,9 @@ class LocalRun:
     def write_speed(self, virtual_s: float) -> None:
         pass
 
+    def write_fault(self, kind: str, text: str) -> None:
+        """Errors are raised as they are."""
+
     def _form(self, position: TrainingPosition, has_state: bool, restore: bool = False) -> None:
         self._generation += 1
         member = Member("w1", 0, self.spec.scaling.num_virtual_workers, position, has_state)

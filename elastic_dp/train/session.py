@@ -30,6 +30,7 @@ from elastic_dp.coordinator.messages import (
     WorkerStopped,
 )
 from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.faults import fault_of
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
@@ -281,7 +282,7 @@ class Session:
             try:
                 outcome = self.step_runner.attempt(self.position.step + 1)
             except GroupError as error:
-                self.leave(str(error))
+                self.leave(error)
                 continue
             if isinstance(outcome, StepRecord):
                 self._committed(outcome)
@@ -332,27 +333,30 @@ class Session:
             try:
                 self._enter(call)
             except GroupError as error:
-                self.leave(str(error), self._groups.unreachable)
+                self.leave(error, self._groups.unreachable)
                 continue
             if had_state and self.position.step > before.step:
                 return self.state.record
         return None
 
-    def leave(self, reason: str, unreachable: tuple[WorkerId, ...] = ()) -> None:
-        """Out of this generation, for good: undo what is not committed, say where we stand."""
+    def leave(self, reason: str | GroupError, unreachable: tuple[WorkerId, ...] = ()) -> None:
+        """Out of this generation, for good: undo what is not committed, say where we stand. Raises
+        a GroupError whose reason is a fault of our own device: no next generation would work."""
+        if isinstance(reason, GroupError) and fault_of(reason) is not None:
+            raise reason
         if self.loop.in_body:
             self._finish_record()
         self.step_runner.close()
         generation = self.control.leave()
         self._groups.leave()
-        self._post_stopped(generation, reason, unreachable)
+        self._post_stopped(generation, str(reason), unreachable)
 
     def leave_if_ended(self) -> None:
         if self._groups.main is not None:
             try:
                 self.control.may_continue()
             except GroupError as error:
-                self.leave(str(error))
+                self.leave(error)
 
     def side_group(self) -> ProcessGroup:
         """A second group of the same members, for evaluations; formed when first asked for."""

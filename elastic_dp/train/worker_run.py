@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from elastic_dp.coordinator.messages import WorkerFailed
-from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.data.pipeline.global_generators import open_generators, seed_everything
+from elastic_dp.device.faults import FaultKind, broken_context, describe, fault_of
 from elastic_dp.errors import ElasticError, LoopError, UserCodeError
 from elastic_dp.sampling.seeds import seed_for
 from elastic_dp.train.context import TrainContext
-from elastic_dp.train.controller_link import ControllerLink
+from elastic_dp.train.controller_link import ControllerLink, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import ORPHANED, Released, WorkerControl
 from elastic_dp.train.session import Session
 
 TrainFunction = Callable[[TrainContext], None]
 _REPORT_AGAIN_S = 5.0
+_EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 
 def run_worker(train: TrainFunction, session: Session) -> str:
@@ -28,8 +33,14 @@ def run_worker(train: TrainFunction, session: Session) -> str:
             try:
                 call_train_function(train, session)
             except (Exception, SystemExit) as error:  # the user's code may raise anything
-                return fail_worker(session.worker, session.link, session.control, error)
-            session.serve_until_released()
+                return fail_worker(
+                    session.worker, session.link, session.control, session.status, error
+                )
+            try:
+                session.serve_until_released()
+            except Exception as error:
+                exit_if_device_failed(session.status, error)
+                raise
         except Released as released:
             return str(released)
         finally:
@@ -38,10 +49,15 @@ def run_worker(train: TrainFunction, session: Session) -> str:
 
 
 def fail_worker(
-    worker: str, link: ControllerLink, control: WorkerControl, error: Exception | SystemExit
+    worker: str,
+    link: ControllerLink,
+    control: WorkerControl,
+    status: HeartbeatStatus,
+    error: Exception | SystemExit,
 ) -> str:
     """Report the error repeatedly, since another controller may have taken over; returns why the
-    worker was released."""
+    worker was released. Where the device has failed, the process ends instead."""
+    exit_if_device_failed(status, error)
     failure = _failure(worker, error)
     try:
         while control.orphaned_in_s() > 0:
@@ -52,8 +68,29 @@ def fail_worker(
         return str(released)
 
 
+def exit_if_device_failed(status: HeartbeatStatus, error: BaseException) -> None:
+    """End the process where the error is a fault of its device: the worker is lost, and no error of
+    the user's code. Without any clean-up, which would call the device again and could block."""
+    kind = fault_of(error)
+    if kind is not None:
+        _exit(status, kind, error)
+    broken = broken_context()  # asynchronous faults surface anywhere, also as something else
+    if broken is not None:
+        traceback.print_exception(error)
+        _exit(status, FaultKind.DEVICE, broken)
+
+
+def _exit(status: HeartbeatStatus, kind: FaultKind, error: BaseException) -> NoReturn:
+    status.write_fault(kind, describe(error))
+    traceback.print_exception(error)  # its sidecar sends what was printed last
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_EXIT_CODE)
+
+
 def call_train_function(train: TrainFunction, session: Session) -> None:
     """Call the train function, and check that it ran its loop to the end."""
+    open_generators(session.device)
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
     if session.loop.failure is not None:

@@ -45,7 +45,11 @@ from tests.runs import Points
         ({"label_selector": {"a b": "c"}}, ["label_selector has 'a b': 'c'"]),
         ({"label_selector": {"a": "c d"}}, ["label_selector has 'a': 'c d'"]),
         ({"resources_per_worker": {"GPU": -1}}, ["resources_per_worker['GPU'] is -1"]),
-        ({"resources_per_worker": {"GPU": 1.5}}, ["['GPU'] is 1.5, must be a whole number"]),
+        (
+            {"resources_per_worker": {"GPU": 2}, "max_workers": 4},
+            ["['GPU'] is 2, and a worker trains on one GPU", '"GPU": 1', "max_workers=8"],
+        ),
+        ({"resources_per_worker": {"GPU": 1.5}}, ["['GPU'] is 1.5", "max_workers=2"]),
         ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a string"]),
     ],
 )

@@ -115,6 +115,21 @@ def test_a_micro_batch_that_was_passed_once_is_not_blamed() -> None:
     assert die_one_by_one(scenario, 4, m.Cause.UNKNOWN, (7, 5), step=7) == 4
 
 
+def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
+    scenario = Scenario(size=3, max_losses_without_progress=1)
+    scenario.running("w1", "w2", "w3")
+    scenario.tell(m.WorkerLost("w2", "its process ended with 70"))
+    scenario.tell(m.WorkerLost("w2", "its device failed", m.Cause.DEVICE_FAULT))
+    assert not scenario.ever(m.FailRun)
+    scenario.stopped("w1")
+    scenario.wait(40.0, "w1", phase="wait")
+    scenario.ready("w4")
+    scenario.wait(0.1)
+    scenario.hear(*scenario.members)
+    scenario.tell(m.WorkerLost("w4", "its device failed", m.Cause.DEVICE_FAULT))
+    assert scenario.ever(m.FailRun)
+
+
 def test_loss_out_of_memory_delays_the_replacement() -> None:
     scenario = Scenario(size=2, max_out_of_memory=2)
     scenario.running("w1", "w2")

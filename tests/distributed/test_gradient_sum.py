@@ -4,7 +4,9 @@ exchanged."""
 from __future__ import annotations
 
 import math
+import sys
 import threading
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from elastic_dp.distributed.process_group import (
 )
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import fold
+from elastic_dp.errors import ModelError
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -161,3 +164,59 @@ def test_records_of_any_length_follow_each_other() -> None:
 
     expected = [[b"\0" * n, b"\1" * 2 * n] for n in (0, 7, 5000, 3)]
     assert of_each(2, gather) == [expected, expected]
+
+
+def replaying() -> type[torch.autograd.Function]:
+    """A function whose backward pass writes its gradient into the same memory each time, as the
+    replay of a CUDA graph does."""
+    static = torch.zeros(3)
+
+    class Replayed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
+            ctx.factor = factor
+            return weight.sum() * factor
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            static.fill_(ctx.factor).mul_(gradient)
+            return static.detach(), None
+
+    return Replayed
+
+
+def sum_of_replays(leaves: int, exact: bool) -> list[float]:
+    """Of `leaves` virtual workers of one worker, whose gradients are 1, 2, …"""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    gradients, function = GradientSum({"weight": weight}), replaying()
+    gradients.open(ProcessGroup(None, 0, 1, CPU), [(0, leaves)], leaves, exact)
+    gradients.begin()
+    mine = fold(0, leaves, leaves)
+    for leaf in mine:
+        gradients.before_leaf(leaf, leaf is mine[-1])
+        gradients.before_backward()
+        function.apply(weight, leaf.virtual_worker + 1.0).backward()
+        gradients.after_leaf(leaf, leaf is mine[-1])
+    gradients.send()
+    gradients.reduce()
+    assert gradients.complete(1.0)
+    gradients.assign([1])
+    assert weight.grad is not None
+    return weight.grad.tolist()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("leaves", [2, 3, 4, 7, 8])
+def test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait(
+    leaves: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "torch._inductor.cudagraph_trees", types.ModuleType("cudagraph_trees")
+    )
+    assert sum_of_replays(leaves, exact) == [leaves * (leaves + 1) / 2] * 3
+
+
+@pytest.mark.parametrize("leaves", [2, 3, 4, 7, 8])
+def test_gradients_in_memory_that_is_written_again_are_refused(leaves: int) -> None:
+    with pytest.raises(ModelError, match=r"the gradient of model\.weight lies in the memory of"):
+        sum_of_replays(leaves, exact=True)

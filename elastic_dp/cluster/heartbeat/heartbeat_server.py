@@ -176,6 +176,10 @@ def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
     if phase in ("data", "compute") and number:
         at = int(message["step"]) + 1, int(number)
     where = "" if at is None else f" in virtual worker {at[1]} of step {at[0]}"
+    if fault := message.get("fault"):
+        cause, text = Cause(fault[0]), str(fault[1])
+        what = "ran out of device memory" if cause is Cause.OUT_OF_MEMORY else "its device failed"
+        return WorkerLost(worker, f"{what}{where}: {text}", cause, at)
     if message["out_of_memory"]:
         reason = f"the kernel killed a process because memory ran out, and it exits{where}"
         return WorkerLost(worker, reason, Cause.OUT_OF_MEMORY, at)

@@ -13,14 +13,15 @@ sends PR_SET_PDEATHSIG at the beginning of that, and once all threads are exitin
 run its own code again.
 
 The report has what no other process knows: which micro-batch the worker ran, whether the kernel has
-killed a process since because memory ran out, and the worker's last output (if that is a file,
-which this process shares).
+killed a process since because memory ran out, the fault of its device that the worker wrote down
+before it ended, and the worker's last output (if that is a file, which this process shares).
 
 Layout of the shared memory page: generation and step as int64; the phase as 16 bytes ("data 7",
 "compute 7" while virtual worker 7 runs); the seconds per virtual worker as float64; the sending
 time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host
 share); and the controller's address as "host port nonce" in 128 bytes. The address is read for each
-heartbeat, because a controller that takes over has another one.
+heartbeat, because a controller that takes over has another one. If the worker's device has failed,
+the kind of that fault follows in 16 bytes and its text in 1024.
 
 Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
 with keyed BLAKE2b as the MAC. The key of each direction is derived from the run's secret, which is
@@ -46,6 +47,8 @@ import sys
 import time
 
 PAGE = struct.Struct("<qq16sdd128s")
+FAULT = struct.Struct("<16s1024s")  # follows PAGE
+PAGE_BYTES = PAGE.size + FAULT.size
 WHERE = struct.Struct("<qq16s")
 SPEED = struct.Struct("<d")  # follows WHERE
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
@@ -70,6 +73,16 @@ def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
 
 def write_address(page: mmap.mmap, host: str, port: int, nonce: bytes) -> None:
     _ADDRESS.pack_into(page, _ADDRESS_OFFSET, f"{host} {port} {nonce.hex()}".encode())
+
+
+def read_fault(page: mmap.mmap) -> tuple[str, str] | None:
+    """Its kind and its text."""
+    kind, text = (part.rstrip(b"\0") for part in FAULT.unpack_from(page, PAGE.size))
+    return (kind.decode(), text.decode(errors="ignore")) if kind else None
+
+
+def write_fault(page: mmap.mmap, kind: str, text: str) -> None:
+    FAULT.pack_into(page, PAGE.size, kind.encode(), text.encode(errors="replace"))
 
 
 _MAC_BYTES = 16
@@ -283,13 +296,14 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
     """
     parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
-    page = mmap.mmap(int(page_file), PAGE.size)
+    page = mmap.mmap(int(page_file), PAGE_BYTES)
     stacks = int(stacks_file)
     controller = _ControllerConnection(page, worker, sys.stdin.buffer.read())
 
     def report_death() -> None:
         _, step, phase = WHERE.unpack_from(page, 0)
         gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
+        gone["fault"] = read_fault(page)
         controller.send(gone | {"out_of_memory": oom_kills() > killed_before})
         controller.send({"words": last_words()})
 

@@ -40,8 +40,8 @@ class SharedMemoryPage:
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()
-        os.ftruncate(self._file, heartbeat_sidecar.PAGE.size)
-        self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE.size)
+        os.ftruncate(self._file, heartbeat_sidecar.PAGE_BYTES)
+        self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE_BYTES)
         self.write(0, 0, "start")
         heartbeat_sidecar.write_renewed_at(self._page, time.monotonic())
 
@@ -50,6 +50,9 @@ class SharedMemoryPage:
 
     def write_speed(self, virtual_s: float) -> None:
         heartbeat_sidecar.SPEED.pack_into(self._page, heartbeat_sidecar.WHERE.size, virtual_s)
+
+    def write_fault(self, kind: str, text: str) -> None:
+        heartbeat_sidecar.write_fault(self._page, kind, text)
 
     def renewed_at(self) -> float:
         return heartbeat_sidecar.read_renewed_at(self._page)

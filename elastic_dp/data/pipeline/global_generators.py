@@ -16,3 +16,10 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed % (1 << 63))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed % (1 << 63))
+
+
+def open_generators(device: torch.device) -> None:
+    """Before the first seed: `seed_everything` leaves out a device that is not in use yet, and what
+    user code then draws there, such as a model's initial weights, would not depend on the seed."""
+    if device.type == "cuda":
+        torch.cuda.init()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import whole_tree
+from elastic_dp.checkpoint.checkpoint_reader import device_types, whole_tree
 from elastic_dp.checkpoint.checkpoint_writer import Share
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.encoding import encode
@@ -223,7 +223,7 @@ class WorkerCheckpointer:
         commit, line = read_collectively(self._catalog, group, enters=enters, damaged=damaged)
         types = types_of(state)
         check_job(commit.metadata, self._naming["job"], self._data)
-        tree = whole_tree(commit, line, device=device, types=types)
+        tree = whole_tree(commit, line, types=types)
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         kinds = tree["step"].setdefault(
             "kinds", [commit.metadata.versions["kind"]]
@@ -248,7 +248,8 @@ class WorkerCheckpointer:
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
-        state.adopt(rehome_state(tree, device, types, state.own_tensors), body=True)
+        places = device_types(commit)
+        state.adopt(rehome_state(tree, device, types, state.own_tensors, places), body=True)
         self._taken = commit.step
         return commit, tree["evaluations"]
 
@@ -263,7 +264,7 @@ class WorkerCheckpointer:
             manifest,
             self._naming,
             self._versions,
-            self._stall_s,
+            self._stall_s + self._uploader.snapshot.copied_s,
             self._founded,
             self._job,
             self._data,

@@ -3,6 +3,7 @@ bits each time."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import warnings
@@ -22,7 +23,7 @@ def machine_kind(device: torch.device, exact: bool) -> str:
         parts += [
             f"{p.name}, {p.multi_processor_count} SMs, capability {p.major}.{p.minor}",
             f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}",
-            f"tf32 {torch.backends.cuda.matmul.allow_tf32}/{torch.backends.cudnn.allow_tf32}",
+            *_gpu_settings(),
         ]
     else:
         parts += [
@@ -30,7 +31,50 @@ def machine_kind(device: torch.device, exact: bool) -> str:
             f"threads {torch.get_num_threads()}",
             f"mkldnn {torch.backends.mkldnn.is_available()}",
         ]
+        if (reduced := _reduced(torch.backends.mkldnn)) is not None:
+            parts.append(f"fp32 {reduced}")
     return "; ".join(parts)
+
+
+# Which of them a library may use for a matrix product of half precision.
+_REDUCTIONS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction_split_k",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction_split_k",
+    "allow_fp16_accumulation",
+)
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+# Read by NVIDIA's libraries themselves.
+_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def _gpu_settings() -> list[str]:
+    """What decides by which kernels, and with which precision inside, a GPU computes.
+
+    Not `allow_tf32`: torch raises where it was set by `fp32_precision`, which knows both.
+    """
+    backend, cudnn = torch.backends.cuda, torch.backends.cudnn
+    conv, rnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    reductions = [str(getattr(backend.matmul, name, None)) for name in _REDUCTIONS]
+    attention = [name for name in _ATTENTION if getattr(backend, f"{name}_sdp_enabled")()]
+    return [
+        f"fp32 {backend.matmul.fp32_precision}/{conv}/{rnn}",
+        f"reductions {'/'.join(reductions)}",
+        f"attention {'+'.join(attention)} {backend.fp16_bf16_reduction_math_sdp_allowed()}",
+        f"blas {backend.preferred_blas_library()}, linalg {backend.preferred_linalg_library()}",
+        f"cudnn enabled {cudnn.enabled}",
+        *(f"{name} {os.environ[name]}" for name in _VARIABLES if name in os.environ),
+    ]
+
+
+def _reduced(mkldnn: Any) -> str | None:
+    """The precision that oneDNN may use for float32, where it was lowered."""
+    found = [
+        getattr(getattr(mkldnn, name, None), "fp32_precision", "none")
+        for name in ("matmul", "conv", "rnn")
+    ]
+    return "/".join(found) if set(found) - {"none", "ieee"} else None
 
 
 def _processor() -> str:
@@ -78,6 +122,9 @@ def why_inexact(operations: Sequence[str], kinds: Sequence[str]) -> tuple[str, .
 EXACT_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
+_NOTED = ".*deterministic"
+
+
 class DeterministicKernels:
     """Deterministic kernels while open; `because` names every operation that had none."""
 
@@ -85,6 +132,7 @@ class DeterministicKernels:
         self.because: list[str] = []
         self._exact = exact
         self._restore: Any = None
+        self._filter: Any = None
 
     def __enter__(self) -> DeterministicKernels:
         if not self._exact:
@@ -94,12 +142,18 @@ class DeterministicKernels:
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
+            torch.is_warn_always_enabled(),
             warnings.showwarning,
         )
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+        # Python and torch show a warning once in a process; this is about each run in it. A filter
+        # that is added forgets what was shown, and comes before those that the user has set.
+        torch.set_warn_always(True)
+        warnings.filterwarnings("default", message=_NOTED)
+        self._filter = warnings.filters[0]
         show = warnings.showwarning
 
         def note(message: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,8 +168,11 @@ class DeterministicKernels:
     def __exit__(self, *_: object) -> None:
         if self._restore is None:
             return
-        enabled, warn_only, fill, benchmark, show = self._restore
+        enabled, warn_only, fill, benchmark, always, show = self._restore
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
+        torch.set_warn_always(always)
+        with contextlib.suppress(ValueError):  # user code has taken it away
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         warnings.showwarning = show

@@ -20,7 +20,6 @@ be seen this way.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -35,6 +34,7 @@ import torch
 import xxhash
 from torch import nn
 
+from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.errors import DataError, LossError
 from elastic_dp.train.state.weight_comparison import digest_of
 
@@ -78,7 +78,7 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
     left: Facts = {}
     kept: Facts = {}
     first = second = None
-    with contextlib.suppress(Exception):  # what user code raises here it raises again in a step
+    with suppress_errors_of_code():  # what user code raises here it raises again in a step
         left, kept = runs.holds()
         first = runs.try_out()
         second = runs.try_out()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,14 +45,22 @@ def receive_state(
 
 
 def rehome_state(
-    tree: Any, device: torch.device, types: Mapping[str, type], targets: Targets
+    tree: Any,
+    device: torch.device,
+    types: Mapping[str, type],
+    targets: Targets,
+    device_types: Mapping[str, str],
 ) -> Any:
-    """The same tree with its tensors copied into memory of our own: the tensors that `targets`
-    names, or new ones."""
+    """The same tree, each of its tensors copied once, into memory of our own: the tensors that
+    `targets` names, or new ones. `device_types`: by a tensor's name, where it belongs."""
     encoded, named = encode(tree)
+    metas = [
+        replace(tensor_broadcast.meta_of(tensor), device_type=device_types.get(name, "cpu"))
+        for name, tensor in named
+    ]
     tensors = [tensor for _, tensor in named]
-    ours = targets(encoded, [tensor_broadcast.meta_of(tensor) for tensor in tensors])
-    return decode(encoded, tensor_broadcast.copy_to_own_memory(tensors, device, ours), types=types)
+    own = tensor_broadcast.copy_to_own_memory(tensors, metas, device, targets(encoded, metas))
+    return decode(encoded, own, types=types)
 
 
 def tensor_slot(encoded: Any) -> int | None:

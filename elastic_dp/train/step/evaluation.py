@@ -77,7 +77,7 @@ def evaluate(
             data.check_left_out(sum(left_out for *_, left_out in known.values()))
             session.control.commit()
         except GroupError as error:
-            session.leave(str(error))
+            session.leave(error)
             continue
         progress.evaluation_committed(_summary(known))
         session.report("body")

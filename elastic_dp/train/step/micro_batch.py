@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.cuda_graphs import begin_graph_iteration
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.state.train_state import TrainState
@@ -77,6 +78,7 @@ class MicroBatchRunner:
         if batch is None:  # all its rows lie in bad row groups
             return None, MicroBatchResult(0.0, 0.0, {})
         self._speed.start_micro_batch()
+        begin_graph_iteration()
         # Where the whole loop is under autocast, weights as they were, or without a gradient, would
         # be used again.
         torch.clear_autocast_cache()

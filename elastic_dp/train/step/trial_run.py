@@ -3,12 +3,12 @@ to have done it once."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.distributed.gradient_sum import GradientSum
 from elastic_dp.train.exactness.purity_probe import (
     Facts,
@@ -50,9 +50,9 @@ class TrialRun:
         compiles the model, chooses kernels, and touches memory for the first time.
 
         What user code raises here it raises again in a step, unless this model is refused before
-        that.
+        that. A worker whose device fails, or has too little memory, does not join.
         """
-        with contextlib.suppress(Exception):
+        with suppress_errors_of_code():
             self._run_once(self._micro_batches.batch(1, self._largest()))
         self._undo(tried=True)
         self._report("start")

@@ -1,11 +1,13 @@
 """Which machines are expected to compute the same bits."""
 
+import types
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from elastic_dp.train.exactness.machine_kind import machine_kind
+from elastic_dp.train.exactness.machine_kind import DeterministicKernels, machine_kind
 
 CPUS = {
     "intel": (
@@ -41,3 +43,104 @@ def test_a_machine_without_proc(monkeypatch, exact):
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert f"exact {exact}; cpu " in machine_kind(torch.device("cpu"), exact)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The kind of a machine with a GPU; the settings are torch's own, and restored."""
+    properties = types.SimpleNamespace(name="H100", multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    precisions = [cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul]
+    before = [module.fp32_precision for module in precisions]
+    yield lambda: machine_kind(torch.device("cuda", 0), exact=True)
+    for module, value in zip(precisions, before, strict=True):
+        module.fp32_precision = value
+
+
+def set_in(module, name, value):
+    """A change of a setting of torch's, and its inverse."""
+
+    def change():
+        before = getattr(module, name)
+        setattr(module, name, value)
+        return lambda: setattr(module, name, before)
+
+    return change
+
+
+def sdp(name):
+    def change():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+        return lambda: getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
+
+    return change
+
+
+MATMUL = torch.backends.cuda.matmul
+SETTINGS = {
+    "matmul in TF32": set_in(MATMUL, "fp32_precision", "tf32"),
+    "convolution in IEEE": set_in(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "recurrent in IEEE": set_in(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+    "fp16 reduced": set_in(MATMUL, "allow_fp16_reduced_precision_reduction", False),
+    "bf16 reduced": set_in(MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    "fp16 accumulation": set_in(MATMUL, "allow_fp16_accumulation", True),
+    "cudnn": set_in(torch.backends.cudnn, "enabled", False),
+    **{f"no {name} attention": sdp(name) for name in ("flash", "mem_efficient", "math", "cudnn")},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_kind_of_a_gpu_changes_with_each_setting_that_chooses_its_kernels(name, gpu):
+    before = gpu()
+    undo = SETTINGS[name]()
+    try:
+        assert gpu() != before
+    finally:
+        undo()
+    assert gpu() == before
+
+
+def test_kind_of_a_gpu_with_mixed_precisions_does_not_raise(gpu):
+    """Torch's own `torch.backends.cudnn.allow_tf32` does."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    with pytest.raises(RuntimeError):
+        _ = torch.backends.cudnn.allow_tf32
+    assert "fp32 none/ieee/tf32" in gpu()
+
+
+@pytest.mark.parametrize("library", ["cublas", "cublaslt"])
+def test_kind_of_a_gpu_names_the_preferred_blas_library(library, gpu, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: library)
+    assert f"blas {library}, " in gpu()
+
+
+def test_kind_of_a_gpu_names_an_override_of_tf32(gpu, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert "NVIDIA_TF32_OVERRIDE 0" in gpu()
+
+
+def test_kind_of_a_cpu_names_a_lowered_precision_of_float32(gpu):
+    before = machine_kind(torch.device("cpu"), exact=True)
+    assert "fp32" not in before
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    assert machine_kind(torch.device("cpu"), exact=True) == f"{before}; fp32 bf16/none/none"
+
+
+def has_no_deterministic_kernel():
+    torch.zeros(4).put_(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), accumulate=False)
+
+
+@pytest.mark.parametrize("action", ["ignore", "error", "once"])
+def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_process(action):
+    """Python and torch tell of it once in a process, or never where the user has said so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        always = torch.is_warn_always_enabled()
+        for _ in range(2):
+            with DeterministicKernels(exact=True) as kernels:
+                for _ in range(3):
+                    has_no_deterministic_kernel()
+            assert len(kernels.because) == 1 and kernels.because[0].startswith("put_ does not")
+        assert not [one for one in warnings.filters if "deterministic" in str(one[1])]
+        assert torch.is_warn_always_enabled() == always

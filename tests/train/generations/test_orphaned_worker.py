@@ -53,7 +53,7 @@ def control(renewed_s_ago, **timeouts):
 def test_worker_that_waits_for_a_generation_in_vain_is_an_orphan():
     left = control(0.0, lease_s=0.01, orphan_timeout_s=0.05)
     assert left.wait() == Orphaned()
-    assert fail_worker("w1", Nobody(), left, ValueError()) == ORPHANED
+    assert fail_worker("w1", Nobody(), left, SharedMemoryPage(), ValueError()) == ORPHANED
 
 
 def test_a_session_ends_outside_of_every_generation():

@@ -1,0 +1,622 @@
+"""The checks of `python -m benchmarks.gpu_check`: each takes a Setup and returns facts, or raises
+what is wrong. Nothing here has a result of its own outside its process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn import functional as F
+
+from benchmarks.models import GPT
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.cluster.runs.run_record import RunOutcome
+from elastic_dp.cluster.worker import prepare_environment
+from elastic_dp.config import (
+    CheckpointConfig,
+    FailureConfig,
+    JobSpec,
+    MapStyleData,
+    ScalingConfig,
+)
+from elastic_dp.coordinator.messages import DrainNoticed
+from elastic_dp.data import open_data
+from elastic_dp.distributed.nccl_environment import set_nccl_environment
+from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.train.exactness.machine_kind import machine_kind
+from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.local_run import LocalRun
+
+VIRTUAL_WORKERS = 8
+WAIT_S = 100.0  # for a run; the limit of the check is what counts
+
+
+class Skipped(Exception):
+    """This check says nothing here, and why."""
+
+
+class Wrong(Exception):
+    """What was found is not what must be."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    device: str  # cuda, cpu
+    small: bool
+    folder: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def pick(self, full: Any, small: Any) -> Any:
+        return small if self.small else full
+
+
+@dataclass(frozen=True)
+class Check:
+    run: Callable[[Setup], dict[str, Any]]
+    limit_s: float
+    needs_gpu: bool = False
+
+
+# ------------------------------------------------------------------------------------- the jobs
+
+
+class Rows(torch.utils.data.Dataset):
+    """Row i is a function of i alone."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(i)
+        image = torch.randn(3, 16, 16, generator=drawn)
+        tokens = torch.randint(256, (33,), generator=drawn)
+        return {"image": image, "tokens": tokens, "y": image.sum().gt(0).long()}
+
+
+class ConvNet(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, stride=2),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Dropout(0.1),
+            nn.Linear(width, 2),
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.layers(image)
+
+
+def build(name: str, width: int) -> nn.Module:
+    """`gpt-math`: with the kernel of attention that torch calls deterministic."""
+    if name == "gpt-math":
+        for kernel in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+    return ConvNet(width) if name == "conv" else GPT(width, depth=2)
+
+
+def loss_of(name: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    if name == "conv":
+        return F.cross_entropy(model(batch["image"]), batch["y"])
+    logits = model(batch["tokens"][:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+
+def train(ctx: Any) -> None:
+    config = ctx.config
+    with ctx.device:  # initial weights are drawn there
+        model = build(config["model"], config["width"])
+    if config.get("compile") is not None:
+        model.compile(**config["compile"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    made = 0
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if made >= 2 and config.get("fault") is not None:
+            fail_once(config["fault"], Path(config["fault_file"]), ctx.device)
+        return loss_of(config["model"], model, batch)
+
+    for step in ctx.steps(model, optimizer, loss_fn, precision=config["precision"], clip_norm=1.0):
+        made = step.number
+        ctx.log({"loss": step.loss})
+        time.sleep(config["body_s"])
+
+
+def fail_once(kind: str, file: Path, device: torch.device) -> None:
+    """A fault of the device in the first member that comes here; simulated on the CPU."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    if kind == "assert":
+        if device.type == "cpu":
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        index = torch.tensor([9], device=device)
+        print(torch.zeros(4, device=device)[index].cpu())
+    elif kind == "memory":
+        if device.type == "cpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 TiB.")
+        torch.empty(1 << 46, dtype=torch.uint8, device=device)
+    raise AssertionError("the fault did not happen")
+
+
+def job(
+    setup: Setup,
+    *,
+    workers: int = 1,
+    steps: int = 6,
+    model: str = "gpt",
+    precision: str | None = None,
+    body_s: float = 0.0,
+    every_steps: int | None = None,
+    exact: bool = True,
+    **config: Any,
+) -> JobSpec:
+    config |= {"model": model, "precision": precision, "body_s": body_s}
+    config["width"] = setup.pick(128, 32)
+    share = {"GPU": 0.25} if setup.on_gpu else {}
+    return JobSpec(
+        name="gpu-check",
+        data=MapStyleData(Rows(), micro_batch_size=setup.pick(16, 2)),
+        config=config,
+        scaling=ScalingConfig(
+            min_workers=workers,
+            max_workers=workers,
+            virtual_workers=VIRTUAL_WORKERS,
+            threads_per_worker=1,
+            resources_per_worker={"CPU": 1, **share},
+        ),
+        failure=FailureConfig(heartbeat_timeout_s=30.0, release_timeout_s=30.0),
+        checkpoint=CheckpointConfig(every_steps=every_steps),
+        exact=exact,
+        max_steps=steps,
+    )
+
+
+def group(
+    spec: JobSpec,
+    faults: Sequence[WorkerFault] = (),
+    url: str | None = None,
+    act: Callable[[ProcessRun], None] = lambda run: None,
+) -> tuple[RunOutcome, list[dict[str, Any]]]:
+    """How a run on processes ended, and its journal. `act`: called while it runs."""
+    with ProcessRun(spec, train, faults=tuple(faults), url=url) as run:
+        act(run)
+        outcome = run.wait(WAIT_S)
+        lines = [line for *_, line in list(run.journal._kept)]
+    if outcome.error is not None:
+        raise Wrong(f"the run failed: {outcome.error}\n{outcome.traceback}")
+    return outcome, lines
+
+
+def alone(setup: Setup, spec: JobSpec) -> LocalRun:
+    """The run in this process, without a group."""
+    prepare_environment(os.environ, 1)  # type: ignore[arg-type]
+    data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS)
+    device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
+    run = LocalRun(spec, data, device)
+    run.run(train)
+    return run
+
+
+def together(runs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each returns; at the same time, since most of a short run is its start."""
+    with ThreadPoolExecutor(len(runs)) as executor:
+        started = {name: executor.submit(run) for name, run in runs.items()}
+        return {name: future.result() for name, future in started.items()}
+
+
+def same(digests: dict[str, str]) -> dict[str, Any]:
+    if len(set(digests.values())) != 1:
+        raise Wrong(f"the digests differ: {digests}")
+    return {"digest": next(iter(digests.values()))[:16], "equal": "+".join(digests)}
+
+
+# ----------------------------------------------------------------------------------- the checks
+
+
+def environment(setup: Setup) -> dict[str, Any]:
+    facts: dict[str, Any] = {"gpu": None, "torch": torch.__version__, "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        p = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": p.name, "memory_gb": round(p.total_memory / 1e9, 1)}
+        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["kind"] = machine_kind(device, exact=True)
+    return facts
+
+
+def exact(setup: Setup, *, model: str, precision: str | None) -> dict[str, Any]:
+    """The same bits on 1, 2 and 4 workers, which share the GPU over Gloo."""
+    runs = {
+        f"{n} workers": partial(group, job(setup, workers=n, model=model, precision=precision))
+        for n in setup.pick((1, 2, 4), (1, 2))
+    }
+    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    digests = {name: outcome.digest for name, outcome in outcomes.items()}
+    because = {reason for outcome in outcomes.values() for reason in outcome.inexact_because}
+    if because:
+        equal = len(set(digests.values())) == 1
+        raise Wrong(f"not exact (digests equal: {equal}): {sorted(because)}")
+    return same(digests)
+
+
+def changes(setup: Setup) -> dict[str, Any]:
+    """Kill and join, drain, and restore after the loss of all: the bits of the undisturbed run."""
+    options = {"workers": 2, "steps": setup.pick(80, 10), "body_s": setup.pick(0.1, 0.05)}
+
+    def fault(rank: int, name: str, step: int) -> WorkerFault:
+        return WorkerFault("backward", step=step, rank=rank, once=str(setup.folder / name))
+
+    all_die = [fault(rank, f"all-{rank}", 7) for rank in (0, 1)]
+    spec, with_checkpoints = job(setup, **options), job(setup, **options, every_steps=2)
+    runs = {
+        "undisturbed": partial(group, spec),
+        "kill, join": partial(group, spec, [fault(1, "killed", 4)]),
+        "restore": partial(group, with_checkpoints, all_die, str(setup.folder / "run")),
+        "drain": partial(group, spec, act=drain_one),
+    }
+    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    facts = {
+        "killed": outcomes["kill, join"].workers_lost,
+        "lost before restore": outcomes["restore"].workers_lost,
+        "generations with drain": outcomes["drain"].generations,
+    }
+    if facts["generations with drain"] < 2 and not setup.small:
+        raise Wrong(f"nobody was drained before the run ended: {facts}")
+    if facts["killed"] < 1 or facts["lost before restore"] < 2:
+        raise Wrong(f"the faults did not happen: {facts}")
+    return same({name: outcome.digest for name, outcome in outcomes.items()}) | facts
+
+
+def drain_one(run: ProcessRun) -> None:
+    until = time.monotonic() + WAIT_S
+    while run.controller.status()["step"] < 3 and not run.controller.ended.is_set():
+        if time.monotonic() > until:
+            raise Wrong(f"no steps: {run.controller.status()}")
+        time.sleep(0.02)
+    membership = run.controller.coordinator.membership
+    if membership is not None:
+        leaver = membership.members[-1].worker
+        run.controller.post(DrainNoticed(leaver, time.monotonic() + 60.0))
+
+
+def faults(setup: Setup) -> dict[str, Any]:
+    """A device-side assert and too little memory in one member: it is lost, the others go on."""
+    options = {"workers": 2, "steps": setup.pick(8, 5)}
+    causes = {"assert": "device fault", "memory": "out of memory"}
+    runs = {"undisturbed": partial(group, job(setup, **options))}
+    for kind in causes:
+        file = str(setup.folder / kind)
+        runs[kind] = partial(group, job(setup, **options, fault=kind, fault_file=file))
+    found = together(runs)
+    for kind, cause in causes.items():
+        lost = [line for line in found[kind][1] if line.get("event") == "WorkerLost"]
+        if cause not in [line["cause"] for line in lost]:
+            raise Wrong(f"{kind}: the cause {cause!r} is not in {lost}")
+    lost_of = {kind: found[kind][0].workers_lost for kind in causes}
+    return same({name: outcome.digest for name, (outcome, _) in found.items()}) | lost_of
+
+
+def overhead(setup: Setup) -> dict[str, Any]:
+    """A step of one worker beside plain DDP over the same micro-batches, and how often the host
+    waits for the device in it. (Of one worker: nothing is sent.)"""
+    steps = setup.pick(40, 6)
+    marks: list[float] = []
+    spec = job(setup, steps=steps)
+
+    def noted(ctx: Any) -> None:
+        log = ctx.log
+
+        def mark(metrics: Any) -> None:
+            marks.append(time.perf_counter())
+            if setup.on_gpu:
+                torch.cuda.set_sync_debug_mode("warn" if len(marks) >= 3 else "default")
+
+        ctx.log = mark
+        train(ctx)
+        ctx.log = log
+
+    prepare_environment(os.environ, 1)  # type: ignore[arg-type]
+    device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
+    data = open_data(spec.data, virtual_workers=VIRTUAL_WORKERS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        LocalRun(spec, data, device).run(noted)
+    if setup.on_gpu:
+        torch.cuda.set_sync_debug_mode("default")
+    synchronised = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    ours = statistics.median(b - a for a, b in itertools.pairwise(marks[2:]))
+    plain = ddp_step_s(setup, device, steps)
+    return {
+        "ms": round(1e3 * ours, 2),
+        "ddp_ms": round(1e3 * plain, 2),
+        "ratio": round(ours / plain, 3),
+        "syncs_per_step": round(len(synchronised) / (steps - 2), 1) if setup.on_gpu else None,
+    }
+
+
+def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
+    """As one would write it without this package: gradients are accumulated by autograd."""
+    rows, size = Rows(), setup.pick(16, 2)
+    backend = "nccl" if setup.on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.parallel.DistributedDataParallel(build("gpt", setup.pick(128, 32)).to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = [
+        torch.utils.data.default_collate([rows[v * size + i] for i in range(size)])
+        for v in range(VIRTUAL_WORKERS)
+    ]
+    marks = []
+    for _ in range(steps):
+        for v, given in enumerate(batches):
+            is_last = v == VIRTUAL_WORKERS - 1
+            batch = {name: value.to(device) for name, value in given.items()}
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                (loss_of("gpt", model, batch) / VIRTUAL_WORKERS).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+    return statistics.median(b - a for a, b in itertools.pairwise(marks[1:]))
+
+
+def compiled(setup: Setup) -> dict[str, Any]:
+    """`torch.compile` beside eager: nearly the same loss, and the same bits with CUDA graphs as
+    without."""
+    modes: dict[str, dict[str, Any] | None] = {"eager": None, "default": {"mode": "default"}}
+    modes |= {"reduce-overhead": {"mode": "reduce-overhead"}}
+    if not setup.on_gpu:  # without a C++ compiler
+        modes = {"eager": None, "aot_eager": {"backend": "aot_eager"}}
+    losses, digests = {}, {}
+    for name, how in modes.items():
+        torch._dynamo.reset()
+        run = alone(setup, job(setup, steps=setup.pick(10, 4), compile=how))
+        losses[name], digests[name] = float(run.logged[-1]["loss"]), run.digest
+    for name, loss in losses.items():
+        if abs(loss - losses["eager"]) > 0.02 * abs(losses["eager"]):
+            raise Wrong(f"the loss of {name} is {loss}, of eager {losses['eager']}")
+    graphs = digests.get("reduce-overhead")
+    if graphs is not None and graphs != digests["default"]:
+        raise Wrong(f"CUDA graphs change bits: {digests}; losses {losses}")
+    return {name: f"{loss:.6f}" for name, loss in losses.items()}
+
+
+def snapshot(setup: Setup) -> dict[str, Any]:
+    """Take 20 GB twice: into new memory, which is then registered, and again."""
+    nbytes = setup.pick(20 << 30, 32 << 20)
+    device = torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu")
+    if setup.on_gpu:
+        nbytes = min(nbytes, int(0.8 * torch.cuda.mem_get_info()[0]))
+    tree = {f"tensor-{i}": torch.full((nbytes // 80,), float(i), device=device) for i in range(20)}
+    snapshot, facts = Snapshot(), {"gb": round(nbytes / 1e9, 1)}
+    resident = memory_used()
+    for step, name in enumerate(("first", "second"), 1):
+        if setup.on_gpu:
+            torch.cuda.synchronize()
+        begun_at = time.perf_counter()
+        snapshot.take(step, tree)
+        taken_at = time.perf_counter()
+        snapshot._copies.wait()
+        arrived_at = time.perf_counter()
+        facts[f"{name}_stall_s"] = round(taken_at - begun_at, 3)
+        facts[f"{name}_copy_s"] = round(arrived_at - begun_at, 3)
+        if step == 1:
+            facts["host_memory_ratio"] = round((memory_used() - resident) / nbytes, 2)
+            facts |= registering(snapshot, device)
+    sampled = snapshot._memory.view(torch.float32)[::1021].clone()
+    least = 0.99 * (nbytes // 80) / 1021
+    if not all(int((sampled == float(i)).sum()) >= least for i in range(20)):
+        raise Wrong("the snapshot does not hold the state")
+    snapshot.close()
+    return facts
+
+
+def registering(snapshot: Snapshot, device: torch.device) -> dict[str, Any]:
+    """For how long, and what it keeps waiting: the longest of many small kernels meanwhile."""
+    thread = threading.Thread(target=snapshot.register)
+    small, longest = torch.ones(64, device=device), 0.0
+    begun_at = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        at = time.perf_counter()
+        small.add_(1).sum().item()
+        longest = max(longest, time.perf_counter() - at)
+    thread.join()
+    return {
+        "register_s": round(time.perf_counter() - begun_at, 2),
+        "longest_kernel_meanwhile_s": round(longest, 3),
+    }
+
+
+def memory_used() -> int:
+    """Resident bytes of this process."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+# ------------------------------------------------------------------------------- NCCL, on a GPU
+
+
+def nccl_group(rank: int = 0, size: int = 1, store: Any = None) -> Any:
+    """A group of this process's only GPU, as `process_group` makes it."""
+    set_nccl_environment(os.environ)
+    torch.cuda.set_device(0)
+    options = dist.ProcessGroupNCCL.Options()
+    store = dist.HashStore() if store is None else store
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend.eager_connect_single_device(torch.device("cuda", 0))
+    return backend
+
+
+def abort(setup: Setup) -> dict[str, Any]:
+    """While the device spins: what another thread's copy to the host keeps waiting, and whether an
+    abort gets through."""
+    device = torch.device("cuda", 0)
+    backend, value = nccl_group(), torch.ones(1 << 20, device=device)
+    backend.allreduce([value], c10d.AllreduceOptions()).wait()
+    torch.cuda.synchronize()
+    spin_s, facts = 6.0, {}
+    begun_at = time.perf_counter()
+    torch.cuda._sleep(int(spin_s * 1.5e9))
+    backend.allreduce([value], c10d.AllreduceOptions())
+    copied = threading.Thread(target=value.cpu)
+    copied.start()
+    time.sleep(0.3)
+    side = torch.cuda.Stream()
+    acts: dict[str, Callable[[], Any]] = {
+        "allocate": lambda: torch.empty(1 << 24, device=device),
+        "query": lambda: torch.cuda.Event().query(),
+        "launch": partial(launch_on, side, device),
+        "abort": backend.abort,
+    }
+    for name, act in acts.items():
+        at = time.perf_counter()
+        act()
+        facts[f"{name}_s"] = round(time.perf_counter() - at, 4)
+    copied.join()
+    facts["spin_and_copy_s"] = round(time.perf_counter() - begun_at, 2)
+    late = {name: s for name, s in facts.items() if name in ("query_s", "abort_s") and s > 3.0}
+    if late:
+        raise Wrong(f"blocked by a host copy behind a spinning kernel: {late} of {facts}")
+    return facts
+
+
+def launch_on(stream: torch.cuda.Stream, device: torch.device) -> None:
+    with torch.cuda.stream(stream):
+        torch.ones(64, device=device).add_(1)
+
+
+def communicators(setup: Setup) -> dict[str, Any]:
+    """The first and the second communicator, in time and memory, and many more, for leaks."""
+    torch.cuda.init()
+    free = [torch.cuda.mem_get_info()[0]]
+    seconds, kept = [], []
+    for _ in range(2):
+        at = time.perf_counter()
+        kept.append(nccl_group())
+        torch.cuda.synchronize()
+        seconds.append(round(time.perf_counter() - at, 3))
+        free.append(torch.cuda.mem_get_info()[0])
+    for backend in kept:
+        backend.abort()
+    kept.clear()
+    before = torch.cuda.mem_get_info()[0]
+    at = time.perf_counter()
+    rounds = setup.pick(50, 5)
+    for _ in range(rounds):
+        backend = nccl_group()
+        backend.allreduce([torch.ones(8, device="cuda")], c10d.AllreduceOptions()).wait()
+        torch.cuda.synchronize()
+        backend.abort()
+        del backend
+    leaked = before - torch.cuda.mem_get_info()[0]
+    facts = {
+        "first_s": seconds[0],
+        "second_s": seconds[1],
+        "first_mb": (free[0] - free[1]) >> 20,
+        "second_mb": (free[1] - free[2]) >> 20,
+        "round_s": round((time.perf_counter() - at) / rounds, 3),
+        "leaked_mb": leaked >> 20,
+    }
+    if leaked > 64 << 20:
+        raise Wrong(f"communicators leak: {facts}")
+    return facts
+
+
+def several_ranks(setup: Setup) -> dict[str, Any]:
+    """Two ranks of one NCCL group on this GPU, one of which is killed: the other gets out."""
+    version = torch.cuda.nccl.version()
+    if tuple(version) < (2, 30):
+        raise Skipped(f"NCCL {'.'.join(map(str, version))} allows one rank for each GPU")
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    context = torch.multiprocessing.get_context("spawn")
+    port, told = context.Value("i", 0), context.Queue()
+    ranks = [context.Process(target=one_rank, args=(rank, port, told)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    first = [told.get(timeout=40.0) for _ in ranks]
+    ranks[1].kill()
+    time.sleep(1.0)
+    aborted_s = told.get(timeout=30.0)
+    ranks[0].join(10.0)
+    return {"sums": str(first), "abort_s": aborted_s, "exit": ranks[0].exitcode}
+
+
+def one_rank(rank: int, port: Any, told: Any) -> None:
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.value = store.port
+    else:
+        while not port.value:
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", port.value, is_master=False)
+    backend = nccl_group(rank, 2, store)
+    value = torch.full((1 << 20,), rank + 1.0, device="cuda")
+    backend.allreduce([value], c10d.AllreduceOptions()).wait()
+    told.put(float(value[0]))
+    if rank == 1:
+        time.sleep(60.0)  # until it is killed
+    backend.allreduce([value], c10d.AllreduceOptions())  # its peer never comes
+    time.sleep(3.0)
+    at = time.perf_counter()
+    backend.abort()
+    told.put(round(time.perf_counter() - at, 3))
+    told.close()
+    told.join_thread()
+    os._exit(0)
+
+
+def _exact_checks() -> Iterator[tuple[str, Check]]:
+    for precision in (None, "bf16", "fp16"):
+        for model in ("gpt", "conv", *(("gpt-math",) if precision is None else ())):
+            name = f"exact-{model}-{precision or 'fp32'}"
+            yield name, Check(partial(exact, model=model, precision=precision), 70.0)
+
+
+_EXACT = dict(_exact_checks())
+
+# In this order: what no simulation can tell comes first.
+CHECKS: dict[str, Check] = {
+    "environment": Check(environment, 60.0),
+    "abort": Check(abort, 60.0, needs_gpu=True),
+    "communicators": Check(communicators, 80.0, needs_gpu=True),
+    "exact-gpt-fp32": _EXACT["exact-gpt-fp32"],
+    "exact-gpt-math-fp32": _EXACT["exact-gpt-math-fp32"],
+    "exact-conv-fp32": _EXACT["exact-conv-fp32"],
+    "faults": Check(faults, 80.0),
+    "changes": Check(changes, 110.0),
+    "snapshot": Check(snapshot, 80.0),
+    "overhead": Check(overhead, 60.0),
+    "compile": Check(compiled, 140.0),
+    **_EXACT,
+    "several-ranks": Check(several_ranks, 90.0, needs_gpu=True),
+}

@@ -1,0 +1,186 @@
+"""A snapshot of a device's state: only its readers wait for it. The device is simulated: what it
+copies arrives when it is waited for."""
+
+import contextlib
+import threading
+import types
+
+import pytest
+import torch
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.checkpoint.checkpoint_reader import load_newest
+from elastic_dp.checkpoint.checkpoint_writer import write_commit
+from elastic_dp.checkpoint.commit_record import CommitMetadata
+from elastic_dp.checkpoint.layout import TensorSpec
+from elastic_dp.checkpoint.snapshot import Snapshot
+from elastic_dp.checkpoint.uploader import Uploader
+from elastic_dp.device.host_copies import HostCopies
+from tests.checkpoint.states import big_tree, memory_store, same
+from tests.patience import eventually
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Log:
+    """What is asked of the fakes below, in order."""
+
+    def __init__(self, monkeypatch):
+        self.calls = calls = []
+
+        class Stream:
+            def __init__(self, device=None):
+                self.name = "side"
+
+            def __getattr__(self, name):
+                return lambda *args: calls.append((self.name, name))
+
+        class Event:
+            def __init__(self, **options):
+                pass
+
+            def record(self, stream):
+                calls.append((stream.name, "record"))
+
+            def synchronize(self):
+                calls.append(("event", "synchronize"))
+
+            def elapsed_time(self, other):
+                return 250.0
+
+        @contextlib.contextmanager
+        def stream(entered):
+            calls.append((entered.name, "enter"))
+            yield
+
+        current = Stream()
+        current.name = "current"
+        forbidden = lambda *_: pytest.fail("the host waits for the device")  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+        monkeypatch.setattr(torch.cuda, "synchronize", forbidden)
+        copy = lambda *_, non_blocking=False: calls.append(("copy", non_blocking))  # noqa: E731
+        monkeypatch.setattr(torch, "_foreach_copy_", copy)
+
+
+def test_copy_from_a_device_orders_streams_and_does_not_wait(monkeypatch):
+    log, copies = Log(monkeypatch), HostCopies()
+    copies.copy([torch.empty(3)], [types.SimpleNamespace(device=DEVICE)])
+    assert log.calls == [
+        ("side", "wait_stream"),
+        ("side", "enter"),
+        ("side", "record"),
+        ("copy", True),
+        ("side", "record"),
+        ("current", "wait_event"),
+    ]
+    copies.wait()
+    assert log.calls[-1] == ("event", "synchronize") and copies.copied_s == 0.25
+
+
+def test_copy_of_tensors_of_the_host_touches_no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("a device is used"))
+    copies, target = HostCopies(), torch.zeros(3)
+    copies.copy([target], [torch.ones(3)])
+    copies.wait()
+    assert target.tolist() == [1.0, 1.0, 1.0] and copies.copied_s == 0.0
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_register_gives_the_driver_exactly_the_memory_and_takes_back_what_it_took(
+    code, monkeypatch
+):
+    calls = []
+    cudart = types.SimpleNamespace(
+        cudaHostRegister=lambda *args: calls.append(args) or code,
+        cudaHostUnregister=lambda address: calls.append(address) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    copies, memory = HostCopies(), torch.empty(5 << 12, dtype=torch.uint8)
+    copies.register(memory)
+    copies.unregister()
+    copies.unregister()
+    registered = (memory.data_ptr(), 5 << 12, 1)
+    assert calls == ([registered, memory.data_ptr()] if code == 0 else [registered])
+
+
+class LateCopies(HostCopies):
+    """Of a device: what is copied is there when somebody has waited for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched, self.registered, self.threads = [], [], []
+
+    def copy(self, targets, sources):
+        for target in targets:
+            target.zero_()
+        self.launched = [(t, s.clone()) for t, s in zip(targets, sources, strict=True)]
+
+    def wait(self):
+        for target, source in self.launched:
+            target.copy_(source)
+        self.launched = []
+
+    def register(self, memory):
+        self.threads.append(threading.current_thread())
+        self.registered.append((memory.data_ptr(), memory.numel()))
+
+    def unregister(self):
+        self.registered.clear()
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """All tensors count as a device's."""
+    of = TensorSpec.of.__func__
+
+    def device_spec(cls, name, tensor):
+        spec = of(cls, name, tensor)
+        object.__setattr__(spec, "device", "cuda")
+        return spec
+
+    monkeypatch.setattr(TensorSpec, "of", classmethod(device_spec))
+
+
+def test_a_snapshot_of_a_device_is_read_when_its_copies_have_arrived(on_device):
+    copies, tree = LateCopies(), big_tree(1 << 20)
+    snapshot = Snapshot(copies)
+    snapshot.take(1, tree)
+    assert copies.launched, "take waited for the copies"
+    expected = Snapshot()
+    expected.take(1, tree)
+    tree["whole"].add_(1)  # the next step
+    assert snapshot.manifest().blocks == expected.manifest().blocks
+
+
+def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device):
+    shares = []
+    uploader = Uploader(Catalog(memory_store()), lambda *written: shares.append(written))
+    uploader.snapshot = Snapshot(copies := LateCopies())
+    tree = big_tree(1 << 20)
+    for step in (1, 2):
+        uploader.take(step, tree, 0, 1)
+        uploader.wait()
+    memory = uploader.snapshot._memory
+    eventually(lambda: copies.registered)
+    assert copies.registered == [(memory.data_ptr(), uploader.snapshot._layout.host_bytes)]
+    assert threading.current_thread() not in copies.threads
+    tree["more"] = torch.zeros(1 << 20)
+    uploader.take(3, tree, 0, 1)  # needs other memory
+    uploader.wait()
+    eventually(lambda: len(copies.threads) == 2)
+    assert copies.registered[0][0] == uploader.snapshot._memory.data_ptr()
+    uploader.close()
+    assert copies.registered == []
+    write_commit(uploader._catalog, shares[-1][1], [shares[-1][0]], 1, CommitMetadata())
+    _, loaded = load_newest(uploader._catalog, on_damage=pytest.fail)
+    assert same(loaded, tree)
+
+
+def test_the_memory_of_snapshots_of_the_host_is_not_registered():
+    snapshot = Snapshot(copies := LateCopies())
+    snapshot.take(1, big_tree(1 << 16))
+    snapshot.register()
+    assert copies.registered == []

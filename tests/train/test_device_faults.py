@@ -1,0 +1,177 @@
+"""A fault of a device costs the worker it happens to, and is no error of the user's code: on real
+processes, with the errors that torch raises."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_dp.coordinator.messages import Cause
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.errors import CollectiveFailed
+from elastic_dp.train.session import Session
+from tests.cluster.test_budgets import is_first, job
+from tests.runs import group, lines_of, local
+from tests.train.jobs import adamw, classifier, cross_entropy, hold
+
+ERRORS = {
+    2: lambda: torch.AcceleratorError("CUDA error: device-side assert triggered\nadvice"),
+    4: lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    6: lambda: dist.DistBackendError("NCCL error: unhandled system error"),
+}
+
+
+def fails_in_some_steps(ctx):
+    """The micro-batch of the first worker that comes to such a step fails, once for each."""
+    model, done = classifier(), [0]
+
+    def loss_fn(model, batch):
+        step = done[0] + 1
+        if done[0] and step in ERRORS and is_first(f"{ctx.config['file']}-{step}"):
+            raise ERRORS[step]()
+        return cross_entropy(model, batch)
+
+    for step in ctx.steps(model, adamw(model), loss_fn):
+        done[0] = step.number
+        hold(ctx, step)
+
+
+def lost(run):
+    """How each worker was lost, as its last event says: one may come before its cause is known."""
+    found = {}
+    for line in lines_of(run):
+        if line.get("event") == "WorkerLost" and line["cause"] != Cause.RELEASED:
+            found[line["worker"]] = line
+    return list(found.values())
+
+
+@pytest.mark.slow
+def test_each_kind_of_device_fault_is_a_lost_worker_and_costs_no_bits(tmp_path):
+    config = {"file": str(tmp_path / "failed"), "hold": {n - 1: 2 for n in ERRORS}}
+    spec = dataclasses.replace(job(), config=config)
+    outcome, run = group(spec, fails_in_some_steps)
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 3
+    causes = [Cause.DEVICE_FAULT, Cause.OUT_OF_MEMORY, Cause.DEVICE_FAULT]
+    assert [line["cause"] for line in lost(run)] == causes
+    for (step, error), line in zip(ERRORS.items(), lost(run), strict=True):
+        assert str(error()).partition("\n")[0] in line["reason"] and "advice" not in line["reason"]
+        assert line["micro_batch"][0] == step and f"of step {step}" in line["reason"]
+    for step in ERRORS:
+        assert os.path.exists(f"{config['file']}-{step}")
+    assert outcome.digest == local(spec, fails_in_some_steps).digest
+
+
+def asserts_at_a_row(ctx):
+    model = classifier()
+
+    def loss_fn(model, batch):
+        if 100 in batch["i"]:
+            raise ERRORS[2]()
+        return cross_entropy(model, batch)
+
+    for _ in ctx.steps(model, adamw(model), loss_fn):
+        pass
+
+
+def test_a_row_that_trips_a_device_side_assert_is_named_by_its_micro_batch():
+    outcome, _ = group(job(max_losses_of_micro_batch=1), asserts_at_a_row)
+    assert "2 workers died while they ran virtual worker" in outcome.error
+
+
+def out_of_memory_in_its_first_micro_batch(ctx):
+    model = classifier()
+
+    def loss_fn(model, batch):
+        if not ctx.is_source and is_first(ctx.config["file"]):
+            raise ERRORS[4]()
+        return cross_entropy(model, batch)
+
+    for step in ctx.steps(model, adamw(model), loss_fn):
+        hold(ctx, step)
+
+
+def test_a_worker_out_of_memory_in_its_warm_up_does_not_join(tmp_path):
+    spec = dataclasses.replace(job(), config={"file": str(tmp_path / "failed")})
+    outcome, run = group(spec, out_of_memory_in_its_first_micro_batch)
+    assert outcome.error is None, outcome.traceback
+    [line] = lost(run)
+    assert line["cause"] == Cause.OUT_OF_MEMORY and "Tried to allocate" in line["reason"]
+    ready = [line["worker"] for line in lines_of(run) if line.get("event") == "WorkerReady"]
+    assert line["worker"] not in ready and len(ready) == 2
+
+
+def never_has_memory(ctx):
+    model = classifier()
+
+    def loss_fn(model, batch):
+        raise ERRORS[4]()
+
+    for _ in ctx.steps(model, adamw(model), loss_fn):
+        pass
+
+
+def test_a_model_that_never_fits_uses_up_the_budget_of_memory():
+    outcome, _ = group(job(max_out_of_memory=0), never_has_memory)
+    assert "workers ran out of memory 1 time" in outcome.error
+    assert "Tried to allocate 2.00 GiB" in outcome.error
+
+
+class Left(Exception):
+    """`leave` has begun."""
+
+
+class Leaving:
+    @property
+    def loop(self):
+        raise Left
+
+
+def test_leaving_a_generation_is_refused_where_the_device_made_the_collective_fail():
+    broken = CollectiveFailed("device-side assert")
+    broken.__cause__ = ERRORS[2]()
+    with pytest.raises(CollectiveFailed):
+        Session.leave(Leaving(), broken)
+    lost_peer = CollectiveFailed("a peer is gone")
+    lost_peer.__cause__ = ERRORS[6]()
+    with pytest.raises(Left):
+        Session.leave(Leaving(), lost_peer)
+
+
+def collective_fails_on_the_device(ctx):
+    """Once, in the second step of the worker that comes first."""
+    model, done = classifier(), [0]
+    launch = ProcessGroup._launch
+
+    def broken(self, buffers, start):
+        if done[0] >= 2 and is_first(ctx.config["file"]):
+            raise CollectiveFailed("it") from ERRORS[2]()
+        return launch(self, buffers, start)
+
+    ProcessGroup._launch = broken
+    for step in ctx.steps(model, adamw(model), cross_entropy):
+        done[0] = step.number
+        hold(ctx, step)
+
+
+def test_a_collective_that_finds_a_broken_device_ends_the_process(tmp_path):
+    """To form the next generation with it would fail again and again."""
+    spec = dataclasses.replace(job(), config={"file": str(tmp_path / "failed")})
+    outcome, run = group(spec, collective_fails_on_the_device)
+    assert outcome.error is None, outcome.traceback
+    [line] = lost(run)
+    assert line["cause"] == Cause.DEVICE_FAULT
+
+
+def fails_before_its_loop(ctx):
+    raise ERRORS[ctx.config["step"]]()
+
+
+@pytest.mark.parametrize("step", ERRORS)
+def test_a_device_fault_in_a_local_run_is_raised_as_it_is(step):
+    """There is nobody to go on."""
+    spec = dataclasses.replace(job(), config={"step": step})
+    with pytest.raises(type(ERRORS[step]())):
+        local(spec, fails_before_its_loop)
