@@ -1,8 +1,8 @@
-"""Elastic, fault-tolerant data-parallel PyTorch training on Ray. The public names; nothing else is
+"""Elastic, fault-tolerant data-parallel PyTorch training on Ray. Only the names in `__all__` are
 stable.
 
-A name is imported when it is first used: torch and ray take seconds, and `elastic-dp data` needs
-neither.
+A name is imported when it is first used, because torch and ray take seconds to import and
+`elastic-dp data` needs neither.
 """
 
 import importlib

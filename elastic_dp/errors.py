@@ -1,27 +1,27 @@
-"""Every error this package raises, sorted by who must act.
+"""All errors of this package, sorted by who must act.
 
     ElasticError
     ├── SpecError          the user edits the job: a field is wrong; raised before anything starts
     │   ├── DataError      the data set cannot be used as asked (no shards, a missing column)
-    │   │   └── BadShard   some of it cannot be decoded; says which shard and row group
-    │   ├── RunMismatch    the run at this path was started with another job; says what differs
+    │   │   └── BadShard   a row group cannot be decoded; names the shard and the row group
+    │   ├── RunMismatch    the run at this path was started with another job; names the difference
     │   └── CheckpointError    no such checkpoint, or one that this version cannot read
-    ├── TrainError         the user's training code must change
-    │   ├── UserCodeError  an exception in it; carries the worker's own traceback
-    │   ├── LoopError      ctx.steps not called, or left early, or its body wrote what it must not
+    ├── TrainError         the user changes the training code
+    │   ├── UserCodeError  an exception in it; carries the worker's traceback
+    │   ├── LoopError      ctx.steps not called, or left early, or its body wrote training state
     │   ├── LossError      the loss is no scalar, not finite, or not made of weights and rows alone
     │   ├── ModelError     the model cannot be trained this way (SyncBatchNorm, sparse gradients, …)
-    │   └── StateError     a value of the state cannot be stored; says its key
-    ├── ClusterError       the operator acts: capacity, lost controller, exhausted budget
-    │   └── LeaseLost      another cluster has taken the run over; this one must stop
-    ├── StorageError       the operator acts: the store refuses or is away; carries its own words
-    │   ├── FileDamaged        a file of the run's folder is not what it must be; says what to do
-    │   └── CheckpointDamaged  bytes are not those that were committed; the one before it is used
-    └── GroupError         nobody acts: a collective failed or was aborted; the group re-forms
+    │   └── StateError     a value of the state cannot be stored; names its key
+    ├── ClusterError       the operator acts: capacity, a lost controller, an exhausted budget
+    │   └── LeaseLost      another cluster has taken over the run; this one must stop
+    ├── StorageError       the operator acts: the store refuses or is away; carries its message
+    │   ├── FileDamaged        a file of the run's folder is damaged; says what to do
+    │   └── CheckpointDamaged  bytes differ from those committed; the previous checkpoint is used
+    └── GroupError         nobody acts: a collective failed or was aborted; the group forms again
 
-Beside them stands `Interrupted`, which is no failure: a KeyboardInterrupt.
+`Interrupted` is not an error but a KeyboardInterrupt.
 
-All of them pickle: `args` holds the facts, in the order the constructor takes them.
+All of them can be pickled: `args` holds the facts, in the order of the constructor's arguments.
 """
 
 
@@ -43,8 +43,8 @@ class DataError(SpecError):
 class BadShard(DataError):
     """A row group cannot be decoded. Example: a shard that was cut off while it was written.
 
-    `shard` is its name relative to the URL, `row_group` its number in it, `reason` what the decoder
-    said.
+    `shard` is its name relative to the URL, `row_group` its number in the shard, and `reason` the
+    decoder's message.
     """
 
     def __init__(self, shard: str, row_group: int, reason: str) -> None:
@@ -54,8 +54,7 @@ class BadShard(DataError):
     def __str__(self) -> str:
         return (
             f"row group {self.row_group} of {self.shard} cannot be decoded: {self.reason}; "
-            "mend or remove "
-            'the shard, or set DataConfig.on_bad_shard="skip"'
+            'repair or remove the shard, or set DataConfig.on_bad_shard="skip"'
         )
 
 
@@ -78,8 +77,8 @@ class TrainError(ElasticError):
 class UserCodeError(TrainError):
     """User code raised in a worker. Example: a KeyError in the loss function.
 
-    `worker` is who raised, `description` the exception in one line, `remote_traceback` its
-    traceback there.
+    `worker` is the id of the worker, `description` the exception in one line, `remote_traceback`
+    its traceback in the worker.
     """
 
     def __init__(self, worker: str, description: str, remote_traceback: str) -> None:
@@ -91,7 +90,9 @@ class UserCodeError(TrainError):
 
 
 class LoopError(TrainError):
-    """The loop over `ctx.steps` is not as it must be. Example: a lone `break` in its body."""
+    """The loop over `ctx.steps` is used in a way that is not supported. Example: a `break` in its
+    body.
+    """
 
 
 class LossError(TrainError):
@@ -119,22 +120,21 @@ class StateError(TrainError):
 
 
 class ClusterError(ElasticError):
-    """The cluster cannot do what the run needs. Example: workers die again and again before one
-    step."""
+    """The cluster cannot do what the run needs. Example: workers die repeatedly within one step."""
 
 
 class LeaseLost(ClusterError):
-    """Another cluster holds the run now. Example: this one was frozen for longer than its lease."""
+    """Another cluster holds the run. Example: this cluster was frozen for longer than its lease."""
 
 
 class StorageError(ElasticError):
-    """The store refuses, or was away for longer than it may be. Example: "403 AccessDenied" for a
-    bucket."""
+    """The store refuses, or was unavailable for too long. Example: "403 AccessDenied" for a
+    bucket.
+    """
 
 
 class FileDamaged(StorageError):
-    """A file of a run's folder is not what it must be. Example: a `result.json` that is empty after
-    a crash.
+    """A file of a run's folder is damaged. Example: a `result.json` that is empty after a crash.
 
     `path` is the file, `reason` what is wrong with it, `way_out` what to do about it.
     """
@@ -148,7 +148,7 @@ class FileDamaged(StorageError):
 
 
 class CheckpointDamaged(StorageError):
-    """Bytes of a committed checkpoint are missing or not the ones that were committed. Example: a
+    """Bytes of a committed checkpoint are missing or differ from those committed. Example: a
     truncated part.
 
     `step` is the checkpoint's, `reason` names the object and what is wrong with it.
@@ -179,9 +179,9 @@ class FormingFailed(GroupError):
 
 
 class Interrupted(SystemExit, KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended `fit()`, which has said what was saved. Example: `kill` of a run on a
-    laptop.
+    """Ctrl-C or SIGTERM ended `fit()`, which has reported what was saved. Example: `kill` of a run
+    on a laptop.
 
-    Scripts catch it as the KeyboardInterrupt it is. Uncaught, it ends the process with its `code`,
-    128 + the signal's number, and without a traceback, since nothing is wrong.
+    Scripts catch it as a KeyboardInterrupt. If it is not caught, it ends the process with its
+    `code`, 128 + the number of the signal, and without a traceback, because nothing is wrong.
     """

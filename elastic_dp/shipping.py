@@ -1,15 +1,14 @@
-"""Values for other processes, with the source of the user's own modules, which the other's disk
-need not hold.
+"""Pickles values for other processes, together with the source of the user's own modules.
 
-A value is pickled by cloudpickle: what is of `__main__` by value, all else by the name of its
-module. The modules that this process has imported and that are no installed package's travel beside
-it. Where it is unpickled, they are found before what lies on the disk: as ordinary modules,
-imported there when they are first asked for. So dataclasses, type hints, pickles and
-`inspect.getsource` work as they do here; and a worker that starts after a file was edited runs the
-code that the run was started with.
+The modules need not exist on the other process's disk. A value is pickled by cloudpickle: what is
+defined in `__main__` by value, everything else by the name of its module. The source of every
+imported module that belongs to no installed package is sent along. The process that unpickles the
+value finds these modules before those on its disk, as ordinary modules that are imported when they
+are first needed. So dataclasses, type hints, pickles and `inspect.getsource` work as usual, and a
+worker that starts after a file was edited runs the code that the run was started with.
 
-It is an ordinary pickle: `pickle.loads` is all that it takes. What the sender has put into a module
-since it was imported is not in its source, and not there.
+The result is an ordinary pickle for `pickle.loads`. Attributes that the sender has set on a module
+since its import are not in its source, and are not sent.
 """
 
 from __future__ import annotations
@@ -31,24 +30,28 @@ from typing import Any
 import cloudpickle
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-_NOT_THEIRS = {"elastic_dp", "__main__", "__mp_main__"}
+_NOT_SHIPPED = {"elastic_dp", "__main__", "__mp_main__"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
+    """The source of one module."""
+
     file: str
     source: bytes | None  # None: a package without a file
-    path: list[str] | None  # of a package: where else its modules are looked for
+    path: list[str] | None  # where else the modules of a package are looked for
 
 
 def shipped(value: Any) -> bytes:
-    """Raises what pickling raises."""
+    """Return `value` and the user's modules as a pickle. Raises what pickling raises."""
     pickled = cloudpickle.dumps(value)
     return pickle.dumps(_Parcel(zlib.compress(pickle.dumps(_own_modules())), pickled))
 
 
 def is_installed(file: str) -> bool:
-    """Whether a module's file is of a package that workers have as well."""
+    """Return whether a module's file belongs to an installed package, which workers have as
+    well.
+    """
     return "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
 
 
@@ -66,17 +69,20 @@ def _open(modules: bytes, pickled: bytes) -> Any:
 
 
 def _own_modules() -> dict[str, _Module]:
-    """Those that came to this process count before what its disk has. What has a compiled part is
-    no source alone, and left to the other's disk, all of it."""
+    """Return the user's modules by name.
+
+    Modules that were sent to this process come before those on its disk. A package with a compiled
+    module is not sent at all, because its source alone is not enough.
+    """
     found = dict(_finder.modules)
     modules = list(sys.modules.items())
-    not_theirs = _NOT_THEIRS | {_root(name) for name, module in modules if _is_compiled(module)}
+    not_shipped = _NOT_SHIPPED | {_root(name) for name, module in modules if _is_compiled(module)}
     for name, module in modules:
-        if name not in found and _root(name) not in not_theirs:
+        if name not in found and _root(name) not in not_shipped:
             own = _own(module)
             if own is not None:
                 found[name] = own
-    for name in list(found):  # one imported by its path may be of a package that is none
+    for name in list(found):  # a module imported by its path may lack an importable package
         while (name := name.rpartition(".")[0]) and name not in found:
             if "__path__" not in vars(sys.modules.get(name) or object):
                 found[name] = _Module("", None, [])
@@ -93,10 +99,10 @@ def _is_compiled(module: ModuleType | None) -> bool:
 
 
 def _own(module: ModuleType | None) -> _Module | None:
-    """None: not the user's, or without a source."""
+    """Return the source of a module, or None if it is not the user's or has no source."""
     if not isinstance(module, ModuleType):
         return None
-    held = vars(module)  # asking some modules for an attribute makes one
+    held = vars(module)  # asking some modules for an attribute creates it
     file, path = held.get("__file__"), held.get("__path__")
     paths = None if path is None else list(map(str, path))
     if file is None and paths and not any(map(is_installed, paths)):
@@ -109,7 +115,7 @@ def _own(module: ModuleType | None) -> _Module | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what was shipped to this process."""
+    """Finds the modules that were sent to this process."""
 
     def __init__(self) -> None:
         self.modules: dict[str, _Module] = {}
@@ -136,7 +142,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """As if the file were there; what lies beside it is read where it is."""
+    """Loads a module from its source as if its file existed; data beside the file is read from
+    disk.
+    """
 
     def __init__(self, fullname: str, path: str, source: bytes) -> None:
         super().__init__(fullname, path)
@@ -146,8 +154,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return self._source if path == self.path else super().get_data(path)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Never a compiled file, which may be of another source. Tracebacks show this source,
-        too."""
+        """Compile the source, never a cached file, which may be of another source.
+
+        Tracebacks show this source, too.
+        """
         lines = importlib.util.decode_source(self._source).splitlines(keepends=True)
         linecache.cache[self.path] = len(self._source), None, lines, self.path
         return self.source_to_code(self._source, self.path)

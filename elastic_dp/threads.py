@@ -1,8 +1,7 @@
-"""The one place that starts a background thread: none dies unseen.
+"""The only place that starts background threads, so that no thread dies unnoticed.
 
-A thread that ends with an exception leaves others waiting for what it will never do. So each is
-started with what then happens to its owner: the run fails, whoever waits is woken, the process
-ends.
+A thread that ends with an exception leaves others waiting for it. So each thread is started with
+what then happens to its owner: the run fails, the waiting thread is woken, or the process ends.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from elastic_dp.errors import ElasticError
 def background(
     name: str, run: Callable[[], object], failed: Callable[[Exception], object] | None = None
 ) -> threading.Thread:
-    """A daemon thread, not yet started. `failed` is called with the exception that `run` raised;
-    without it nobody waits for the thread. The traceback is printed, unless the error is one of
-    ours and `failed` passes it on."""
+    """Return a daemon thread that is not started yet.
+
+    `failed` is called with the exception that `run` raises; None means that nothing waits for the
+    thread. The traceback is printed, unless the error is an ElasticError and `failed` passes it on.
+    """
 
     def main() -> None:
         try:

@@ -1,5 +1,6 @@
-"""URLs: with the options of their store, and as they may be said, without user, password and
-query, any of which may be a credential."""
+"""URLs with the options of their store, and URLs for logs: without user, password and query, any of
+which may be a credential.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_USERINFO = re.compile(r"(?<!abfs)(?<!abfss)(://)[^/\s@'\"]*@")  # of abfs it is the container
+_USERINFO = re.compile(r"(?<!abfs)(?<!abfss)(://)[^/\s@'\"]*@")  # in abfs URLs it is the container
 _QUERY = re.compile(r"(https?://[^\s'\"?<>]*)\?[^\s'\"<>)\]]*")
-# There "?" may be a glob's.
+# In other URLs a "?" may belong to a glob.
 _QUERY_ELSEWHERE = re.compile(r"(://[^\s'\"?<>]*)\?[\w.~-]+=[^\s'\"<>)\]]*")
 
 
@@ -30,5 +31,5 @@ class StorageURL(str):
 
 
 def redact_url(text: str) -> str:
-    """A URL, or a text with URLs in it."""
+    """Return `text`, a URL or a text that contains URLs, without credentials."""
     return _QUERY_ELSEWHERE.sub(r"\1", _QUERY.sub(r"\1", _USERINFO.sub(r"\1", text)))

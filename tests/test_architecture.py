@@ -192,25 +192,66 @@ CHANGES = {
 }
 
 
+def targets_of(node):
+    """What a node assigns, deletes, or changes in place."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = list(node.targets)
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.comprehension):
+        targets = [node.target]
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        targets = [node.optional_vars]
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES:
+        targets = [node.func.value]
+    elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("setattr", "delattr"):
+        targets = [ast.Attribute(node.args[0], "setattr")]
+    else:
+        targets = []
+    while targets:
+        target = targets.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            targets += target.elts
+        elif isinstance(target, ast.Starred | ast.Subscript):
+            targets.append(target.value)
+        else:
+            yield target
+
+
+def aliases_of(function):
+    """Local names that stand for a field of another part: `members = generation.members`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                for name, value in pairs:
+                    owner = getattr(value, "value", None)
+                    foreign = (
+                        isinstance(value, ast.Attribute) and getattr(owner, "id", "") != "self"
+                    )
+                    if foreign and isinstance(name, ast.Name):
+                        yield name.id, ast.unparse(value)
+
+
 def assigned_fields(tree):
     """(line, text) of each field of an object other than `self` that is assigned, deleted, or
-    changed in place."""
+    changed in place, also by a local name for it."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.Delete):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES:
-            targets = [node.func.value]
-        else:
-            continue
-        for target in targets:
-            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
-                while isinstance(each, ast.Subscript):
-                    each = each.value
-                owner = getattr(each, "value", None)
-                if isinstance(each, ast.Attribute) and getattr(owner, "id", "") != "self":
-                    yield node.lineno, ast.unparse(each)
+        line = getattr(node, "lineno", 0)
+        for target in targets_of(node):
+            owner = getattr(target, "value", None)
+            if isinstance(target, ast.Attribute) and getattr(owner, "id", "") != "self":
+                yield line, ast.unparse(target)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            aliases = dict(aliases_of(function))
+            for node in ast.walk(function):
+                changes = isinstance(node, ast.Call | ast.Delete) or any(
+                    isinstance(target, ast.Subscript) for target in getattr(node, "targets", ())
+                )
+                for target in targets_of(node) if changes else ():
+                    if isinstance(target, ast.Name) and target.id in aliases:
+                        yield getattr(node, "lineno", 0), aliases[target.id]
 
 
 def coordinator_modules():
@@ -233,9 +274,22 @@ def test_assigned_fields_finds_each_way_to_change_another_part():
         "x, a.b = 1, 2",
         "a.b.add(1)",
         "self.a.b = 1",
+        "x, (y, *a.b) = 1, (2, 3)",
+        "with x as a.b: pass",
+        "for a.b in x: pass",
+        "setattr(a, 'b', 1)",
+        "def f(): c = a.b; c.add(1)",
+        "def f(): c, d = self.a.b, 1; c[0] = 1",
     ):
         assert list(assigned_fields(ast.parse(code))), code
-    for code in ("self.b = 1", "b = a.b", "self.b.add(1)", "a.b(1)", "rows[0] = 1"):
+    for code in (
+        "self.b = 1",
+        "b = a.b",
+        "self.b.add(1)",
+        "a.b(1)",
+        "rows[0] = 1",
+        "def f(): c = self.b; c.add(1)",
+    ):
         assert not list(assigned_fields(ast.parse(code))), code
 
 
@@ -252,11 +306,11 @@ def test_the_phase_of_a_run_changes_in_one_file_and_as_its_table_says():
         for transition in Transition:
             machine = PhaseMachine(phase)
             if (phase, transition) in TABLE:
-                machine.take(transition)
+                machine.apply(transition)
                 assert machine.phase is TABLE[phase, transition]
             else:
                 with pytest.raises(IllegalTransition, match=str(transition)):
-                    machine.take(transition)
+                    machine.apply(transition)
 
 
 def test_module_and_class_names_appear_once_in_the_package():

@@ -1,6 +1,6 @@
-"""`elastic-dp checkpoints`: what is there, whether it is whole, and files of it for others.
+"""`elastic-dp checkpoints`: lists, verifies and exports checkpoints.
 
-What needs torch is imported where it is used: `elastic-dp` starts without it.
+Modules that need torch are imported where they are used: `elastic-dp` starts without it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ checkpoints = typer.Typer(help="Look at a run's checkpoints.", no_args_is_help=T
 _Url = Annotated[
     str, typer.Argument(metavar="URL", help="A run's folder: storage_path/name; any fsspec URL.")
 ]
-_Step = Annotated[int | None, typer.Option(help="Of this step. Default: the newest.")]
+_Step = Annotated[int | None, typer.Option(help="The step to export. Default: the newest.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 
 @checkpoints.command("list")
 def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = False) -> None:
-    """Print the committed checkpoints, oldest first; a damaged one says so as far as names and
-    sizes tell."""
+    """Print the committed checkpoints, oldest first, and damage that names and sizes of files
+    show.
+    """
     catalog = _catalog(url, storage_option)
     rows = [_row(catalog, name) for name in catalog.names()]
     if as_json:
@@ -59,12 +60,13 @@ def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = Fals
 @checkpoints.command()
 def verify(
     url: _Url,
-    step: Annotated[int | None, typer.Option(help="Only of this step. Default: all.")] = None,
+    step: Annotated[int | None, typer.Option(help="Verify only this step. Default: all.")] = None,
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
-    """Read every byte of every checkpoint (or of one step's) and compare it with what was
-    committed."""
+    """Read every byte of every checkpoint (or of one step) and compare it with what was
+    committed.
+    """
     from elastic_dp.checkpoint.checkpoint_reader import verify as verify_checkpoint
 
     catalog = _catalog(url, storage_option)

@@ -1,6 +1,6 @@
-"""`elastic-dp data`: look at data sets, and make good ones.
+"""`elastic-dp data`: inspects and converts data sets.
 
-What takes long to import (torch, pyarrow) is imported where it is used.
+Modules that take long to import (torch, pyarrow) are imported where they are used.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def inspect(
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
-    """Say what is at URL, what of it will read badly, why, and the command that mends it."""
+    """Describe the data at URL, what in it reads badly and why, and the command that fixes it."""
     from elastic_dp.dataprep.inspection.inspect_dataset import inspect as inspect_data
 
     found = inspect_data(
@@ -181,7 +181,7 @@ def inspect(
 
 
 def _fill(said: str) -> tuple[str, Any]:
-    """A value that is no JSON is a text."""
+    """Parse COLUMN=VALUE. A value that is not JSON is a string."""
     name, mark, value = said.partition("=")
     if not mark:
         raise typer.BadParameter(f"--fill-null {said} is not of the form COLUMN=VALUE")

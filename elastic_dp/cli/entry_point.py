@@ -1,10 +1,10 @@
-"""The command line, `elastic-dp`. A verb calls one public function and prints what it returns.
+"""The command line, `elastic-dp`. A command calls one public function and prints what it returns.
 
 With --json, standard output is JSON and nothing else. An error is one line on standard error and
 exit code 2; with --json it is {"exit_code": 2, "error": "KIND: what happened"} on standard output,
-and so is a command line that is wrong.
+also for a wrong command line.
 
-What takes long to import (ray, torch, pyarrow) is imported by the verb that needs it.
+Modules that take long to import (ray, torch, pyarrow) are imported by the command that needs them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 class _Verbs(typer.core.TyperGroup):
-    """Errors that a user can mend are told in one line, without a traceback, or as JSON."""
+    """Prints errors that a user can fix in one line, without a traceback, or as JSON."""
 
     def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -82,7 +82,9 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Print it."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Elastic data-parallel training."""

@@ -1,9 +1,9 @@
-"""`elastic-dp run`, and the verbs for a run that goes on somewhere: one for each method of `Run`.
+"""`elastic-dp run`, and commands for a run that is live elsewhere: one for each method of `Run`.
 
-What needs ray or torch is imported where it is used, since `elastic-dp` starts without them, and a
-run that has ended is read without them. With --json, standard output is JSON and nothing else; what
-the script of `run` prints goes to standard error then. `run` ends with the exit code of its script:
-0 where it returned, 1 where it or the run failed, 2 where the job cannot be as it was asked.
+Modules that need ray or torch are imported where they are used: `elastic-dp` starts without them,
+and ended runs are read without them. With --json, standard output is JSON and nothing else; the
+script of `run` then prints to standard error. `run` ends with the exit code of its script: 0 if it
+returned, 1 if it or the run failed, 2 if the job is invalid.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ _Address = Annotated[
     str | None,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="Of the Ray cluster, HOST:6379. Default: the one on this machine, of several the "
-        "newest.",
+        help="The Ray cluster, as HOST:6379. Default: the newest one on this machine.",
     ),
 ]
 _RunAddress = Annotated[
     str | None,
     typer.Option(
         envvar="RAY_ADDRESS",
-        help="Of the Ray cluster, HOST:6379. Default: a Ray of the run's own, which ends with it.",
+        help="The Ray cluster, as HOST:6379. Default: a Ray of the run's own, which ends with it.",
     ),
 ]
 _Storage = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="The run's storage_path: finds it where it has ended, without a cluster.",
+        help="The run's storage_path; finds a run that has ended, without a cluster.",
     ),
 ]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
@@ -80,8 +79,11 @@ def run(
     address: _RunAddress = None,
     as_json: _Json = False,
 ) -> None:
-    """Run a job's script, with fields of the job set from here. Running it again attaches to the
-    live run, goes on from its newest checkpoint, or returns the result of one that is finished."""
+    """Run a job's script, with fields of the job set by options.
+
+    Running it again attaches to the live run, continues from its newest checkpoint, or returns the
+    result of a finished run.
+    """
     raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
 
 
@@ -94,7 +96,7 @@ def list_(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """The runs of the cluster."""
+    """List the runs of the cluster."""
     if storage_path is not None:
         from elastic_dp.cluster.runs.ended_run import runs_at
 
@@ -123,7 +125,7 @@ def status(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """How a run stands, and why; or how it ended."""
+    """Print the status of a run and the reason for it, or how it ended."""
     said = _find(name, address, storage_path, storage_option).status()
     if as_json:
         print(json.dumps({"name": name} | said, default=str))
@@ -146,30 +148,35 @@ def status(
 
 def events(
     name: _Name,
-    follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    follow: Annotated[bool, typer.Option(help="Continue until the end of the run.")] = False,
     storage_path: _Storage = None,
     storage_option: StorageOption = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """Every event, decision and metric, one a line; with --json one JSON object a line."""
+    """Print every event, command and metric, one per line; with --json one JSON object per line."""
     for line in _find(name, address, storage_path, storage_option).events(follow=follow):
         print(json.dumps(line, default=str) if as_json else _told(line), flush=True)
 
 
 def logs(
     name: _Name,
-    worker: Annotated[str | None, typer.Option(help="Only of this one. Default: all.")] = None,
-    tail: Annotated[int, typer.Option(min=1, help="So many last lines of each worker.")] = 100,
-    follow: Annotated[bool, typer.Option(help="Go on, to the end of the run.")] = False,
+    worker: Annotated[str | None, typer.Option(help="Only this worker. Default: all.")] = None,
+    tail: Annotated[
+        int, typer.Option(min=1, help="The number of last lines of each worker.")
+    ] = 100,
+    follow: Annotated[bool, typer.Option(help="Continue until the end of the run.")] = False,
     storage_path: _Storage = None,
     storage_option: StorageOption = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """What workers printed: of a live run those that are up, of one that has ended all of them. The
-    run's folder keeps it for both, also of workers that died: logs/WORKER.log and, with the last
-    words, logs/WORKER.last.log."""
+    """Print what the workers of a run have printed: the running ones or, after its end, all of
+    them.
+
+    The run's folder keeps the output of all workers: logs/WORKER.log and, for workers that died,
+    logs/WORKER.last.log.
+    """
     for each, line in _find(name, address, storage_path, storage_option).logs(
         worker, tail=tail, follow=follow
     ):
@@ -180,15 +187,16 @@ def logs(
 def scale(
     name: _Name,
     size: Annotated[
-        int | None, typer.Argument(help="Workers at most, within min_workers..virtual_workers.")
+        int | None,
+        typer.Argument(help="The maximum number of workers, within min_workers..virtual_workers."),
     ] = None,
     min_workers: Annotated[
-        int | None, typer.Option(help="Train with no fewer. Default: as it is.")
+        int | None, typer.Option(help="The minimum number of workers. Default: unchanged.")
     ] = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """Change how many workers a run has at most, or needs at least."""
+    """Change the maximum, or the minimum, number of workers of a run."""
     found = _attach(name, address)
     status = found.status()
     found.scale(size, min_workers=min_workers)
@@ -206,7 +214,7 @@ def scale(
 def drain(
     name: _Name,
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
-    within_s: Annotated[float | None, typer.Option(help="It must be gone by then.")] = None,
+    within_s: Annotated[float | None, typer.Option(help="Seconds until it must be gone.")] = None,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
@@ -217,15 +225,14 @@ def drain(
 
 def stop(
     name: _Name,
-    reason: Annotated[str, typer.Option(help="Kept with the result.")] = "asked by an operator",
-    wait: Annotated[
-        bool, typer.Option(help="Stay until it has ended, and print its result.")
-    ] = False,
+    reason: Annotated[str, typer.Option(help="Stored with the result.")] = "asked by an operator",
+    wait: Annotated[bool, typer.Option(help="Wait for the end and print the result.")] = False,
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """End a run after one of its next steps, with a checkpoint; running it again goes on from
-    there."""
+    """End a run after one of its next steps, with a checkpoint. Running it again continues from
+    there.
+    """
     found = _attach(name, address)
     found.stop(reason)
     if not wait:
@@ -249,8 +256,10 @@ def restart(
     address: _Address = None,
     as_json: _Json = False,
 ) -> None:
-    """Checkpoint and stop a run, and go on with it by a script that is here: new code, or another
-    image. It keeps its name and its storage path; what else --set gave it is to be given again."""
+    """Checkpoint and stop a run, and continue it with a local script: new code, or another image.
+
+    The run keeps its name and its storage path; other --set options must be given again.
+    """
     from elastic_dp.cluster.overrides import Overrides
 
     Overrides(set_ or [])  # told before anything is stopped
@@ -258,12 +267,12 @@ def restart(
     has_owner = _ray_has_owner()
     found.stop("to be started again")
     ended = found.result()
-    print(f"{name} is stopped after step {ended.step}, and goes on from there", file=sys.stderr)
+    print(f"{name} is stopped after step {ended.step}, and continues from there", file=sys.stderr)
     if has_owner:
         print(
             (
-                "the Ray that it ran on ends with the process that started it; it goes on with a "
-                "Ray of this process"
+                "its Ray cluster ends with the process that started it; the run continues on a Ray "
+                "cluster of this process"
             ),
             file=sys.stderr,
         )
@@ -309,8 +318,9 @@ def _run(
 
 
 def _execute(job: Path) -> tuple[int, str]:
-    """(exit code, error) as Python itself would, but for our own errors: those say what happened
-    without a traceback of this process."""
+    """Run the script. Return (exit code, error) as Python would, but without a traceback for errors
+    of this package.
+    """
     try:
         runpy.run_path(str(job), run_name="__main__")
     except SystemExit as end:
@@ -330,7 +340,7 @@ def _execute(job: Path) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
-    """Imports and arguments as under `python JOB.py`."""
+    """Set imports and arguments as `python JOB.py` does."""
     argv, path = sys.argv, [*sys.path]
     sys.argv = [str(job), *arguments]
     sys.path.insert(0, str(job.resolve().parent))
@@ -372,7 +382,9 @@ def _attach(name: str, address: str | None) -> Run:
 def _find(
     name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
 ) -> Run | EndedRun:
-    """Of a run whose folder says that no cluster has it, what that folder holds, without Ray."""
+    """Return the run. If its folder says that no cluster has it, return what the folder holds,
+    without Ray.
+    """
     if storage_path is None:
         return _attach(name, address)
     from elastic_dp.cluster.runs.ended_run import EndedRun

@@ -1,5 +1,6 @@
-"""What `fit()` says at the terminal beside the run's own journal: where it is at the start, where
-its weights are at the end, and what a Ctrl-C or SIGTERM in between has come to."""
+"""What `fit()` prints beside the run's journal: the folder at the start, the place of the weights
+at the end, and what an interruption has saved.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ AGAIN = "run the same command again to go on"
 
 
 def start_of_local(name: str, url: str) -> str:
+    """Return the first line of a run in this process."""
     return f"run {name} in this process; folder: {redact_url(url)}"
 
 
 def start_on_ray(name: str, url: str, is_new: bool) -> str:
+    """Return the first line of a run on Ray."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -41,6 +44,7 @@ def start_on_ray(name: str, url: str, is_new: bool) -> str:
 
 
 def stored(result: Result) -> str:
+    """Return the line that explains a stored result."""
     return (
         f"run {result.name} has ended before, after step {result.step} ({result.reason}): "
         "this is its stored result. To "
@@ -50,6 +54,7 @@ def stored(result: Result) -> str:
 
 
 def where_weights_are(result: Result) -> str:
+    """Return where the final weights are, and the command that exports them."""
     folder = redact_url(result.path)
     if not result.step:
         return f"no step was made, so there are no weights in {folder}"
@@ -63,7 +68,7 @@ def where_weights_are(result: Result) -> str:
 
 
 def what_was_kept(url: str, step: int | None = None) -> str:
-    """After an interruption. `step`: the last one that was made, where it is known."""
+    """Return what an interruption has saved. `step` is the last completed one, if it is known."""
     newest = newest_step(url)
     if newest is None:
         return f"there is no checkpoint; {AGAIN}, from the start"
@@ -73,7 +78,9 @@ def what_was_kept(url: str, step: int | None = None) -> str:
 
 
 def newest_step(url: str) -> int | None:
-    """None also where the store does not say."""
+    """Return the step of the newest checkpoint; None if there is none, or the store does not
+    answer.
+    """
     with contextlib.suppress(StorageError, CheckpointError, OSError):
         names = Catalog(Store(url)).names()
         return names[-1].step if names else None
@@ -82,8 +89,10 @@ def newest_step(url: str) -> int | None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, in the main thread; elsewhere, and where the script handles
-    it, it is what it was."""
+    """Let SIGTERM do what Ctrl-C does, in the main thread.
+
+    In other threads, and if the script handles SIGTERM, nothing changes.
+    """
     from elastic_dp.train.interruption import is_ours_to_handle
 
     if not is_ours_to_handle(signal.SIGTERM):
@@ -109,7 +118,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def warn_at_call(text: str) -> None:
-    """Warn at the line of the user's script that called into this package."""
+    """Warn at the line of the user's script that called this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("elastic_dp."):
         level, frame = level + 1, frame.f_back

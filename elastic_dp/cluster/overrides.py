@@ -1,15 +1,13 @@
-"""What `elastic-dp run JOB.py --set scaling.max_workers=8` changes of a job, by the name and type
-of its fields.
+"""Overrides of a job's fields: `elastic-dp run JOB.py --set scaling.max_workers=8`.
 
 The script is not changed: the overrides are in force while it runs, and each `ElasticTrainer` that
-it makes takes them before the job is checked, all of a config at once, so that two fields that
-bound each other may change together. A name that a job does not have is an error that says which
-there are; a field of `config` must be one that the script gives, since a misspelt one would be read
-by nobody.
+it creates applies them before the job is checked. All fields of a config change together, so two
+fields that bound each other may both be set. An unknown name is an error that lists the known ones.
+A field of `config` must be one that the script sets, because nothing would read a misspelt one.
 
-By hand, and not by a library of typed configuration: values are read by the annotations of our own
-frozen dataclasses, whose checks name the field and the way out. Such a library would be one more
-dependency for these 100 lines.
+Written by hand: values are parsed by the annotations of our own frozen dataclasses, whose checks
+name the field and the way out; a library for typed configuration would add a dependency to replace
+these 100 lines.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _Changes = dict[tuple[str, ...], str]  # ("scaling", "max_workers") -> "8"
 
 
 class Overrides:
-    """`urls`: the folders of the runs whose trainers were made under them."""
+    """Parsed `--set` options. `urls` are the folders of the runs that were created under them."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._changes: _Changes = {}
@@ -41,7 +39,7 @@ class Overrides:
             self._changes[tuple(name.split("."))] = value
 
     def applied(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """`job`, the arguments of an ElasticTrainer, with what is set."""
+        """Return `job`, the arguments of an ElasticTrainer, with the overrides applied."""
         hints = {**typing.get_type_hints(JobSpec), "storage_path": str}
         return _changed_fields("", job, {name: hints[name] for name in job}, self._changes)
 
@@ -51,6 +49,7 @@ _in_force = Overrides(())
 
 @contextlib.contextmanager
 def using(overrides: Overrides) -> Iterator[None]:
+    """Put overrides in force inside a `with` block."""
     global _in_force
     before, _in_force = _in_force, overrides
     try:
@@ -60,11 +59,12 @@ def using(overrides: Overrides) -> Iterator[None]:
 
 
 def in_force() -> Overrides:
+    """Return the overrides that are in force."""
     return _in_force
 
 
 def _changed(name: str, value: Any, hint: Any, changes: _Changes) -> Any:
-    """`value`, of the field `name`, with `changes` of it or of what is in it."""
+    """Return the `value` of field `name` with `changes` of it or of its own fields."""
     if () in changes:
         if len(changes) > 1 or dataclasses.is_dataclass(value):
             fields = f"set fields of it: {_names(value)}" if _names(value) else "it has no fields"
@@ -78,7 +78,7 @@ def _changed(name: str, value: Any, hint: Any, changes: _Changes) -> Any:
     if isinstance(value, Mapping):
         of_any = (*typing.get_args(hint), Any, Any)[1]
         hints = {key: _kind(held) if of_any is Any else of_any for key, held in value.items()}
-        if of_any is not Any:  # any key is one: a resource that the script does not name
+        if of_any is not Any:  # any key is valid, such as a resource that the script does not name
             hints |= {path[0]: of_any for path in changes}
         return _changed_fields(name, value, hints, changes)
     raise SpecError(f"{name} is {value!r}, and has no fields to set")
@@ -99,7 +99,7 @@ def _changed_fields(
 
 
 def _read(name: str, text: str, hint: Any) -> Any:
-    """`text` as a value of the type `hint`."""
+    """Return `text` as a value of type `hint`."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     arms = typing.get_args(hint) if union else (hint,)
     for arm in sorted(arms, key=lambda arm: arm is not type(None)):
@@ -132,7 +132,7 @@ def _as(arm: Any, text: str) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """The type of a value of `config`, which a new one must be of."""
+    """Return the type of a value of `config`, which a new value must have."""
     return type(value) if isinstance(value, bool | int | float | str) else Any
 
 

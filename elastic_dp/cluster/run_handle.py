@@ -1,8 +1,8 @@
-"""A run on Ray as its driver sees it: its status, its control, its events and its result.
+"""A run on Ray as its driver sees it: status, control, events and result.
 
-The run goes on without the driver, and its controller writes the result. A controller that restarts
-is waited for. After the end the driver takes the last status and the error from the controller
-once, and keeps them here.
+The run continues without the driver, and its controller writes the result. A restarting controller
+is waited for. After the end, the driver fetches the last status and the error from the controller
+once, and keeps them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
 
-_FOLLOW_S = 1.0
-_AGAIN_S = 0.1
+_FOLLOW_S = 1.0  # how long the controller waits for new lines
+_AGAIN_S = 0.1  # between two calls of a controller that restarts
 
 
 class Run:
-    """A run that goes on by itself. All methods may be called from any driver thread."""
+    """A run that continues by itself. All methods may be called from any thread of the driver."""
 
     def __init__(
         self,
@@ -41,8 +41,11 @@ class Run:
         ended: bool = False,
         is_new: bool = False,
     ) -> None:
-        """`ended`: the controller is still there, and the folder's result may be its own. `is_new`:
-        we started it."""
+        """Made by `ElasticTrainer.start` and `attach`.
+
+        `ended`: the run is over, but its controller is still there, and the result in the folder
+        may be its own. `is_new`: this process started the run.
+        """
         assert (controller is None) == (stored is not None)
         self.controller = controller
         self._spec, self._url, self._loggers = spec, url, loggers
@@ -53,8 +56,12 @@ class Run:
         self.is_new = is_new
 
     def status(self) -> dict[str, Any]:
-        """Phase and why, generation, world size, step, whether its weights are exact and why not,
-        workers by stage and what they wait for, newest metrics, nodes that are avoided, labels."""
+        """Return the run's status as a dict.
+
+        It has the phase and its reason, generation, world size, step, whether the weights are exact
+        and why not, the stage of each worker, what they wait for, the newest metrics, avoided
+        nodes, and labels. Raises ClusterError if the controller is gone.
+        """
         if self._end is None:
             try:
                 return self._ask("status")
@@ -64,9 +71,12 @@ class Run:
         return dict(self._last)
 
     def scale(self, size: int | None = None, *, min_workers: int | None = None) -> None:
-        """Have at most `size` workers from now on, within min_workers..virtual_workers, and train
-        with at least `min_workers`; None: as it is. Fewer than there are is a scale-down: the
-        others leave at a step's end."""
+        """Set the number of workers to at most `size`, and to at least `min_workers`; None:
+        unchanged.
+
+        `size` must be within min_workers..virtual_workers. Surplus workers leave at the end of a
+        step. Raises SpecError for other values, ClusterError if the run is over.
+        """
         self._must_be_live("scale")
         present, most = self._ask("status"), self._spec.scaling.num_virtual_workers
         least = present["min_workers"] if min_workers is None else min_workers
@@ -76,13 +86,18 @@ class Run:
         self._ask("scale", size, min_workers)
 
     def stop(self, reason: str = "asked by an operator") -> None:
-        """End the run after one of the next steps, with a checkpoint of its end; `result()` returns
-        it. Run again, it goes on from there."""
+        """End the run after one of the next steps, with a checkpoint. `result()` returns its end.
+
+        Started again, the run continues from there.
+        """
         self._ask("stop", reason)
 
     def interrupted(self, progress: ProgressPrinter) -> None:
-        """The driver was, by Ctrl-C. Where Ray goes with it, the run ends first, with a checkpoint;
-        else it goes on."""
+        """Handle a Ctrl-C of the driver.
+
+        If the Ray cluster ends with this process, the run makes a checkpoint and ends first.
+        Otherwise it continues.
+        """
         if self._end is not None:
             return
         name = self._spec.name
@@ -108,11 +123,14 @@ class Run:
                 progress.say(console.what_was_kept(self._url, ended.step or None))
 
     def checkpoint(self) -> None:
-        """Make a checkpoint of one of the next steps; returns at once."""
+        """Request a checkpoint of one of the next steps; returns at once."""
         self._ask("checkpoint")
 
     def drain(self, worker: str, within_s: float | None = None) -> None:
-        """Let one worker leave once it is replaced, or in time before `within_s` have passed."""
+        """Let one worker leave once it is replaced, at the latest after `within_s` seconds.
+
+        Raises SpecError for an unknown worker.
+        """
         if within_s is not None and not (isinstance(within_s, int | float) and within_s >= 0):
             raise SpecError(f"within_s is {within_s!r}, must be a number of seconds, or None")
         workers = self._ask("drain", worker, within_s)
@@ -123,12 +141,14 @@ class Run:
             )
 
     def pids(self) -> dict[str, int]:
-        """The process id of each worker that is up."""
+        """Return the process id of each running worker."""
         return self._ask("pids")
 
     def events(self, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """Every event, decision and metric as it comes, to the end of the run; or, not `follow`,
-        what there is: of a run that is over, what its folder holds."""
+        """Yield every event, command and metric as it comes, until the run ends.
+
+        Without `follow`, yield what there is; after the end of the run, what its folder holds.
+        """
         if not follow and self._end is not None:
             yield from read_events(self._url)
             return
@@ -151,9 +171,11 @@ class Run:
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """(worker, line) of what the workers that are up, or one of them, printed: the last `tail`
-        lines of each stream; with `follow` also what comes, until the run ends. Of a run that is
-        over, what its folder holds of all."""
+        """Yield (worker, line) of what the running workers, or one of them, have printed.
+
+        These are the last `tail` lines of each stream, and with `follow` also new lines until the
+        run ends. After the end of the run, what its folder holds of all workers.
+        """
         if self._end is not None:
             yield from read_logs(Store(self._url), worker, tail)
             return
@@ -178,8 +200,9 @@ class Run:
                 return
 
     def result(self, *, progress: ProgressPrinter | None = None) -> Result:
-        """Wait for the end. Raises UserCodeError, another TrainError, or ClusterError where it
-        failed."""
+        """Wait for the end and return the result. Raises UserCodeError, another TrainError, or
+        ClusterError if the run failed.
+        """
         with self._ending:
             if self._end is None:
                 self._end = self._wait(progress)
@@ -207,14 +230,14 @@ class Run:
             self._last = status_of(stored, self._spec.labels)
             return stored
         end = outcome.result or error_of(outcome)
-        self._end = end  # from here on nobody asks the controller
+        self._end = end  # from here on no thread asks the controller
         with contextlib.suppress(ray.exceptions.RayActorError):  # another driver was quicker
             ask(self.controller, "forget", patience_s=0.0)
         ray.kill(self.controller)
         return end
 
     def _goes_on(self, timeout_s: float) -> bool:
-        """Whether the run has not ended within that time."""
+        """Return whether the run has not ended within that time."""
         try:
             return self._ask("wait", timeout_s) is None
         except ClusterError:
@@ -231,7 +254,7 @@ class Run:
             return {}
 
     def _stored(self) -> Result | None:
-        """The result that the run's folder has since this driver began."""
+        """Return the result in the run's folder, if it is newer than this driver."""
         stored = read_result(self._url)
         return None if stored == self._before else stored
 
@@ -263,10 +286,10 @@ def _must_be_within(name: str, number: Any, least: int, most: int, words: str) -
 
 
 def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
-    """The controller's answer. A controller that restarts is asked again, which is safe: requests
-    are idempotent.
+    """Return the controller's answer. A restarting controller is asked again, which is safe:
+    requests are idempotent.
 
-    Raises RayActorError where it is gone for good, or has been away for `patience_s`.
+    Raises RayActorError if it is gone, or unavailable for `patience_s` seconds.
     """
     import ray
 
@@ -281,8 +304,7 @@ def ask(controller: Any, method: str, *args: Any, patience_s: float) -> Any:
 
 
 def ray_ends_with_us() -> bool:
-    """Whether this process started the Ray cluster that it is connected to, so that both end
-    together."""
+    """Return whether this process started the Ray cluster, so that both end together."""
     import ray
 
     node = ray._private.worker._global_node
@@ -290,7 +312,7 @@ def ray_ends_with_us() -> bool:
 
 
 def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
-    """What the controller would say at the end of a run of which only the result is left."""
+    """Return the status of a run of which only the result is left."""
     return {
         "phase": "over",
         "reason": f"finished after step {result.step}: {result.reason}",
@@ -310,8 +332,11 @@ def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def error_of(outcome: RunOutcome) -> Exception:
-    """The exception a failed run raises in the driver: ours as it was, UserCodeError for any other
-    of a worker's."""
+    """Return the exception that a failed run raises in the driver.
+
+    An error of this package is created again from its facts; any other error of a worker becomes a
+    UserCodeError.
+    """
     text = outcome.error or ""
     kind, _, message = text.partition(": ")
     if outcome.error_facts is not None:

@@ -1,6 +1,7 @@
-"""What a user's script calls: `ElasticTrainer(...).fit()`, or `start()`, which gives a `Run`.
+"""The entry point of a user's script: `ElasticTrainer(...).fit()`, or `start()`, which returns a
+`Run`.
 
-Everything that can be wrong with a job is found here, before anything starts.
+Errors in a job are found here, before anything starts.
 """
 
 from __future__ import annotations
@@ -58,15 +59,21 @@ from elastic_dp.train.worker_run import TrainFunction
 class ElasticTrainer:
     """A job: a train function, its data, and how it may scale.
 
-    `train(ctx)` runs in every worker. A run is (`storage_path`, `name`): running a finished one
-    again returns its stored result, unless a limit was raised since; one that an operator stopped
-    goes on. `config` is handed to the train function as `ctx.config`. With `exact=True` the result
-    is the same to the last bit on any fleet of one kind of machine. The run ends after `max_steps`,
-    the data's `epochs`, `max_time_s`, or `ctx.stop`, whichever comes first. `runtime_env` is Ray's,
-    for workers and controller. `loggers` are called with each record, in the process that waits for
-    the run; what they raise is said, and the run goes on. `labels`: texts of yours that the run's
-    status carries. `storage_options`: what the file system of `storage_path` takes, such as keys
-    and an endpoint; they are no part of the job, and are written nowhere.
+    A run is identified by (`storage_path`, `name`). Starting a finished run again returns its
+    stored result, unless a limit was raised since; a run that was stopped continues. The run ends
+    after `max_steps`, the data's `epochs`, `max_time_s` seconds, or `ctx.stop`, whichever comes
+    first.
+
+    - `train`: `train(ctx)` runs in every worker.
+    - `config`: passed to the train function as `ctx.config`.
+    - `exact`: the result is the same to the last bit for any number of workers on one kind of
+      machine.
+    - `loggers`: called with each record, in the process that waits for the run. Their exceptions
+      become warnings.
+    - `labels`: strings that the run's status carries.
+    - `runtime_env`: Ray's, for workers and controller.
+    - `storage_options`: options for the file system of `storage_path`, such as keys and an
+      endpoint. They are not part of the job and are never written.
     """
 
     def __init__(
@@ -131,12 +138,13 @@ class ElasticTrainer:
         return run_url(self.spec.name, self.storage_path, self._storage_options)
 
     def fit(self, local: bool = False) -> Result:
-        """Train to the end. `local`: in this process, without Ray; the same bits.
+        """Train to the end and return the result. `local`: in this process, without Ray, with the
+        same bits.
 
-        Ctrl-C or SIGTERM: a run that would end with this process (`local`, or on a Ray that this
-        process started) makes a checkpoint first, and goes on from there when it is run again; a
-        second one ends it at once. On a cluster the run goes on. `fit` then raises Interrupted, a
-        KeyboardInterrupt that prints no traceback.
+        On Ctrl-C or SIGTERM, a run that would end with this process (`local`, or on a Ray that this
+        process started) makes a checkpoint first, and continues from there when it is started
+        again; a second signal ends it at once. On a cluster the run continues. `fit` then raises
+        Interrupted, a KeyboardInterrupt that prints no traceback.
         """
         progress = ProgressPrinter(total=self.spec.max_steps)
         try:
@@ -146,10 +154,10 @@ class ElasticTrainer:
             raise Interrupted(code) from None
 
     def start(self, *, faults: Sequence[WorkerFault] = ()) -> Run:
-        """Start the run on Ray (a local one, if none is connected) and return at once; a live one
-        is attached to.
+        """Start the run on Ray and return at once; a live run is attached to.
 
-        `faults` are for tests: where workers die or freeze, by point, step and rank.
+        If no cluster is connected, a local one is started. `faults` are for tests: where workers
+        die or freeze, by point, step and rank.
         """
         self._adopt_fixed_fields()
         with contextlib.closing(self._open_data()) as data:
@@ -188,7 +196,7 @@ class ElasticTrainer:
         return result
 
     def _adopt_fixed_fields(self) -> None:
-        """Take what this job leaves open from the run's first start, which has fixed it."""
+        """Take the fields that this job leaves open from the run's first start."""
         scaling = self.spec.scaling
         fixed = virtual_workers_of(self.url) if scaling.virtual_workers is None else None
         if fixed is None:
@@ -288,23 +296,28 @@ class ElasticTrainer:
             ) from error
 
     def _check_and_record(self, data: Dataset) -> Result | None:
-        """The stored result of a finished run; raises RunMismatch for another job's run,
-        StorageError where the run's folder cannot hold it."""
+        """Return the stored result of a finished run, or None.
+
+        Raises RunMismatch if the run belongs to another job, StorageError if the run's folder
+        cannot be used.
+        """
         prove(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
         before = None if stored is None else last_start(Store(self.url))
         if before is not None:
             for text in StartRecord.of(self.spec, self.train).code_changed(before):
-                console.warn_at_call(f"{text}; the result that was stored is returned all the same")
+                console.warn_at_call(f"{text}; the stored result is returned all the same")
         return stored
 
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **job_identity(self.spec))
 
     def _record_start(self) -> list[str]:
-        """This one goes on. Returns what has changed since the last, for the journal; what may not
-        be meant is warned of."""
+        """Record this start. Return what has changed since the last one, for the journal.
+
+        Changes that may be unintended are also warnings.
+        """
         store = Store(self.url)
         start, before = StartRecord.of(self.spec, self.train), last_start(store)
         start.write(store)

@@ -1,5 +1,4 @@
-"""One worker process, whatever started it: a control side that takes commands, a training side that
-runs the job."""
+"""One worker process: a control side that takes commands, and a training side that runs the job."""
 
 from __future__ import annotations
 
@@ -48,14 +47,13 @@ from elastic_dp.train.worker_run import fail_worker, run_worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """What a worker is given to run: the spec and the train function, pickled once by the
-    driver."""
+    """What a worker runs: the spec and the train function, pickled once by the driver."""
 
     pickled: bytes  # cloudpickle of (JobSpec, train function)
     index: Index | None
-    run: str  # unique: prefixes the rendezvous
-    url: str | None  # the run's folder; None: nothing is kept
-    controller: ControllerAddress  # where it hears heartbeats
+    run: str  # unique; prefix of the rendezvous keys
+    url: str | None  # the run's folder; None: nothing is stored
+    controller: ControllerAddress  # where the worker sends its heartbeats
     secret: bytes = field(repr=False)  # of the run
     lease_token: str = ""  # of the controller's lease on the run
     faults: tuple[WorkerFault, ...] = ()
@@ -63,8 +61,7 @@ class WorkerJob:
 
 @dataclass(frozen=True, slots=True)
 class WriteParts:
-    """Write these parts of the checkpoint after `step`, too: the worker that should have is
-    lost."""
+    """Also write these parts of the checkpoint after `step`, because their writer is lost."""
 
     worker: WorkerId
     step: int
@@ -75,8 +72,9 @@ Request = Command | WriteParts
 
 
 class Worker:
-    """`deliver` may be called from any thread; `run` is the training thread until the worker is
-    released."""
+    """A worker process. `deliver` may be called from any thread; `run` trains until the worker is
+    released.
+    """
 
     def __init__(
         self, identity: WorkerId, job: WorkerJob, link: ControllerLink, address: str | None = None
@@ -137,13 +135,15 @@ class Worker:
                 raise AssertionError(f"not for a worker: {command}")
 
     def _reported(self, asked: int) -> WorkerReported:
-        """The state of this worker. Before it has a session it holds nothing, and can begin."""
+        """Return the state of this worker. Before it has a session it has none, and can begin."""
         if self._session is not None:
             return self._session.reported(asked)
         return WorkerReported(self.identity, 0, START, False, True, None, True, 0, asked)
 
     def run(self) -> str:
-        """Announce this worker, wait to begin, train. Returns why it was released."""
+        """Announce this worker, wait for the command to begin, and train. Return why it was
+        released.
+        """
         try:
             return self._run()
         finally:
@@ -151,7 +151,7 @@ class Worker:
                 self._log.close()
 
     def _run(self) -> str:
-        # Before anybody counts on this worker: without its GPU it ends, and another is started.
+        # First of all: a worker without its GPU ends, and another is started.
         device = pick_device(self._spec.scaling.resources_per_worker)
         self._link.post(WorkerStarted(self.identity))
         while not self._begin.wait(self._control.orphaned_in_s()):
@@ -206,9 +206,11 @@ class Worker:
 
 
 def pick_device(resources: Mapping[str, float]) -> torch.device:
-    """The GPU, where the worker was given one. Raises ClusterError if torch does not see it:
-    training on the CPU instead would be a hundred times slower, under a backend that moves CUDA
-    tensors only."""
+    """Return the GPU if the worker was given one, else the CPU.
+
+    Raises ClusterError if torch does not see the GPU: training on the CPU instead would be a
+    hundred times slower, with a backend that only moves CUDA tensors.
+    """
     gpus = resources.get("GPU", 0)
     if gpus <= 0:
         return torch.device("cpu")
@@ -230,8 +232,7 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
 
 
 def prepare_environment(environment: dict[str, str], num_threads: int) -> None:
-    """Variables that must be set before torch starts its threads or CUDA, or takes its first
-    memory."""
+    """Set variables that torch reads when it starts threads or CUDA, or first allocates memory."""
     from elastic_dp.train.exactness.machine_kind import EXACT_ENVIRONMENT
 
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))

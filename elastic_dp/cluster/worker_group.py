@@ -1,7 +1,7 @@
-"""The port between the controller and the processes it directs.
+"""The interface between the controller and the worker processes.
 
-A controller starts a worker, sends it commands and kills it. No method waits or raises for a worker
-that is gone: what happens to workers comes back as events.
+A controller starts a worker, sends it commands and kills it. No method waits, or raises for a
+worker that is gone: what happens to workers is reported as events.
 """
 
 from typing import Protocol
@@ -12,6 +12,8 @@ from elastic_dp.distributed.process_group import Rendezvous
 
 
 class WorkerGroup(Protocol):
+    """Implemented on Ray actors and on plain processes."""
+
     def start(self, worker: WorkerId) -> None:
         """Request one more process with this identity; it may never start."""
         ...
@@ -21,5 +23,5 @@ class WorkerGroup(Protocol):
     def kill(self, worker: WorkerId) -> None: ...
 
     def close(self) -> None:
-        """Kill every process that is left."""
+        """Kill all remaining processes."""
         ...

@@ -1,23 +1,22 @@
-"""What workers print, copied to the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log`
+"""Copies what workers print to the run's folder: `logs/<worker>.log`, and `logs/<worker>.last.log`
 of workers that died.
 
-- A worker's output is a file on its node (Ray makes it one; `elastic_dp.testing` does, too). A
-  thread looks at it and writes a copy, at most every `EVERY_S`, so what was printed can be read
-  some seconds later, also when the node is gone.
-- A copy is one object that is written anew: stores cannot append, and numbered pieces would have to
-  be cleared away. It is bounded: of a long output the first `HEAD_BYTES`, which say what the worker
-  was, and the last `TAIL_BYTES`.
-- The last words of a worker that is killed (a segmentation fault, an abort) come too late for its
-  own thread. Its sidecar outlives it, and sends the last few kilobytes to the controller, which
+- A worker's output is a file on its node (Ray creates it; `elastic_dp.testing` does, too). A thread
+  writes a copy at most every `EVERY_S`, so the output can be read some seconds later, even when the
+  node is gone.
+- A copy is one object that is written anew, because stores cannot append, and numbered pieces would
+  have to be cleaned up. It is bounded: of a long output it has the first `HEAD_BYTES` and the last
+  `TAIL_BYTES`.
+- The last output of a worker that is killed (a segmentation fault, an abort) comes too late for its
+  own thread. Its sidecar outlives it and sends the last few kilobytes to the controller, which
   writes them.
 
-Ray's own log files go with the node, and `ray logs` needs its dashboard: neither has the output of
-a worker that is lost.
+Written by hand: Ray 2.60 has no API that keeps the output of a lost node. Its log files go with the
+node, and `ray logs` reads them there through the dashboard.
 
-A node's disk that is full loses what is printed meanwhile, and nothing else.
-
-Not through a pipe: whoever reads it would need the interpreter, and a library that prints while it
-holds the interpreter would wait for that reader for ever.
+If a node's disk is full, what is printed meanwhile is lost, and nothing else. Output does not go
+through a pipe: its reader would need the interpreter, and a library that prints while it holds the
+interpreter would wait for that reader for ever.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ _FILE = re.compile(r"(.+?)(\.last)?\.log")
 def read_logs(
     store: Store, worker: str | None = None, tail: int = 100
 ) -> Iterator[tuple[str, str]]:
-    """(worker, line) from a run's folder: the last `tail` lines of each file, those of
-    `w2.last.log` as `w2.last`.
+    """Yield (worker, line) from a run's folder: the last `tail` lines of each file.
 
-    Raises SpecError for a worker that has no file.
+    Lines of `w2.last.log` are yielded as `w2.last`. Raises SpecError for a worker without a file.
     """
     names = [entry.path.rpartition("/")[2] for entry in store.find(path_in(store, "logs/"))]
     found = [match for name in names if (match := _FILE.fullmatch(name))]
@@ -72,8 +70,10 @@ def read_logs(
 
 
 class WorkerLogUploader:
-    """Of one worker; `fds`: what it prints to. While the store is away copies are skipped; training
-    goes on."""
+    """Copies the output of one worker, which it prints to the files `fds`.
+
+    While the store is unavailable, copies are skipped and training continues.
+    """
 
     def __init__(self, store: Store, worker: str, fds: Sequence[int] = (1, 2)) -> None:
         self._store, self._path = store, _path(store, f"{worker}.log")
@@ -87,7 +87,7 @@ class WorkerLogUploader:
         return self
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """What was printed up to now is written, if the store takes it in time."""
+        """Write what was printed up to now, if the store takes it within `timeout_s`."""
         self._closing.set()
         self._thread.join(timeout_s)
 
@@ -105,8 +105,10 @@ class WorkerLogUploader:
 
 
 class LastWordsWriter:
-    """Writes the last output of workers that died, as their sidecars send it. While the store is
-    away it is lost."""
+    """Writes the last output of workers that died, as their sidecars send it.
+
+    While the store is unavailable, it is lost.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -129,8 +131,7 @@ class LastWordsWriter:
 
 
 def print_whatever_fits() -> None:
-    """From now on this process prints line by line, and output for which its disk has no room is
-    dropped."""
+    """Print line by line from now on, and drop output if the disk is full."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 
@@ -150,7 +151,7 @@ def _lossy(stream: TextIO) -> TextIO:
     try:
         stream.flush()
         file = _LossyFile(stream.fileno(), "wb", closefd=False)
-    except (AttributeError, OSError):  # a notebook's
+    except (AttributeError, OSError):  # the stream of a notebook
         return stream
     return io.TextIOWrapper(
         io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
@@ -158,16 +159,14 @@ def _lossy(stream: TextIO) -> TextIO:
 
 
 def print_to_file() -> None:
-    """From now on this process, and all that it starts, print to a file without a name, which goes
-    with them."""
+    """Send the output of this process, and of its children, to an unnamed file from now on."""
     with tempfile.TemporaryFile() as file:
         for fd in (1, 2):
             os.dup2(file.fileno(), fd)
 
 
 def _files_behind(fds: Sequence[int]) -> list[str]:
-    """Where they can be read, each once; without those that are a terminal or a pipe. Linux
-    only."""
+    """Return paths of the regular files among `fds`, each once. Linux only."""
     found: dict[tuple[int, int], str] = {}
     for fd in fds:
         with contextlib.suppress(OSError):
@@ -189,13 +188,14 @@ def _bounded(path: str) -> bytes:
 
 
 def _by_number(name: str) -> list[str]:
-    """w2 before w10."""
+    """Sort key that puts w2 before w10."""
     return [part.rjust(12, "0") if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _path(store: Store, name: str) -> str:
-    """Raises StorageError for a name that leads out of the folder: it may have come over the
-    network."""
+    """Return the path of a log. Raises StorageError if the name leads out of the folder: it may
+    come from the network.
+    """
     if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
         raise StorageError(f"{name!r} cannot be the name of a log")
     return path_in(store, f"logs/{name}")

@@ -1,7 +1,7 @@
-"""The configuration of a job: frozen values, checked once, before anything starts.
+"""The configuration of a job: frozen values that are checked once, before anything starts.
 
-Every check is here and names the field and the way out; nothing below reads the environment or
-corrects a value in silence. `ScalingConfig.virtual_workers` and `DataConfig` decide the result of a
+Every check is here, names the field, and says what to do. Nothing below reads the environment or
+corrects a value silently. `ScalingConfig.virtual_workers` and `DataConfig` decide the result of a
 run; everything else decides only where and how fast it runs.
 """
 

@@ -1,4 +1,4 @@
-"""When a job makes checkpoints, and which it retains."""
+"""When a job makes checkpoints, and which of them it keeps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from elastic_dp.config.field_checks import at_least, one_of, whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to checkpoint and what to keep.
+    """When to make checkpoints, and which to keep.
 
-    The last step of a run that ends or is stopped is always kept. Where none of the first three is
-    given, that is the only one, but for those that a run makes when it would otherwise lose steps:
-    when a notice takes away so many workers that it cannot go on, on Ctrl-C, and when its workers
-    are left without a controller. `every_steps`: after each step that it divides. `every_s`: so
-    many seconds after the last one. `every="auto"`: as often as pays, by what a checkpoint costs
-    and how often everyone was lost. Whichever comes first; None: not by that. `num_to_keep`: the
-    newest, or the best where `checkpoint_score_attribute` names a logged metric
-    (`checkpoint_score_order` "max" or "min"); None: all. A checkpoint is ranked by the value that
-    the body of its own step logged; one without a value is never the best. The best and the newest
-    are both kept, whatever `num_to_keep` is. `keep_every`: each step that it divides is kept for
-    ever.
+    The last step of a run that ends or is stopped is always kept. Without `every_steps`, `every_s`
+    and `every` that is the only checkpoint, except those that save a run from losing steps: when a
+    drain notice takes so many workers that the run cannot continue, on Ctrl-C, and when the workers
+    have lost their controller. If several are set, whichever is due first counts.
+
+    - `every_steps`: make a checkpoint after every step that is a multiple of this.
+    - `every_s`: make one so many seconds after the last one.
+    - `every`: "auto" chooses the interval from the cost of a checkpoint and the rate at which all
+      workers were lost.
+    - `num_to_keep`: keep so many of the newest, or of the best if `checkpoint_score_attribute` is
+      set; None keeps all. The best and the newest are always kept.
+    - `keep_every`: keep every step that is a multiple of this for ever.
+    - `checkpoint_score_attribute`: the logged metric that ranks checkpoints. The value is the one
+      that the loop body of the checkpoint's own step has logged; a checkpoint without a value is
+      never the best.
+    - `checkpoint_score_order`: whether "max" or "min" is the best.
     """
 
     every_steps: int | None = None
@@ -45,5 +50,5 @@ class CheckpointConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any are made unasked."""
+        """Whether checkpoints are made on a schedule."""
         return (self.every_steps, self.every_s, self.every) != (None, None, None)

@@ -1,4 +1,4 @@
-"""Which data a job trains on, and how its rows become steps."""
+"""The data that a job trains on, and how its rows become steps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from elastic_dp.config.field_checks import (
-    all_given,
     at_least,
+    boolean,
     callable_or_none,
+    none_only_by_default,
     one_of,
     whole_number,
-    yes_or_no,
 )
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
@@ -22,7 +22,7 @@ Format = Literal["parquet", "arrow", "jsonl", "csv", "tar"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """What both kinds of data set share: how rows become steps."""
+    """The fields that both kinds of data set share: how rows become steps."""
 
     micro_batch_size: int
     epochs: int | None = None
@@ -30,7 +30,7 @@ class _Order:
     tail: Literal["drop", "short"] = "drop"
 
     def _check(self, owner: str) -> None:
-        all_given(owner, self)
+        none_only_by_default(owner, self)
         if self.micro_batch_size is None:
             raise SpecError(f"{owner}.micro_batch_size is None, must be a whole number")
         whole_number(f"{owner}.micro_batch_size", self.micro_batch_size, 1)
@@ -43,22 +43,31 @@ class _Order:
 class DataConfig(_Order):
     """Shards of rows at a URL.
 
-    `url`: a folder, a file or a glob, by any fsspec URL; a list of them is one data set; a dict of
-    them gives each source its weight in every global batch. `format`: of the shards; None: by their
-    names' endings. `micro_batch_size`: rows of one virtual worker in one step. `columns`: read only
-    these. `transform(batch)`: on each micro-batch, a dict of arrays, before it becomes tensors,
-    with Python's, NumPy's and torch's global generators set for (seed, step, virtual worker);
-    `transform(batch, rng)` is given a `numpy.random.Generator` instead, and runs ahead of the step
-    in a thread. `collate_fn(batch)`: makes the micro-batch itself from a dict of arrays. `workers`:
-    processes that run both ahead of the step; 0: none. `fill_nulls`: what stands for a column's
-    nulls, {"x": 0.0}; those of other columns are refused, but of text are None. `epochs`: passes
-    over the data, None for no limit. `shuffle`: "none"; "rows": rows within blocks of row groups,
-    the row groups permuted; "full": all rows, which needs the data set in memory. `tail`: what
-    becomes of the rows that do not fill the last global batch of an epoch: "drop" them, or a
-    "short" batch with the right weights. `memory_bytes`: of row groups that one worker holds or has
-    on the way. `on_bad_shard`: a row group that cannot be decoded fails the run, or "skip": its
-    rows are left out, and said, up to `max_bad_fraction` of all rows (with weights: of each
-    source's); more fail the run.
+    - `url`: a folder, a file or a glob, as a path or any fsspec URL. A list of them is one data
+      set. A dict gives each source its weight in every global batch.
+    - `format`: the format of the shards; None: by the endings of their names.
+    - `micro_batch_size`: rows of one virtual worker in one step.
+    - `columns`: read only these columns.
+    - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
+      `transform(batch)` runs with the global generators of Python, NumPy and torch seeded by (seed,
+      step, virtual worker). `transform(batch, rng)` receives a `numpy.random.Generator` instead,
+      and runs ahead of the step in a thread.
+    - `collate_fn`: makes the micro-batch itself from a dict of arrays.
+    - `workers`: processes that run `transform` and `collate_fn` ahead of the step; 0: none.
+    - `fill_nulls`: values that replace nulls, by column, as in {"x": 0.0}. Nulls of other columns
+      are an error, except that nulls of text are None.
+    - `epochs`: passes over the data; None: no limit.
+    - `seed`: decides the order of rows and the seeds of user code.
+    - `shuffle`: "none"; "rows": permute the row groups, and rows within blocks of them; "full":
+      permute all rows, which needs the data set in memory.
+    - `tail`: what happens to rows that do not fill the last global batch of an epoch: "drop" them,
+      or make a "short" batch with the right weights.
+    - `memory_bytes`: limit for the row groups that one worker holds or is reading.
+    - `on_bad_shard`: "fail" the run if a row group cannot be decoded, or "skip" its rows and report
+      them.
+    - `max_bad_fraction`: the run fails if more than this fraction of the rows is skipped (with
+      weights: of the rows of a source).
+    - `storage_options`: options for the store of `url`.
     """
 
     url: str | Sequence[str] | Mapping[str, float]
@@ -82,8 +91,7 @@ class DataConfig(_Order):
         if not several or not self.urls or not all(isinstance(u, str) and u for u in self.urls):
             raise SpecError(
                 f"DataConfig.url is {redact_url(repr(self.url))}, must be a path or URL, a "
-                "list of them, or a dict of "
-                "them with weights"
+                "list of them, or a dict of them with weights"
             )
         if isinstance(self.url, Mapping):
             for url, weight in self.url.items():
@@ -92,7 +100,7 @@ class DataConfig(_Order):
                 if not weight:
                     raise SpecError(f"{name} has weight 0; leave it out")
             if self.epochs is not None:
-                message = "each of several weighted sources counts its own; set max_steps instead"
+                message = "each weighted source counts its own epochs; set max_steps instead"
                 raise SpecError(f"DataConfig.epochs is set, but {message}")
         callable_or_none("DataConfig.transform", self.transform)
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
@@ -108,29 +116,33 @@ class DataConfig(_Order):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
         fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
         if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
-            raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be numbers or texts by name")
+            raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be a dict of plain values")
 
     def __repr__(self) -> str:
-        """Without credentials."""
+        """Return the fields without credentials."""
         said = (f"{x.name}={getattr(self, x.name)!r}" for x in fields(self) if x.repr)
         return redact_url(f"DataConfig({', '.join(said)})")
 
     @property
     def urls(self) -> tuple[str, ...]:
+        """The URLs of all sources."""
         return (self.url,) if isinstance(self.url, str) else tuple(self.url)
 
 
 @dataclass(frozen=True)
 class MapStyleData(_Order):
-    """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order
-    arithmetic.
+    """Any map-style `torch.utils.data.Dataset` (`__len__`, `__getitem__`), in the same order of
+    rows.
 
-    The dataset is sent to every worker by pickle. `collate_fn` defaults to torch's
-    `default_collate`. `workers`: processes that fetch and collate ahead of the step; 0: in the
-    training thread. A run that is started again knows its data by the dataset's class, its number
-    of rows, and `fingerprint`, a text of yours that changes with the rows (a version, a checksum).
-    Items are not looked at, so without one other rows, as many and of the same class, pass as the
-    same.
+    - `dataset`: is pickled and sent to every worker.
+    - `collate_fn`: defaults to torch's `default_collate`.
+    - `workers`: processes that fetch and collate ahead of the step; 0: the training thread does it.
+    - `shuffle`: permute all rows in each epoch.
+    - `fingerprint`: a string of yours that changes when the rows change (a version, a checksum). A
+      run that is started again identifies its data by the class of the dataset, its number of rows,
+      and `fingerprint`. Items are not compared, so without a fingerprint, other rows of the same
+      number and class pass as the same data.
+    - `micro_batch_size`, `epochs`, `seed`, `tail`: as in `DataConfig`.
     """
 
     dataset: Any
@@ -142,20 +154,19 @@ class MapStyleData(_Order):
     def __post_init__(self) -> None:
         self._check("MapStyleData")
         callable_or_none("MapStyleData.collate_fn", self.collate_fn)
-        yes_or_no("MapStyleData.shuffle", self.shuffle)
+        boolean("MapStyleData.shuffle", self.shuffle)
         if not isinstance(self.fingerprint, str):
-            raise SpecError(f"MapStyleData.fingerprint is {self.fingerprint!r}, must be a text")
+            raise SpecError(f"MapStyleData.fingerprint is {self.fingerprint!r}, must be a string")
         whole_number("MapStyleData.workers", self.workers, 0)
         data = self.dataset
         if isinstance(data, str) or (isinstance(data, Mapping) and {*data} != {*range(len(data))}):
             raise SpecError(
                 f"MapStyleData.dataset is a {type(data).__name__}, whose items are not "
-                "numbered from 0; give one "
-                'dataset, e.g. that of "train", or DataConfig a URL'
+                'numbered from 0; pass one dataset (for example the "train" split), or use '
+                "DataConfig with a URL"
             )
         if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
             raise SpecError(
                 "MapStyleData.dataset needs __len__ and __getitem__; for a stream of rows "
-                "write Parquet "
-                "shards and use DataConfig"
+                "write Parquet shards and use DataConfig"
             )

@@ -1,36 +1,49 @@
-"""How long a job waits for what does not answer, and how often it tries again."""
+"""How long a job waits for missing answers, and how often it tries again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_dp.config.field_checks import all_given, at_least, whole_number
+from elastic_dp.config.field_checks import at_least, none_only_by_default, whole_number
 from elastic_dp.errors import SpecError
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureConfig:
-    """How long to wait and how often to try.
+    """Timeouts in seconds, and limits on failures.
 
-    `heartbeat_timeout_s` is the one timeout to set; the others follow from it where they are None:
-    the lease of a worker that hears no controller (2 ×), and the forming of a group (1 ×).
-    `orphan_timeout_s`: workers that no controller has answered for so long end themselves, and
-    drivers ask no longer (60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait
-    for a lost head). `hang_timeout_s`: how long a worker that lives may keep the others waiting in
-    a step before it is replaced (the loop's body, evaluations and waits for data are not counted;
-    six times as long where its process computes, and in its first step); None: 300 s, or 20 × the
-    median step if that is longer. `compare_weights_every`: all members' weights are compared after
-    so many steps, and after those that go into a checkpoint; None: never. Where they differ, all
-    are replaced, and the run goes back to the newest checkpoint of when they agreed. (Not with
-    `exact=False`: there, machines of different kinds may differ.) The budgets are of what may go
-    wrong in a row without one committed step before the run fails, by kind, with a growing pause in
-    between: `max_losses_without_progress` workers lost; `max_out_of_memory` workers that ran out of
-    memory; `max_losses_of_micro_batch` workers that died while they ran one and the same
-    micro-batch; `max_user_errors` exceptions of user code that are tried again, on a fresh worker
-    (0: the first fails the run; errors of this package always do). What falls together is one
-    incident. A worker whose node is preempted counts against none. `run_lease_s`: how long another
-    cluster waits before it takes over a run whose controller renews no more. `storage_timeout_s`:
-    how long a store may be away at the start, and in a run before the wait is said.
+    `heartbeat_timeout_s` is the one timeout to set; those that are None follow from it.
+
+    - `heartbeat_timeout_s`: a worker whose heartbeats are missing for so long is evicted.
+    - `lease_s`: a worker that no controller has answered for so long stops training (default: 2 ×
+      `heartbeat_timeout_s`).
+    - `forming_timeout_s`: how long the forming of a group may take (default:
+      `heartbeat_timeout_s`).
+    - `hang_timeout_s`: how long a live worker may keep the others waiting in a step before it is
+      replaced. The loop body, evaluations and waits for data do not count. The limit is six times
+      as long while its process computes, and in its first step. Default: 300 s, or 20 × the median
+      step if that is longer.
+    - `release_timeout_s`: a worker that was asked to leave is killed after this.
+    - `compare_weights_every`: compare the weights of all members after so many steps, and after
+      every step that is checkpointed; None: never. If they differ, all members are replaced, and
+      the run goes back to the newest checkpoint from before. (Not with `exact=False`, where
+      machines of different kinds may differ.)
+    - `max_losses_without_progress`: lost workers.
+    - `max_out_of_memory`: workers that ran out of memory.
+    - `max_losses_of_micro_batch`: workers that died while running the same micro-batch.
+    - `max_user_errors`: exceptions of user code that are retried on a new worker. 0: the first one
+      fails the run; errors of this package always do.
+    - `storage_timeout_s`: how long a store may be unavailable at the start; during a run, how long
+      before the wait is reported.
+    - `run_lease_s`: how long another cluster waits before it takes over a run whose controller no
+      longer renews its lease.
+    - `orphan_timeout_s`: workers that no controller has answered for so long exit, and drivers stop
+      asking (default: 60 × the lease: 10 minutes, as long as KubeRay lets a worker node wait for a
+      lost head).
+
+    The four `max_…` budgets limit failures in a row, without a committed step in between, before
+    the run fails; the pauses between attempts grow. Failures at the same time count as one. A
+    worker whose node is preempted counts against no budget.
     """
 
     heartbeat_timeout_s: float = 5.0
@@ -48,7 +61,7 @@ class FailureConfig:
     orphan_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        all_given("FailureConfig", self)
+        none_only_by_default("FailureConfig", self)
         at_least("FailureConfig.heartbeat_timeout_s", self.heartbeat_timeout_s, 0.1)
         at_least("FailureConfig.lease_s", self.lease_s, 0.1)
         at_least("FailureConfig.run_lease_s", self.run_lease_s, 0.5)
@@ -72,18 +85,22 @@ class FailureConfig:
 
     @property
     def heartbeat_interval_s(self) -> float:
+        """Seconds between two heartbeats of a worker."""
         return min(0.25, self.heartbeat_timeout_s / 8)
 
     @property
     def lease(self) -> float:
+        """The lease in seconds."""
         return 2 * self.heartbeat_timeout_s if self.lease_s is None else self.lease_s
 
     @property
     def orphan_timeout(self) -> float:
+        """The orphan timeout in seconds."""
         return 60 * self.lease if self.orphan_timeout_s is None else self.orphan_timeout_s
 
     @property
     def forming_timeout(self) -> float:
+        """The forming timeout in seconds."""
         if self.forming_timeout_s is None:
             return self.heartbeat_timeout_s
         return self.forming_timeout_s

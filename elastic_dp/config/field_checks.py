@@ -1,4 +1,4 @@
-"""What one field of a configuration must be. Each check names the field and raises SpecError."""
+"""Checks of single fields. Each raises SpecError with the field's name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from elastic_dp.errors import SpecError
 
 
 def at_least(name: str, value: float | None, minimum: float) -> None:
+    """Check that the value is None or a finite number >= `minimum`."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -25,40 +26,46 @@ def at_least(name: str, value: float | None, minimum: float) -> None:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond the largest float
+    except OverflowError:  # an integer beyond the largest float
         return False
 
 
 def whole_number(name: str, value: int | None, minimum: int) -> None:
+    """Check that the value is None or an integer >= `minimum`."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise SpecError(f"{name} is {value!r}, must be a whole number")
     at_least(name, value, minimum)
 
 
 def one_of(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    """Check that the value is one of `allowed`."""
     if value not in allowed:
         raise SpecError(f"{name} is {value!r}, must be one of {', '.join(map(repr, allowed))}")
 
 
-def are_labels(names: Any) -> bool:
-    """A list of texts that Ray takes as a label's name or value, which are Kubernetes' rules."""
+def valid_labels(names: Any) -> bool:
+    """Return whether `names` is a list of valid names or values of Ray labels (Kubernetes'
+    rules).
+    """
     pattern = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
     return is_list and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in names)
 
 
-def yes_or_no(name: str, value: bool) -> None:
+def boolean(name: str, value: bool) -> None:
+    """Check that the value is a bool."""
     if not isinstance(value, bool):
         raise SpecError(f"{name} is {value!r}, must be True or False")
 
 
 def callable_or_none(name: str, value: Any) -> None:
+    """Check that the value is None or callable."""
     if value is not None and not callable(value):
         raise SpecError(f"{name} is {value!r}, must be a function, or None")
 
 
-def all_given(owner: str, config: Any) -> None:
-    """None only where it is the default, or the field's own check speaks of it."""
+def none_only_by_default(owner: str, config: Any) -> None:
+    """Check that a field is None only if None is its default, or its own check accepts it."""
     for x in fields(config):
         if getattr(config, x.name) is None and x.default is not None and x.default is not MISSING:
             raise SpecError(f"{owner}.{x.name} is None; leave it out for {x.default!r}")

@@ -9,11 +9,11 @@ from typing import Any
 from elastic_dp.config.checkpoint_config import CheckpointConfig
 from elastic_dp.config.data_config import DataConfig, MapStyleData
 from elastic_dp.config.failure_config import FailureConfig
-from elastic_dp.config.field_checks import at_least, whole_number, yes_or_no
+from elastic_dp.config.field_checks import at_least, boolean, whole_number
 from elastic_dp.config.scaling_config import ScalingConfig
 from elastic_dp.errors import SpecError
 
-_NAME_BYTES = 255  # what file systems take as a folder's
+_NAME_BYTES = 255  # the longest name of a folder in file systems
 _PARTS: dict[str, tuple[type, ...]] = {
     "data": (DataConfig, MapStyleData),
     "config": (Mapping,),
@@ -26,8 +26,9 @@ _PARTS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """All that decides a run, as a value. `config` is the user's own, handed to the train
-    function."""
+    """Everything that defines a run. `config` is the user's own and is passed to the train
+    function.
+    """
 
     name: str
     data: DataConfig | MapStyleData
@@ -49,22 +50,20 @@ class JobSpec:
         if len(self.name.encode()) > _NAME_BYTES:
             raise SpecError(
                 f"name is {self.name[:40]!r}…, of {len(self.name.encode())} bytes, must be "
-                f"at most {_NAME_BYTES}: it "
-                "names the run's folder"
+                f"at most {_NAME_BYTES}: it names the run's folder"
             )
         for name, kinds in _PARTS.items():
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 must = " or a ".join(kind.__name__ for kind in kinds)
                 raise SpecError(f"{name} is a {type(value).__name__}, must be a {must}")
-        yes_or_no("exact", self.exact)
+        boolean("exact", self.exact)
         if not all(isinstance(text, str) for pair in self.labels.items() for text in pair):
-            raise SpecError(f"labels is {self.labels!r}, must be texts by name")
+            raise SpecError(f"labels is {self.labels!r}, must be a dict of strings")
         whole_number("max_steps", self.max_steps, 1)
         at_least("max_time_s", self.max_time_s, 0.001)
         if self.data.epochs is None and self.max_steps is None and self.max_time_s is None:
             raise SpecError(
                 "max_steps is None, and so are max_time_s and the data's epochs: the run "
-                "would never "
-                "end; set one of the three"
+                "would never end; set one of the three"
             )

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic_dp.config.field_checks import all_given, are_labels, at_least, one_of, whole_number
+from elastic_dp.config.field_checks import (
+    at_least,
+    none_only_by_default,
+    one_of,
+    valid_labels,
+    whole_number,
+)
 from elastic_dp.errors import SpecError
 
 
 def label_values(wanted: str) -> list[str]:
-    """Those that a text of `ScalingConfig.label_selector` names: a, !a, in(a,b) or !in(a,b)."""
+    """Return the values in a text of `ScalingConfig.label_selector`: a, !a, in(a,b) or !in(a,b)."""
     values = wanted.removeprefix("!")
     if values.startswith("in(") and values.endswith(")"):
         values = values[len("in(") : -1]
@@ -21,25 +27,33 @@ def label_values(wanted: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """How many workers, and of what size.
+    """How many workers a job has, of what size, and on which nodes.
 
-    `virtual_workers` V fixes the math: the global batch is V micro-batches whatever the number of
-    workers; it defaults to `max_workers` at the run's first start. `standby`: workers kept warm
-    without a rank. `resources_per_worker`: as Ray counts them, {"CPU": 1} by default; with a "GPU"
-    of 1 each worker has its own and NCCL is used, otherwise Gloo. `threads_per_worker`:
-    torch's threads, part of the job since they change bits; defaults to the worker's CPUs.
-    `stabilization_s`: a worker that is ready to join waits at most this long for others that are
-    about to be ready, and as long after the last join, so that a burst of new nodes stops the group
-    once or twice; it waits for nobody where it takes the last place, or no other builds its model.
-    `balance`: "equal", or "measured": a slower worker runs fewer virtual workers where that makes a
-    step at least a tenth shorter; a ready standby replaces one that runs a single one and is
-    slowest by a fifth of a step for five minutes.
+    - `min_workers`, `max_workers`: bounds of the number of workers that train.
+    - `virtual_workers`: V fixes the math: the global batch is V micro-batches whatever the number
+      of workers. It defaults to `max_workers` at the run's first start.
+    - `standby`: workers that are kept warm without a rank.
+    - `resources_per_worker`: as Ray counts them; {"CPU": 1} by default. With a "GPU" of 1, each
+      worker has its own and NCCL is used; otherwise Gloo.
+    - `threads_per_worker`: torch's threads, part of the job because they change bits. Defaults to
+      the worker's CPUs.
+    - `stabilization_s`: a worker that is ready to join waits at most so long for others that will
+      soon be ready, and so long after the last join, so that a burst of new nodes stops the group
+      once or twice. It does not wait if it takes the last place, or if no other worker builds its
+      model.
+    - `balance`: "equal", or "measured": a slower worker runs fewer virtual workers if that makes a
+      step at least a tenth shorter. If a worker that runs a single virtual worker delays the others
+      by a fifth of a step for five minutes, a ready standby replaces it.
 
-    On nodes with Ray's labels: `market` "spot", "on-demand", "spot-first" (on-demand where no spot
-    node is to be had) or "any"; `min_on_demand` of the workers are asked for on-demand nodes
-    whatever the market, and stay when others can leave. `zones`: each worker is asked for the one
-    of these where the fewest are, and for any other where that has no room. `label_selector`: what
-    else its node must be labelled, in Ray's words, {"ray.io/accelerator-type": "in(A100,H100)"}.
+    On nodes with Ray's labels:
+
+    - `market`: "spot", "on-demand", "spot-first" (on-demand if no spot node is available) or "any".
+    - `min_on_demand`: so many of the workers are requested on on-demand nodes whatever the market,
+      and stay when others can leave.
+    - `zones`: each worker is requested in the zone with the fewest workers, and in any other if
+      that has no room.
+    - `label_selector`: other labels of its node, in Ray's syntax: {"ray.io/accelerator-type":
+      "in(A100,H100)"}.
     """
 
     min_workers: int = 1
@@ -56,12 +70,11 @@ class ScalingConfig:
     balance: Literal["equal", "measured"] = "equal"
 
     def __post_init__(self) -> None:
-        all_given("ScalingConfig", self)
+        none_only_by_default("ScalingConfig", self)
         if not isinstance(self.resources_per_worker, Mapping):
             raise SpecError(
                 f"ScalingConfig.resources_per_worker is {self.resources_per_worker!r}, must "
-                "be a dict of amounts, "
-                'e.g. {"CPU": 1}'
+                'be a dict of amounts, such as {"CPU": 1}'
             )
         whole_number("ScalingConfig.min_workers", self.min_workers, 1)
         whole_number("ScalingConfig.max_workers", self.max_workers, 1)
@@ -72,10 +85,9 @@ class ScalingConfig:
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
         whole_number("ScalingConfig.min_on_demand", self.min_on_demand, 0)
-        if not are_labels(self.zones):
+        if not valid_labels(self.zones):
             raise SpecError(
-                f"ScalingConfig.zones is {self.zones!r}, must be a list of names as labels "
-                "have them"
+                f"ScalingConfig.zones is {self.zones!r}, must be a list of names (valid labels)"
             )
         self._check_label_selector()
         if self.min_on_demand > self.max_workers:
@@ -92,13 +104,12 @@ class ScalingConfig:
             raise SpecError(
                 f"ScalingConfig.virtual_workers is {self.virtual_workers}, less than max_workers "
                 f"({self.max_workers}): some workers would have nothing to do; raise it to "
-                "at least "
-                f"{self.max_workers}, or lower max_workers"
+                f"at least {self.max_workers}, or lower max_workers"
             )
         for name, amount in self.resources_per_worker.items():
             field = f"ScalingConfig.resources_per_worker[{name!r}]"
             if not isinstance(name, str) or not name:
-                raise SpecError(f"{field}: a resource's name must be a text")
+                raise SpecError(f"{field}: a resource's name must be a string")
             at_least(field, amount, 0)
             if name == "GPU" and amount > 1:
                 workers = math.ceil(amount) * self.max_workers
@@ -113,34 +124,34 @@ class ScalingConfig:
             isinstance(text, str) and text for pair in selector.items() for text in pair
         ):
             raise SpecError(
-                f"ScalingConfig.label_selector is {selector!r}, must be texts by label, as in "
+                f"ScalingConfig.label_selector is {selector!r}, must be a dict of strings, such as "
                 '{"ray.io/accelerator-type": "H100"}'
             )
         for label, wanted in selector.items():
             prefix, _, key = label.rpartition("/")
             names = [*prefix.split("."), key] if prefix else [key]
-            if not are_labels([*names, *label_values(wanted)]):
+            if not valid_labels([*names, *label_values(wanted)]):
                 raise SpecError(
-                    f"ScalingConfig.label_selector has {label!r}: {wanted!r}, and Ray takes "
-                    "a label's name, and as its "
-                    "value a, !a, in(a,b) or !in(a,b), of up to 63 letters, digits, '-', '_' "
-                    "and '.' each"
+                    f"ScalingConfig.label_selector has {label!r}: {wanted!r}, but Ray "
+                    "takes a label's name, and as its value a, !a, in(a,b) or !in(a,b), of up to "
+                    "63 letters, digits, '-', '_' and '.' each"
                 )
         market = self.market != "any" or self.min_on_demand > 0
         for label, asks in (("market-type", market), ("availability-zone", bool(self.zones))):
             if asks and f"ray.io/{label}" in selector:
                 raise SpecError(
                     f"ScalingConfig.label_selector names ray.io/{label}, which market, "
-                    "min_on_demand and zones "
-                    "ask for, too; leave it to one of them"
+                    "min_on_demand or zones request, too; use only one of them"
                 )
 
     @property
     def num_virtual_workers(self) -> int:
+        """The number of virtual workers."""
         return self.max_workers if self.virtual_workers is None else self.virtual_workers
 
     @property
     def num_threads(self) -> int:
+        """The number of torch's threads in each worker."""
         if self.threads_per_worker is not None:
             return self.threads_per_worker
         return max(1, int(self.resources_per_worker.get("CPU", 1)))

@@ -1,15 +1,15 @@
-"""Who the members of the next generation are: pure choices over the workers that are at hand.
+"""Chooses the members of the next generation: pure functions over the available workers.
 
-Two things always hold. The source is a most advanced worker with state, never one without. Members
-that stay keep their order, and joiners come after them. A worker that must leave but alone has the
-newest state stays a member for the copy.
+Three things always hold. The source is one of the most advanced workers with state, never one
+without. Members that stay keep their order, and joiners come after them. If a draining worker alone
+has the newest state, it stays a member until that state is copied.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from elastic_dp.coordinator.balance import deal
+from elastic_dp.coordinator.balance import assign_ranges
 from elastic_dp.coordinator.messages import Member, Membership, WorkerId
 from elastic_dp.coordinator.scale_down import choose_departing
 from elastic_dp.coordinator.worker_state import WorkerState
@@ -18,9 +18,12 @@ from elastic_dp.wording import counted
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
+    """The members of the next generation, by rank, and the source of their state."""
+
     members: list[WorkerState]  # by rank
     source: WorkerState
-    left: list[WorkerState]  # were members, or have state, and are left out now
+    # members of the last generation, or workers with state, that are not members now
+    left: list[WorkerState]
     reason: str
 
 
@@ -35,18 +38,19 @@ def assign_members(
     initial_source: WorkerState | None,
     floor: int = 0,
 ) -> Assignment:
-    """Of `stopped` (by old rank) and `joiners` (without state), which are at least `least`
-    together.
+    """Choose the members from `stopped` (by old rank) and `joiners` (without state).
 
-    `initial_source`: before any worker has the run's state, the one whose initial weights count.
-    `floor`: see `choose_departing`.
+    Together they must be at least `least`. `size` is the number of members to aim for.
+    `initial_source` is the worker whose initial weights count before any worker has state. `floor`
+    is the number of workers to keep on on-demand nodes, see `choose_departing`. `now` decides which
+    draining workers still have time.
     """
     holders = [worker for worker in stopped if worker.has_state]
     top = max([worker.position for worker in holders], default=None)
     source = next((worker for worker in holders if worker.position == top), initial_source)
-    assert source is not None, "nobody at hand holds the state"
-    # Workers without state need a source at the head of the loop; until then the others go on
-    # alone.
+    assert source is not None, "no available worker has the state"
+    # Only a source at the head of the loop can serve workers without state. Until it is there, the
+    # workers with state train without them.
     copies = source.at_head or not source.has_state
     eligible = stopped if copies else holders
     new = list(joiners) if copies else []
@@ -60,7 +64,7 @@ def assign_members(
     taken = staying[:size]
     taken += new[: size - len(taken)]
     taken += [worker for worker in draining if now < worker.leave_at][: size - len(taken)]
-    if len(taken) < least:  # rather with one whose node is about to go than not at all
+    if len(taken) < least:  # better with a worker whose node is about to go than not at all
         taken += [worker for worker in draining if worker not in taken][: least - len(taken)]
     if not any(
         worker is source or (worker.has_state and worker.position == top) for worker in taken
@@ -88,8 +92,9 @@ def membership(
     lineage_id: int,
     restore: bool,
 ) -> Membership:
-    ranges = deal([worker.virtual_s for worker in assignment.members], virtual_workers)
-    new = tuple.__new__  # of thousands, `Member(...)` takes twice as long
+    """Return the membership of `generation`, in which faster workers run more virtual workers."""
+    ranges = assign_ranges([worker.virtual_s for worker in assignment.members], virtual_workers)
+    new = tuple.__new__  # `Member(...)` takes twice as long, and there may be thousands
     members = tuple(
         [
             new(Member, (worker.id, first, last, worker.position, worker.has_state))
@@ -104,12 +109,12 @@ def members_to_exclude(
     members: list[WorkerState],
     initial_source: WorkerId | None,
 ) -> list[WorkerState]:
-    """The fewest, by a greedy choice, without whom no pair of `members` is out of reach of each
-    other.
+    """Return the members to leave out so that all others can reach each other.
 
-    Workers without state go before others, higher ranks before lower; a pair (w, w) says that w was
-    out of reach of all. One worker with the most advanced state (or the initial source, before any
-    has state) always stays.
+    `pairs` are the pairs of workers that could not reach each other; (w, w) means that w reached no
+    member. The choice is greedy and aims at the fewest members. Workers without state go before
+    those with state, and higher ranks before lower ones. One worker with the most advanced state
+    (or the initial source, before any worker has state) always stays.
     """
     rank = {worker.id: index for index, worker in enumerate(members)}
     broken = {pair for pair in pairs if pair[0] in rank and pair[1] in rank}

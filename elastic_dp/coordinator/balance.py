@@ -1,13 +1,14 @@
-"""How many virtual workers each rank runs where workers differ in speed, and when dealing them anew
-is worth a pause.
+"""Distributes virtual workers over ranks by measured speed, and decides when to redistribute them.
 
-Always: every rank has at least one, and ranges lie in the order of ranks, so the sums, and with
-them the bits, are those of any other split. A worker that is not measured yet counts as the median
-of the others; where nobody is, or the step would gain too little, all get as many (`shares`). A
-generation is ended for this only if all its members were measured in it, and not soon after the
-last time, so speeds that waver cost a pause now and then, and not one after another. Where no split
-helps any more, because one that runs a single virtual worker is still the one that all wait for,
-and has been for long, it is named, for a standby to take its place.
+Every rank has at least one virtual worker, and the ranges are in the order of ranks. The sums, and
+so the bits of the result, do not depend on the split. A worker without a measurement counts as the
+median of the others. If no worker is measured, or the step would gain too little, the ranges are
+equal (`equal_ranges`).
+
+The running generation is ended for a better split only if all its members were measured in it, and
+at most once in `MIN_INTERVAL_S`, so fluctuating speeds cannot cause one pause after another. If no
+split helps, because the slowest member already runs a single virtual worker, a standby replaces
+that member after a while.
 """
 
 import heapq
@@ -17,44 +18,51 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
+from elastic_dp.coordinator.equal_ranges import equal_ranges
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.coordinator.shares import shares
 from elastic_dp.coordinator.worker_state import WorkerState
 
-MARGIN = 0.1  # by so much of itself a step must get shorter
-REST_S = 60.0  # from one generation that was ended for this to the next
-SLOW_MARGIN = 0.2  # by so much of a step one that runs the least keeps all others waiting
-LOOK_S = 1.0  # from one look to the next, and longer where there are more than so many members:
-LOOKED_AT = 1000
+MIN_GAIN = 0.1  # fraction by which a step must get shorter
+MIN_INTERVAL_S = 60.0  # least time between two generations that were ended for a better split
+SLOW_GAIN = 0.2  # fraction of a step for which all others must wait for a slow member
+CHECK_INTERVAL_S = (
+    1.0  # time between two checks; longer, in proportion, for more members than this:
+)
+MEMBERS_PER_INTERVAL = 1000
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-def deal(seconds: Sequence[float], virtual_workers: int) -> Ranges:
-    """[(first, last)] by rank, like `shares`. `seconds`: what each rank needs for one; 0: not
-    known."""
-    even = shares(virtual_workers, len(seconds))
+def assign_ranges(seconds: Sequence[float], virtual_workers: int) -> Ranges:
+    """Return [(first, last)] by rank, with more virtual workers for faster ranks.
+
+    `seconds` is the time that each rank needs for one virtual worker; 0 if it is not known.
+    """
+    even = equal_ranges(virtual_workers, len(seconds))
     known = [s for s in seconds if s]
     if not known:
         return even
     usual = median(known)
     filled = [s or usual for s in seconds]
     uneven = _fastest(filled, virtual_workers)
-    return uneven if _pays(longest(even, filled), longest(uneven, filled)) else even
+    return uneven if _is_worth_a_pause(longest_s(even, filled), longest_s(uneven, filled)) else even
 
 
-def longest(ranges: Ranges, seconds: Sequence[float]) -> float:
-    """How long the last one computes in a step."""
+def longest_s(ranges: Ranges, seconds: Sequence[float]) -> float:
+    """Return how many seconds the slowest rank computes in a step."""
     return max((last - first) * s for (first, last), s in zip(ranges, seconds, strict=True))
 
 
-def _pays(now_s: float, then_s: float) -> bool:
-    return then_s < (1.0 - MARGIN) * now_s
+def _is_worth_a_pause(now_s: float, then_s: float) -> bool:
+    """Return whether a step of `then_s` is enough shorter than one of `now_s`."""
+    return then_s < (1.0 - MIN_GAIN) * now_s
 
 
 def _fastest(seconds: Sequence[float], virtual_workers: int) -> Ranges:
-    """One each; every further one to the rank that would be done with it first."""
+    """Give each rank one virtual worker, and each further one to the rank that would finish it
+    first.
+    """
     sizes = [1] * len(seconds)
     done = [(2 * s, rank) for rank, s in enumerate(seconds)]
     heapq.heapify(done)
@@ -66,65 +74,72 @@ def _fastest(seconds: Sequence[float], virtual_workers: int) -> Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slow:
-    """All others waited for it, in each look since then."""
+class _SlowMember:
+    """A member that all others have waited for in every check since `since`."""
 
     worker: WorkerId
     since: float
-    seen_in: int  # the generation of the newest look
+    seen_in: int  # the generation of the latest check
 
 
 class Balance:
+    """Decides whether the running generation should end for a better split of virtual workers."""
+
     def __init__(self, generation: Generation, slow_s: float) -> None:
         self._generation, self._slow_s = generation, slow_s
         self._look_at = -math.inf
-        self._slow: _Slow | None = None
+        self._slow: _SlowMember | None = None
         self._replaced_at = -math.inf
 
-    def why_change(self, now: float) -> str | None:
-        """Why the running generation should end for another split. The caller ends it then."""
+    def reason_to_rebalance(self, now: float) -> str | None:
+        """Return why the generation should end for another split, or None. The caller must then end
+        it.
+        """
         generation = self._generation
         if now < self._look_at:
             return None
         members, membership = [*generation.members.values()], generation.membership
-        self._look_at = now + LOOK_S * max(1.0, len(members) / LOOKED_AT)
+        self._look_at = now + CHECK_INTERVAL_S * max(1.0, len(members) / MEMBERS_PER_INTERVAL)
         assert membership is not None
         if any(worker.measured_in != generation.number for worker in members):
             return None
         if len(members) < len(membership.members):
-            return None  # one has finished, and is gone
+            return None  # a member has finished and is gone
         seconds = [worker.virtual_s for worker in members]
         ranges = tuple((member.first, member.last) for member in membership.members)
-        self._note_slow(members, ranges, now)
-        now_s, virtual_workers = longest(ranges, seconds), membership.members[-1].last
-        if not _pays(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
-            return None  # not even if they could be split
-        better = deal(seconds, virtual_workers)
-        then_s = longest(better, seconds)
-        if not _pays(now_s, then_s):
+        self._track_slow_member(members, ranges, now)
+        now_s, virtual_workers = longest_s(ranges, seconds), membership.members[-1].last
+        if not _is_worth_a_pause(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
+            return None  # not even a perfect split would help
+        better = assign_ranges(seconds, virtual_workers)
+        then_s = longest_s(better, seconds)
+        if not _is_worth_a_pause(now_s, then_s):
             return None
-        self._look_at = now + REST_S
+        self._look_at = now + MIN_INTERVAL_S
         slowest = max(members, key=lambda worker: worker.virtual_s)
         return (
-            f"{slowest.id} needs {_ms(slowest.virtual_s)} for a virtual worker, the others "
-            f"{_ms(min(seconds))} or more; "
-            f"dealt by speed, a step computes for {_ms(then_s)} instead of {_ms(now_s)}"
+            f"{slowest.id} needs {_ms(slowest.virtual_s)} for a virtual worker, the fastest "
+            f"{_ms(min(seconds))}; a split by speed shortens the computation of a step from "
+            f"{_ms(now_s)} to {_ms(then_s)}"
         )
 
-    def _note_slow(self, members: Sequence[WorkerState], ranges: Ranges, now: float) -> None:
+    def _track_slow_member(
+        self, members: Sequence[WorkerState], ranges: Ranges, now: float
+    ) -> None:
+        """Remember the slowest member if it runs one virtual worker and all others wait for it."""
         spans = zip(ranges, members, strict=True)
         took = [((last - first) * worker.virtual_s, worker.id) for (first, last), worker in spans]
         most_s, slowest = max(took)
         next_s = max([s for s, worker in took if worker != slowest], default=math.inf)
         first, last = ranges[[worker.id for worker in members].index(slowest)]
-        if last - first > 1 or next_s > (1.0 - SLOW_MARGIN) * most_s:
+        if last - first > 1 or next_s > (1.0 - SLOW_GAIN) * most_s:
             self._slow = None
         else:
             since = self._slow.since if self._slow and self._slow.worker == slowest else now
-            self._slow = _Slow(slowest, since, self._generation.number)
+            self._slow = _SlowMember(slowest, since, self._generation.number)
 
-    def too_slow(self, now: float) -> WorkerId | None:
-        """A member that a standby should replace. Seldom: the caller asks it to leave then."""
+    def member_to_replace(self, now: float) -> WorkerId | None:
+        """Return a member that a standby should replace, or None. The caller must then drain it."""
         slow = self._slow
         if slow is None or slow.seen_in != self._generation.number:
             return None

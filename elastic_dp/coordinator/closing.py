@@ -1,7 +1,6 @@
-"""How a run ends: finished, failed, or stopped before it began. Then every worker is released.
+"""Ends a run: finished, failed, or stopped before the first step. Then every worker is released.
 
-What was decided first counts. A worker that is still there `release_timeout_s` after that is
-evicted.
+The first decision counts. A worker that is still there `release_timeout_s` later is evicted.
 """
 
 from elastic_dp.coordinator import messages as m
@@ -12,6 +11,7 @@ from elastic_dp.coordinator.worker_state import Stage, WorkerState
 
 
 def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) -> None:
+    """End the run with the result of the workers in `finished`."""
     digests = {worker.finished for worker in finished}
     position = max(worker.position for worker in finished)
     if len(digests) > 1:
@@ -24,31 +24,38 @@ def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) ->
 def stop_before_first_step(
     registry: WorkerRegistry, checkpoint_step: int | None, reason: str, now: float
 ) -> None:
-    """No worker has state; what the run has come to is its newest checkpoint."""
+    """End the run before any worker has state; its result is the newest checkpoint, if there is
+    one.
+    """
     registry.run.emit(m.FinishRun(TrainingPosition(checkpoint_step or 0), "", reason))
     _close(registry, f"stopped before the first step: {reason}", now)
 
 
-def lost_everyone(registry: WorkerRegistry, at_most: int | None, now: float) -> None:
-    """No worker has state any more (or none that counts), and there is no checkpoint."""
+def fail_without_state(registry: WorkerRegistry, at_most: int | None, now: float) -> None:
+    """Fail the run: no worker has valid state any more, and there is no usable checkpoint.
+
+    `at_most` is the last step at which all weights agreed, if they differed later.
+    """
     user_error = registry.failures.user_error
     if registry.failures.budgets.errors.incidents and user_error is not None:
-        fail_by(registry, user_error, now)  # which is what took them
-    error = "every worker that held the state is lost, and there is no checkpoint"
+        fail_by_worker(registry, user_error, now)  # the error that took the workers
+    error = "every worker with the training state is lost, and there is no checkpoint"
     if at_most is not None:
         error = (
-            f"the weights of workers differ, and there is no checkpoint of step {at_most} or "
-            "before, when they agreed; "
-            "run it again to begin anew, and set CheckpointConfig"
+            f"the weights of the workers differ, and there is no checkpoint of step {at_most} or "
+            "earlier, when they were equal; run the job again to start from the beginning, and "
+            "set CheckpointConfig to make checkpoints"
         )
     fail(registry, error, "", now)
 
 
 def fail(registry: WorkerRegistry, error: str, traceback: str, now: float) -> None:
+    """Fail the run with `error`."""
     _fail(registry, m.FailRun(error, traceback), now)
 
 
-def fail_by(registry: WorkerRegistry, event: m.WorkerFailed, now: float) -> None:
+def fail_by_worker(registry: WorkerRegistry, event: m.WorkerFailed, now: float) -> None:
+    """Fail the run with the error that a worker has reported."""
     _fail(registry, m.FailRun(event.error, event.traceback, event.worker, event.facts), now)
 
 
@@ -60,7 +67,7 @@ def _fail(registry: WorkerRegistry, command: m.FailRun, now: float) -> None:
 
 def _close(registry: WorkerRegistry, reason: str, now: float) -> None:
     run = registry.run
-    run.say(reason)
+    run.set_reason(reason)
     run.end(reason)
     for worker in registry.workers.values():
         if worker.stage not in DEPARTED_STAGES:
@@ -70,10 +77,10 @@ def _close(registry: WorkerRegistry, reason: str, now: float) -> None:
 
 
 def evict_remaining(registry: WorkerRegistry, now: float) -> None:
-    """Those that were released when the run ended, and did not leave in time."""
+    """Evict the workers that were released when the run ended and did not leave in time."""
     timers = registry.run.timers
     if now >= timers.due:
-        timers.clear()
+        timers.cancel_all()
         for worker in registry.workers.values():
             if worker.stage is Stage.LEAVING:
                 registry.run.emit(m.EvictWorker(worker.id, "did not leave"))

@@ -1,43 +1,43 @@
-"""The coordinator: who trains together, since when, until when, and why.
+"""The coordinator decides which workers train together, when a generation begins and ends, and why.
 
 It is a state machine without clock, I/O, threads or random numbers. Events and the time go in,
-commands come out; a journal of the events replays a run. Its driver calls `start`, then `handle`
-for every event, and again with `DeadlineReached` when its `deadline` comes. The phases it goes
-through are in `phases`.
+commands come out; a journal of the events replays a run. The driver calls `start`, then `handle`
+for every event, and also with `DeadlineReached` when the coordinator's `deadline` comes. `phases`
+lists the phases of a run.
 
 Three things always hold:
 
-* A generation is announced only after it was claimed, and after the one before it can make no
-  further step: one of its members said that it is out (no step completes without every member), or
-  all the others are confirmed dead, or the lease of its members ran out. A worker that was evicted
-  but not confirmed dead may be alive.
-* The source of state is a most advanced worker among those that have all of it. A worker that has
-  not is given everything, and never counts as a survivor. If no worker has state, the newest
-  committed checkpoint is the truth, and without one the run is lost. Before any member was past
-  forming, and without a checkpoint, the truth is the initial weights of one worker, the initial
-  source; another may take its place if it dies.
+* A generation is announced only after its number was claimed, and after the previous generation can
+  make no further step: one of its members reported that it has left (no step completes without
+  every member), or all other members are confirmed dead, or the lease of its members has expired. A
+  worker that was evicted but is not confirmed dead may be alive.
+* The source of state is one of the most advanced workers among those with complete state. A worker
+  without complete state receives everything, and never counts as a survivor. If no worker has
+  state, the newest committed checkpoint is the truth; without a checkpoint the run is lost. Before
+  the first generation has formed, and without a checkpoint, the truth is the initial weights of one
+  worker, the initial source. Another worker may take its place if it dies.
 * A message about an older generation changes nothing, and an identity is used once.
 
-A coordinator that slept, or heard no worker for a while, confirms by a claim that it still leads
-before it acts. No worker that is heard is evicted for being slow, but only for not going on
-(`hang_detector`), and none at all for silence while the group makes steps. Members of one
-generation differ by at most a step; one that is found further behind cannot be brought up and is
-replaced. While the run is being stopped, `min_workers` does not hold it up: one worker is enough to
-end it.
+A coordinator that slept, or that heard no worker for a while, confirms with a claim that it still
+leads before it acts. A worker whose heartbeats arrive is never evicted for being slow, only for
+making no progress (`hang_detector`). No worker is evicted for silence while the group makes steps.
+Members of one generation differ by at most one step; a worker that is further behind cannot catch
+up and is replaced. While the run is being stopped, `min_workers` does not apply: one worker is
+enough to end the run.
 
-Each part owns its state, and knows only those before it; nobody assigns another's fields:
+Each part owns its state and knows only the parts before it. No part assigns another part's fields:
 
     run_state            configuration, sizes, phase, timers, commands to be sent
-    leadership           claims; events that are deferred while it is in doubt who leads
-    state_lineage        whose state is the run's, and who fits it
-    generation           the present one: its members, how far it is, and its end
-    failure_policy       what losses cost: budgets, pauses
-    worker_registry      every worker, from its request to its certain end
-    hang_detector        workers that live and do not go on
+    leadership           claims; events that are deferred while leadership is in doubt
+    state_lineage        which worker's state is the run's, and which workers fit it
+    generation           the present generation: its members, their progress, and its end
+    failure_policy       what failures cost: budgets and pauses
+    worker_registry      every worker, from its request to its confirmed end
+    hang_detector        workers that are alive and make no progress
     closing              how a run ends
-    replica_mismatch     what follows when members' weights differ
-    admission            who may become a member, and whose initial weights count
-    drain_checkpointer   checkpoints: asked for, and the last one of workers that must go
+    replica_mismatch     what follows when the weights of members differ
+    admission            which workers may become members, and whose initial weights count
+    drain_checkpointer   checkpoints on request, and the last one before draining workers leave
     change_policy        when the present generation should end for a better one
     membership_planner   the members of the next generation, and when it is safe to form it
     takeover             replacing a controller that is gone
@@ -74,11 +74,13 @@ FROM_WORKERS = (
     m.WorkerFinished,
     m.WorkerReported,
 )
-# Workers in these are not judged by heartbeats.
+# Workers in these stages need not send heartbeats.
 UNTIMED_STAGES = frozenset({Stage.STARTING, Stage.LEAVING, Stage.EVICTED})
 
 
 class Coordinator:
+    """Turns events into commands; see the module's docstring."""
+
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self._run = run = RunState(config)
@@ -101,39 +103,48 @@ class Coordinator:
 
     @property
     def phase(self) -> Phase:
+        """The phase of the run."""
         return self._run.phase
 
     @property
     def reason(self) -> str:
+        """Why the run is in its present state, in words."""
         return self._run.reason
 
     @property
     def size(self) -> int:
+        """The number of members to aim for."""
         return self._run.size
 
     @property
     def generation(self) -> int:
+        """The number of the present generation; 0 before the first."""
         return self._generation.number
 
     @property
     def membership(self) -> Membership | None:
-        """Of the newest generation that was announced."""
+        """The membership of the newest announced generation."""
         return self._generation.membership
 
     @property
     def workers(self) -> dict[WorkerId, str]:
-        """Of a copy, which is made in one go: any thread may ask while workers come and go."""
+        """The stage of each worker.
+
+        It is read from a copy that is made in one operation, so any thread may ask for it.
+        """
         return {worker.id: worker.stage.value for worker in list(self._registry.workers.values())}
 
     @property
     def kinds(self) -> list[str]:
-        """Of machines: those that the members are on, as far as they have said."""
+        """The kinds of machines that the members have reported."""
         members = list(self._generation.members.values())
         return sorted({worker.signature.kind for worker in members if worker.signature})
 
     @property
     def deadline(self) -> float | None:
-        """When to come back with DeadlineReached; None: not before the next fact."""
+        """When to call `handle` with DeadlineReached, in seconds; None: not before the next
+        event.
+        """
         if self._leadership.deferred is not None:
             return self._leadership.releasing_at
         due = self._run.timers.due
@@ -144,8 +155,8 @@ class Coordinator:
     # ----------------------------------------------------------------------------- lineage
 
     def start(self, now: float) -> list[Command]:
-        """The first requests of a run that nobody has begun."""
-        self._run.say(f"starting {counted(self._registry.wanted, 'worker')}")
+        """Return the first commands of a new run."""
+        self._run.set_reason(f"starting {counted(self._registry.target_size, 'worker')}")
         self._proceed(now)
         return self._run.flush()
 
@@ -158,13 +169,14 @@ class Coordinator:
         now: float,
         established: bool = False,
     ) -> tuple["Coordinator", list[Command]]:
-        """Take over a run whose controller is gone: claim the next generation, ask all workers for
-        their status.
+        """Take over a run whose controller is gone: claim the next generation and ask all workers
+        for their state.
 
         Every generation up to `highest_claimed` is treated as one that may still run: each worker
-        is told to leave it, and the next is formed when all have said so or fallen silent.
-        `established`: a step is known to have been made; then a run of which no worker has the
-        state is lost, unless there is a checkpoint.
+        is told to leave it, and the next generation is formed when all workers have reported or
+        fallen silent. `established` says that a step is known to have been made. In that case a run
+        without any worker with state is lost, unless there is a checkpoint. Returns the coordinator
+        and its first commands.
         """
         self = cls(config)
         self._takeover.begin(workers, highest_claimed, established, now)
@@ -173,20 +185,23 @@ class Coordinator:
     # -------------------------------------------------------------------------------- driving
 
     def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event at time `now` (in seconds, monotonic) and return the commands that
+        follow.
+        """
         deadline, leadership = self.deadline, self._leadership
         if isinstance(event, m.DeadlineReached) and (deadline is None or now < deadline):
             return []
         if self._run.phase is Phase.OVER:
-            self._take_when_over(event, now)
+            self._dispatch_when_over(event, now)
         elif leadership.is_unconfirmed:
             self._defer(event, now)
-        elif leadership.in_doubt(event, now, self._registry.failure_detector.waiting):
+        elif leadership.in_doubt(event, now, self._registry.failure_detector.watches_any):
             self._confirm(event, now, deadline)
         elif leadership.deferred is not None:
             leadership.enqueue(event)
             self._release(now)
         else:
-            self._take(event, now)
+            self._dispatch(event, now)
             self._settle(event, now)
         return self._run.flush()
 
@@ -206,28 +221,30 @@ class Coordinator:
             self._release(now)
 
     def _release(self, now: float) -> None:
-        """Take what was deferred, or a part of it, and come back for the rest."""
+        """Handle the deferred events, or a part of them; a deadline brings the coordinator back for
+        the rest.
+        """
         leadership = self._leadership
         self._hang_detector.catch_up(now)
         while leadership.deferred is not None:
             for each in leadership.release(now):
                 over = self._run.phase is Phase.OVER
-                (self._take_when_over if over else self._take)(each, now)
+                (self._dispatch_when_over if over else self._dispatch)(each, now)
             if self._run.phase is not Phase.OVER:
                 break
         if leadership.deferred is None:
             self._settle(m.GenerationClaimed(leadership.claimed), now)
 
-    def _take(self, event: Event, now: float) -> None:
+    def _dispatch(self, event: Event, now: float) -> None:
         registry, worker = self._registry, None
         if isinstance(event, FROM_WORKERS):
-            self._leadership.heard(now)
+            self._leadership.heard_from_worker(now)
             worker = registry.workers.get(event.worker)
             if worker is not None and worker.stage not in UNTIMED_STAGES:
-                registry.failure_detector.heard(worker.id, now)
+                registry.failure_detector.heard_from(worker.id, now)
         match event:
             case m.HeartbeatReceived():
-                self._heard(worker, event, now)
+                self._heartbeat_received(worker, event, now)
             case m.WorkerStarted():
                 if worker is not None and worker.stage is Stage.STARTING:
                     self._admission.begin(worker, now)
@@ -251,30 +268,30 @@ class Coordinator:
                 if worker_id in registry.workers:
                     registry.drain(registry.workers[worker_id], deadline, now)
             case m.SizeRequested():
-                self._resized(event, now)
+                self._size_requested(event, now)
             case m.StopRequested():
-                self._asked_to_stop(event)
+                self._stop_requested(event)
             case m.CheckpointRequested():
-                self._checkpointer.ask()
+                self._checkpointer.request()
             case m.CheckpointCommitted(step=step):
                 self._checkpointer.committed(step)
             case m.CheckpointFound(step=found):
                 self._lineage.found(found)
             case m.GenerationClaimed():
-                self._was_claimed(event)
+                self._claim_granted(event)
             case m.GenerationClaimLost():
                 self._stand_down(event)
             case m.DeadlineReached() | m.StackTracesCaptured():
                 pass
 
     def _settle(self, event: Event, now: float) -> None:
-        """Act on the time, and on whatever the events now allow."""
+        """Act on the time, and on whatever the event now allows."""
         self._fire_timers(now)
-        self._judge_silence(event, now)
+        self._evict_silent(event, now)
         self._proceed(now)
 
     def _proceed(self, now: float) -> None:
-        """O(1) unless it ends or forms a generation."""
+        """Go through the phases as far as possible. O(1) unless a generation ends or forms."""
         run = self._run
         if run.phase is Phase.OVER:
             return
@@ -286,7 +303,7 @@ class Coordinator:
         if run.phase is Phase.FORMING and not self._generation.not_formed:
             self._planner.all_formed()
         if self._generation.is_over:
-            self._planner.take_back(now)
+            self._planner.generation_over(now)
         if run.phase is Phase.RUNNING:
             self._changes.consider_change(now)
         if run.phase is Phase.GATHERING:
@@ -298,20 +315,22 @@ class Coordinator:
             return
         taking_over = self._run.phase is Phase.TAKING_OVER
         if taking_over and self._leadership.claimed <= self.generation:
-            return  # identities are counted under the claim
+            return  # identities carry the number of the claim
         self._registry.replenish(now)
 
     # ---------------------------------------------------------------------------- events
 
-    def _heard(self, worker: WorkerState | None, event: m.HeartbeatReceived, now: float) -> None:
+    def _heartbeat_received(
+        self, worker: WorkerState | None, event: m.HeartbeatReceived, now: float
+    ) -> None:
         run = self._run
         if worker is None or worker.stage is Stage.EVICTED:
-            stuck = worker is not None and worker.stuck  # its stacks may be on their way
+            stuck = worker is not None and worker.stuck  # its stack traces may be on their way
             run.emit(m.EvictWorker(event.worker, "not a worker of this run any more", stuck))
             return
         if worker.stage is Stage.STARTING:
             self._admission.begin(worker, now)
-        if not self._generation.is_past(event):
+        if not self._generation.is_in_earlier_generation(event):
             worker.renew(now)
             run.emit(m.RenewLease(worker.id, event.beat))
             if worker.stage is Stage.UNREPORTED:
@@ -319,16 +338,17 @@ class Coordinator:
         if worker.stage is Stage.MEMBER:
             if event.generation == self._generation.number:
                 self._note_step(event.step, now)
-            self._generation.heard(worker, event, now)
+            self._generation.heartbeat_received(worker, event, now)
         elif worker.stage is Stage.UNREPORTED or (
             worker.stage is Stage.BUILDING and event.phase == "wait"
         ):
             self._note_step(event.step, now)
-            run.emit(m.ReportState(worker.id, self._registry.inquiry))  # its report was lost
+            # the worker's report was lost
+            run.emit(m.ReportState(worker.id, self._registry.inquiry))
         elif worker.stage is Stage.BUILDING and event.phase == "start":
-            self._tell_again_to_begin(worker, now)
+            self._repeat_begin(worker, now)
         if worker.stage in (Stage.MEMBER, Stage.UNREPORTED):
-            self._hang_detector.heard(worker, event, now)
+            self._hang_detector.heartbeat_received(worker, event, now)
 
     def _note_step(self, step: int, now: float) -> None:
         before, since = self._generation.steps.step, self._generation.steps.at
@@ -336,8 +356,10 @@ class Coordinator:
             self._hang_detector.stepped(step - before, now - since)
             self._registry.progressed(step, now)
 
-    def _tell_again_to_begin(self, worker: WorkerState, now: float) -> None:
-        """It should have begun by now; perhaps the message was lost."""
+    def _repeat_begin(self, worker: WorkerState, now: float) -> None:
+        """Repeat BeginTraining to a worker that should have begun by now: the message may be
+        lost.
+        """
         if now > worker.since + self.config.heartbeat_timeout_s:
             worker.touch(now)
             self._admission.tell_to_begin(worker)
@@ -348,9 +370,9 @@ class Coordinator:
         if event.facts is None and self._failures.allows_user_error(worker):
             self._registry.failed(worker, event, now)
         else:
-            closing.fail_by(self._registry, event, now)
+            closing.fail_by_worker(self._registry, event, now)
 
-    def _resized(self, event: m.SizeRequested, now: float) -> None:
+    def _size_requested(self, event: m.SizeRequested, now: float) -> None:
         most = self.config.virtual_workers
         if not 1 <= event.size <= most:
             self._run.explain(f"size {event.size} refused: not within 1..{most}")
@@ -363,7 +385,7 @@ class Coordinator:
         self._admission.resized()
         self._registry.resized(now)
 
-    def _asked_to_stop(self, event: m.StopRequested) -> None:
+    def _stop_requested(self, event: m.StopRequested) -> None:
         if self._run.stop is not None:
             return
         self._run.request_stop(event)
@@ -371,7 +393,7 @@ class Coordinator:
         if self._run.in_flight:
             self._generation.tell_to_stop()
 
-    def _was_claimed(self, event: m.GenerationClaimed) -> None:
+    def _claim_granted(self, event: m.GenerationClaimed) -> None:
         if not self._leadership.granted(event.generation):
             return
         if self._run.phase is Phase.TAKING_OVER:
@@ -384,8 +406,8 @@ class Coordinator:
         self._run.end("another controller leads")
         self._registry.clear()
 
-    def _take_when_over(self, event: Event, now: float) -> None:
-        """Only a worker that does not leave is still of interest."""
+    def _dispatch_when_over(self, event: Event, now: float) -> None:
+        """Handle an event after the end of the run: only workers that do not leave matter."""
         if isinstance(event, m.WorkerLost):
             self._registry.forget(event.worker)
         closing.evict_remaining(self._registry, now)
@@ -393,21 +415,23 @@ class Coordinator:
     # ------------------------------------------------------------------------------- time
 
     def _fire_timers(self, now: float) -> None:
-        """Act on what is due, each timer only if it still means something."""
+        """Act on the timers that are due, each only if it still has a meaning."""
         timers, workers = self._run.timers, self._registry.workers
         while now >= timers.due and self._run.phase is not Phase.OVER:
-            for kind, worker_id in timers.pop():
+            for kind, worker_id in timers.take_due():
                 if worker_id in workers:
                     self._registry.timer_fired(kind, workers[worker_id], now)
         if self._generation.check_time(now):
             self._failures.count(next(iter(self._generation.members.values())), now)
 
-    def _judge_silence(self, event: Event, now: float) -> None:
-        """Once nothing more waits to be read, as DeadlineReached says; or some time after, if it
-        never comes."""
+    def _evict_silent(self, event: Event, now: float) -> None:
+        """Evict silent workers once no more events wait, which DeadlineReached shows.
+
+        If DeadlineReached never comes, they are evicted some time later.
+        """
         registry, detector = self._registry, self._registry.failure_detector
         patience_s = 0.0 if isinstance(event, m.DeadlineReached) else self._leadership.quiet_s
-        for worker_id in detector.silent(now, patience_s, registry.excused_until):
+        for worker_id in detector.silent_workers(now, patience_s, registry.excused_until):
             reason = f"silent for {self.config.heartbeat_timeout_s:g} s"
             registry.evict(registry.workers[worker_id], reason, now)
         for until in detector.excused.values():

@@ -1,50 +1,69 @@
-"""What a job and its operator fix for the coordinator: numbers of workers, and how long to wait for
-what."""
+"""The coordinator's configuration: numbers of workers, timeouts and limits."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CoordinatorConfig:
-    """`size` is the number of members aimed at (max_workers); `standby` more are kept warm beside
-    them.
+class FailureLimits:
+    """How many failures a run survives without a committed step in between, by kind."""
 
-    A member may only be waited for as long as it is heard, so the one timeout that decides about
-    life is `heartbeat_timeout_s`; `gather_timeout_s` bounds how long a planned end may stay polite
-    once somebody has stopped, and says when waiting is worth a line in the log.
+    max_losses_without_progress: int = 20
+    max_losses_of_micro_batch: int = 5  # workers that died while running the same micro-batch
+    max_out_of_memory: int = 5
+    max_user_errors: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_losses_without_progress < 1:
+            raise ValueError(
+                f"max_losses_without_progress is {self.max_losses_without_progress}, must be at "
+                "least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorConfig:
+    """What the job and its operator fix for the coordinator. All times are in seconds.
+
+    `size` is the number of members to aim for (max_workers); `standby` more workers are kept warm.
+
+    A member may block the others only as long as its heartbeats arrive, so `heartbeat_timeout_s`
+    alone decides whether a worker counts as dead. `gather_timeout_s` limits how long a planned end
+    waits for the other members once one has stopped; it also delays the log line that says which
+    members the run waits for.
     """
 
     min_workers: int = 1
     size: int = 1
     standby: int = 0
     virtual_workers: int = 1
-    exact: bool = True  # whether all workers must be of one kind
+    exact: bool = True  # whether all workers must be of one kind of machine
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
-    lease_s: float = 10.0  # an unanswered worker stops after this; nobody else goes on before
+    lease_s: float = 10.0  # a worker whose heartbeats are not answered for so long stops training
     forming_timeout_s: float = 30.0
     gather_timeout_s: float = 10.0
-    release_timeout_s: float = 30.0  # one that was asked to leave is evicted after this
-    join_window_s: float = 0.05  # a ready joiner waits so long for others: a burst makes one change
-    # A ready joiner waits at most this long for those who build, and for as long after the last
-    # join.
+    release_timeout_s: float = 30.0  # a released worker that has not left by then is evicted
+    # a ready joiner waits so long for others, so a burst causes one change
+    join_window_s: float = 0.05
+    # A ready joiner waits at most so long for workers that build their model, and so long after the
+    # last join.
     stabilization_s: float = 0.0
-    min_on_demand: int = 0  # so many on nodes that stay are left when some must go
-    drain_margin_s: float = 5.0  # be gone this long before the deadline of a notice
-    source_timeout_s: float = 60.0  # nobody's weights count yet and nobody fresh starts: make room
-    steps_ahead: int = 2  # a planned end lies this far beyond what the heartbeats foretell
-    slow_s: float = 300.0  # one that all wait for, and that runs the least, is replaced after this
-    hang_timeout_s: float | None = None  # None: see `progress.HangDetector`
-    max_losses_without_progress: int = 20
-    max_losses_of_micro_batch: int = 5  # that died while they ran it
-    max_out_of_memory: int = 5  # likewise without progress
-    max_user_errors: int = 0
-    keeps: bool = False  # whether there is a storage for checkpoints
-    max_rejections: int = 3  # workers that do not fit and are replaced; further ones are not
+    min_on_demand: int = 0  # so many workers on on-demand nodes stay when some must leave
+    # a draining worker leaves so long before the deadline of its notice
+    drain_margin_s: float = 5.0
+    # wait for an initial source; then a worker is released for a new one
+    source_timeout_s: float = 60.0
+    steps_ahead: int = 2  # steps between the last one that heartbeats foretell and a planned end
+    # a slow member that cannot run fewer virtual workers is replaced after this
+    slow_s: float = 300.0
+    hang_timeout_s: float | None = None  # None: see `hang_detector.HangDetector`
+    limits: FailureLimits = FailureLimits()
+    checkpointing: bool = False  # whether there is storage for checkpoints
+    max_rejections: int = 3  # workers that do not fit and are replaced
     max_failed_joins: int = 3  # of one worker, before it is replaced
 
     def __post_init__(self) -> None:
-        for name in ("min_workers", "size", "virtual_workers", "max_losses_without_progress"):
+        for name in ("min_workers", "size", "virtual_workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if not self.min_workers <= self.size <= self.virtual_workers:

@@ -1,26 +1,23 @@
-"""Checkpoints that are asked for, and the last one of a run whose workers must all go: none takes
-the state along.
+"""Checkpoints on request, and the last checkpoint of a run whose workers must leave.
 
-Where the workers whose nodes go away would leave fewer than the least number behind, the run cannot
-go on without them:
+If the workers whose nodes go away would leave fewer than the minimum, the run cannot continue
+without them:
 
-    at the notice          a checkpoint of one of the next steps is asked for, so there is one if
-                           the rest is too late
-    when their time comes  the generation ends, and those that stopped furthest write a checkpoint
-                           of that state
-    when it is committed   they are released; those that stay wait for others, or take the
-                           checkpoint if nobody stays
+    at the notice            a checkpoint of one of the next steps is requested, in case the last
+                             one comes too late
+    when they must leave     the generation ends, and its most advanced workers write a checkpoint
+                             of their state
+    when it is committed     they are released; the others wait for new workers, or the run
+                             continues from the checkpoint if no worker stays
 
 Two things always hold. The run goes back only to what is committed, so a worker that alone has a
-later state is not released before that; and nobody waits for the commit beyond the time of the
-notice. Those that share the writing are told again when one of them is lost, and after a while: a
-message or a write may be lost.
+later state is not released before that state is committed. No worker waits for the commit longer
+than its notice allows. The request is repeated when one of the writers is lost, and after a while,
+because a message or a write may be lost.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.generation import Generation
@@ -28,16 +25,10 @@ from elastic_dp.coordinator.messages import START, WorkerId
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.worker_registry import WorkerRegistry
 from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.wording import first_few
 
-NOTICES_S = 1.0  # those of one second are answered by one checkpoint
-ASKED = 2  # members; one would do, and may be about to go
-NAMED = 5
-
-
-def names(workers: Iterable[WorkerState]) -> str:
-    """Of the first, since there may be thousands."""
-    first = [worker.id for worker in islice(workers, NAMED + 1)]
-    return ", ".join(first[:NAMED]) + (" …" if first[NAMED:] else "")
+NOTICE_WINDOW_S = 1.0  # notices within one second cause one checkpoint
+MEMBERS_TOLD = 2  # members that are told; one would do, but it may be about to leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +38,14 @@ class Unneeded:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The state of this step is safe: those that must go may."""
+    """The state of this step is committed, so the draining workers may leave."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """These have the newest state, and must write it before anybody leaves."""
+    """These workers have the newest state and must write it before any of them leaves."""
 
     step: int
     writers: tuple[WorkerId, ...]
@@ -64,23 +55,28 @@ CheckpointDecision = Unneeded | Committed | Write
 
 
 class DrainCheckpointer:
+    """Requests checkpoints, and decides whether draining workers must write one first."""
+
     def __init__(self, run: RunState, registry: WorkerRegistry, generation: Generation) -> None:
         self.run, self._registry, self._generation = run, registry, generation
-        self.committed_step = 0  # the newest, of those that the present members made
-        self._wanted = False  # as soon as somebody trains
-        self._foreseen: set[WorkerId] = set()
-        self._foresee_at = -math.inf
-        self._due: list[WorkerState] = []  # of this situation, and until then
+        self.committed_step = 0  # newest committed step of the present members
+        self._wanted = False  # requested while no generation trained
+        self._requested_for: set[WorkerId] = set()
+        self._request_ahead_at = -math.inf
+        # cached result of `due`, with the situation and time it is valid for
+        self._due: list[WorkerState] = []
         self._due_of: tuple[object, ...] = ()
         self._due_until = -math.inf
-        self._held_of: tuple[object, ...] = ()  # likewise those that wait for the commit
-        self._held_until = -math.inf
-        self._asked = Write(0, ())
-        self._again_at = math.inf
+        self._blocked_in: tuple[object, ...] = ()  # likewise for `blocks`
+        self._blocked_until = -math.inf
+        self._last_write = Write(0, ())
+        self._repeat_at = math.inf
 
-    def ask(self) -> None:
-        """For a checkpoint of one of the next steps. One member would do; any may be about to
-        go."""
+    def request(self) -> None:
+        """Request a checkpoint of one of the next steps, now or when a generation trains.
+
+        Every member is told: one would do, but any may be about to leave.
+        """
         self._wanted = not self.run.in_flight
         if self.run.in_flight:
             for worker_id in self._generation.members:
@@ -90,28 +86,29 @@ class DrainCheckpointer:
         self.committed_step = step
 
     def announced(self, restores: bool) -> None:
-        """A generation is; `restores`: from the newest checkpoint that is complete, whichever that
-        is."""
+        """Note that a generation was announced. `restores`: it starts from a checkpoint."""
         if restores:
             self.committed_step = 0
         if self._wanted:
-            self.ask()
+            self.request()
 
-    def foresee(self, now: float) -> None:
-        """Draining members are needed, and will be missed; once for each notice, or for all of one
-        second."""
-        if now < self._foresee_at:
+    def request_ahead(self, now: float) -> None:
+        """Request a checkpoint, at most once a second: draining members cannot be replaced."""
+        if now < self._request_ahead_at:
             return
-        self._foresee_at = now + NOTICES_S
-        if not self._foreseen.issuperset(self._generation.draining):
-            self._foreseen.update(self._generation.draining)
+        self._request_ahead_at = now + NOTICE_WINDOW_S
+        if not self._requested_for.issuperset(self._generation.draining):
+            self._requested_for.update(self._generation.draining)
             members = self._generation.members.values()
-            for worker in sorted(members, key=lambda worker: worker.draining)[:ASKED]:
+            for worker in sorted(members, key=lambda worker: worker.draining)[:MEMBERS_TOLD]:
                 self.run.emit(m.TakeCheckpoint(worker.id))
 
     def due(self, now: float) -> list[WorkerState]:
-        """Whose time to leave has come: members, and while nobody trains retained workers, which
-        alone may have the state."""
+        """Return the draining workers whose time to leave has come.
+
+        These are members and, while no generation trains, retained workers, which may be the only
+        ones with the state.
+        """
         situation = self._situation()
         if situation != self._due_of or now >= self._due_until:
             draining = [*self._generation.draining.values()]
@@ -125,40 +122,51 @@ class DrainCheckpointer:
         return self._due
 
     def _situation(self) -> tuple[object, ...]:
-        """Equal as long as nobody came, went, or had another notice, which is cheaper to see than
-        to look at all."""
+        """Return a key that changes whenever a worker comes, leaves or gets another notice.
+
+        Comparing it is cheaper than looking at all workers.
+        """
         generation, registry = self._generation, self._registry
         counts = len(generation.members), len(generation.draining), len(registry.retained)
         return generation.number, self.run.in_flight, registry.notices, counts
 
     def in_time(self, due: list[WorkerState], now: float) -> bool:
-        """Whether one of them has time for a last checkpoint; if it is still there later, it was
-        not taken away."""
-        return now < self._gone_at(due)
+        """Return whether one of the workers has time for a last checkpoint.
 
-    def _gone_at(self, due: list[WorkerState]) -> float:
+        A worker that is still there after its deadline was not taken away.
+        """
+        return now < self._last_deadline(due)
+
+    def _last_deadline(self, due: list[WorkerState]) -> float:
         return max([worker.leave_at for worker in due]) + self.run.config.drain_margin_s
 
     def blocks(self, due: list[WorkerState], now: float) -> bool:
-        """All have stopped, and too few will be left. Whether the next generation has to wait for a
-        commit."""
+        """Return whether the next generation must wait for a commit.
+
+        All members have stopped, and without `due` too few workers are left. If the state is
+        committed, this releases them.
+        """
         situation = (*self._situation(), self.committed_step, len(due))
-        if situation == self._held_of and now < self._held_until:
+        if situation == self._blocked_in and now < self._blocked_until:
             return True
         match self._decide(due, now):
             case Unneeded():
                 return False
             case Committed(step):
                 for worker in due:
-                    reason = f"its node goes away, and step {step} is committed"
+                    reason = f"its node goes away, and the state after step {step} is committed"
                     self._registry.release(worker, reason, now)
                 return False
             case Write() as write:
-                self._request(write, now)
-        self._held_of, self._held_until = situation, min(self._again_at, self._gone_at(due))
-        self.run.timers.wake(self._held_until)
-        self.run.say(
-            f"{names(due)} must leave; the state after step {write.step} is committed before"
+                self._request_write(write, now)
+        self._blocked_in, self._blocked_until = (
+            situation,
+            min(self._repeat_at, self._last_deadline(due)),
+        )
+        self.run.timers.wake(self._blocked_until)
+        who = first_few(worker.id for worker in due)
+        self.run.set_reason(
+            f"{who} must leave; waiting for the commit of the state after step {write.step}"
         )
         return True
 
@@ -172,10 +180,10 @@ class DrainCheckpointer:
             return Committed(self.committed_step)
         return Write(top.step, writers)
 
-    def _request(self, write: Write, now: float) -> None:
-        if write != self._asked or now >= self._again_at:
-            self._asked = write
-            self._again_at = now + self.run.config.drain_margin_s / 3
+    def _request_write(self, write: Write, now: float) -> None:
+        if write != self._last_write or now >= self._repeat_at:
+            self._last_write = write
+            self._repeat_at = now + self.run.config.drain_margin_s / 3
             for worker_id in write.writers:
                 self.run.emit(
                     m.WriteDrainCheckpoint(worker_id, self._generation.number, write.writers)

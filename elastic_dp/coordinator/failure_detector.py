@@ -1,9 +1,9 @@
-"""Which workers have been silent for too long.
+"""Decides which workers have been silent for too long.
 
-All have the same time, so a queue in the order of last being heard answers in O(1): the worker at
-its front is the first to become overdue. Two things excuse silence: the coordinator itself was away
-(no worker was heard), and a group that still makes steps, since it cannot without each of its
-members.
+All workers have the same timeout, so a queue ordered by when each was last heard answers in O(1):
+the worker at its front is the first to become overdue. Two things excuse silence: the coordinator
+itself was away (it heard no worker at all), or the group still makes steps, which it cannot do
+without each of its members.
 """
 
 import math
@@ -14,46 +14,57 @@ from elastic_dp.coordinator.messages import WorkerId
 
 
 class FailureDetector:
+    """A queue of workers by the time of their last message. `timeout_s` is the silence that is too
+    long.
+    """
+
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._heard: OrderedDict[WorkerId, float] = OrderedDict()
-        self._overdue: set[WorkerId] = set()  # found so, and not forgotten yet
-        self.excused: dict[WorkerId, float] = {}  # silent, but not judged before this
+        self._heartbeat_received: OrderedDict[WorkerId, float] = OrderedDict()
+        self._overdue: set[WorkerId] = set()  # found overdue, and neither heard nor forgotten since
+        # silent workers, and the time before which they are not evicted
+        self.excused: dict[WorkerId, float] = {}
         self.awake_since = -math.inf
-        self.due = math.inf  # when the next of them is overdue, as far as is known
+        self.due = math.inf  # when the next worker becomes overdue, as far as is known
 
-    def heard(self, worker: WorkerId, now: float) -> None:
-        self._heard[worker] = now
-        self._heard.move_to_end(worker)
+    def heard_from(self, worker: WorkerId, now: float) -> None:
+        """Record that a message of the worker arrived."""
+        self._heartbeat_received[worker] = now
+        self._heartbeat_received.move_to_end(worker)
         self._overdue.discard(worker)
         if self.due == math.inf:
             self._look()
 
     def forget(self, worker: WorkerId) -> None:
-        self._heard.pop(worker, None)
+        """Stop watching the worker."""
+        self._heartbeat_received.pop(worker, None)
         self._overdue.discard(worker)
         self.excused.pop(worker, None)
-        if not self._heard:
+        if not self._heartbeat_received:
             self.due = math.inf
 
     @property
-    def waiting(self) -> bool:
-        """Whether anybody should be heard."""
-        return bool(self._heard or self._overdue)
+    def watches_any(self) -> bool:
+        """Whether any worker is watched."""
+        return bool(self._heartbeat_received or self._overdue)
 
     def was_away(self, now: float) -> None:
-        """The coordinator slept until `now`: who was silent meanwhile cannot be told."""
+        """Record that the coordinator slept until `now`: silence until then proves nothing."""
         self.awake_since = now
         self._look()
 
-    def silent(
+    def silent_workers(
         self, now: float, patience_s: float, excused_until: Callable[[WorkerId], float]
     ) -> list[WorkerId]:
-        """The workers to evict; one that is excused until later is looked at again then."""
-        overdue = self._named_once(now) if now >= self.due + patience_s else []
+        """Return the workers to evict, and look again later at those that are excused until then.
+
+        A worker is overdue `patience_s` after its timeout. `excused_until(worker)` is the time
+        before which it may not be evicted.
+        """
+        overdue = self._take_overdue(now) if now >= self.due + patience_s else []
         if not overdue and not self.excused:
             return []
-        for worker in [worker for worker in self.excused if worker in self._heard]:
+        for worker in [worker for worker in self.excused if worker in self._heartbeat_received]:
             del self.excused[worker]
         again = [worker for worker, until in self.excused.items() if now >= until + patience_s]
         silent: list[WorkerId] = []
@@ -61,24 +72,24 @@ class FailureDetector:
             self.excused.pop(worker, None)
             until = excused_until(worker)
             if now < until:
-                self.excused[worker] = until  # the group makes steps, so it lives
+                self.excused[worker] = until  # the group makes steps, so the worker is alive
             else:
                 silent.append(worker)
         return silent
 
-    def _named_once(self, now: float) -> list[WorkerId]:
-        """All that are overdue at `now`; none is named again before it is heard again."""
+    def _take_overdue(self, now: float) -> list[WorkerId]:
+        """Remove and return all workers that are overdue at `now`."""
         late: list[WorkerId] = []
-        while self._heard and now >= self.due:
+        while self._heartbeat_received and now >= self.due:
             self._look()
             if now < self.due:
                 break
-            worker, _ = self._heard.popitem(last=False)
+            worker, _ = self._heartbeat_received.popitem(last=False)
             late.append(worker)
             self._overdue.add(worker)
             self._look()
         return late
 
     def _look(self) -> None:
-        first = next(iter(self._heard.values()), math.inf)
+        first = next(iter(self._heartbeat_received.values()), math.inf)
         self.due = max(first, self.awake_since) + self.timeout_s

@@ -1,14 +1,12 @@
-"""The present generation: its members, which of them are known to be out of it, how far it is, and
-its end.
+"""The present generation: its members, which of them have left it, its progress, and its end.
 
-Three things always hold. A member that reported that it is out is never waited for again. Only
-heartbeats of members inside renew the lease. The next generation may follow only if this one can
-make no further step (`Fence.is_closed`). An end is told to every member that is not known to be
-out, and told again until it is, less often each time.
+Four things always hold. A member that reported that it has left is never waited for again. Only
+heartbeats of members that have not left renew the lease. The next generation may follow only when
+this one can make no further step (`Fence.is_closed`). An end is sent to every member that has not
+left, and repeated at growing intervals until the member leaves.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_dp.coordinator import messages as m
@@ -17,21 +15,23 @@ from elastic_dp.coordinator.phases import Phase, Transition
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.worker_state import WorkerState
-from elastic_dp.wording import counted
+from elastic_dp.wording import counted, first_few
 
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})
-REMIND_BEATS = 32  # a worker that does not answer is told again after at most so many heartbeats
-ODD_BEATS = 3  # "done" heard so often without WorkerFinished: the report was lost
+REMIND_BEATS = 32  # at most so many heartbeats between two reminders to a worker
+LOST_REPORT_BEATS = 3  # after so many "done" heartbeats the WorkerFinished report counts as lost
 
 
 @dataclass(slots=True)
 class Fence:
-    """Whether a generation can make another step: not once a member is out, or all are dead, or
-    their lease ran out."""
+    """Decides whether a generation can still make a step.
+
+    It cannot once a member has left it, all members are dead, or their lease has expired.
+    """
 
     lease_until: float = -math.inf
-    exit_confirmed: bool = False  # one of its members said that it is out
-    unconfirmed_dead: set[WorkerId] = field(default_factory=set)  # evicted, perhaps alive
+    exit_confirmed: bool = False  # a member reported that it has left
+    unconfirmed_dead: set[WorkerId] = field(default_factory=set)  # evicted, and perhaps still alive
 
     def is_closed(self, now: float) -> bool:
         return self.exit_confirmed or not self.unconfirmed_dead or now >= self.lease_until
@@ -51,7 +51,9 @@ class Fence:
 
 @dataclass(slots=True)
 class StepProgress:
-    """The last committed step that was heard of, and how many steps a heartbeat interval takes."""
+    """The last committed step that a heartbeat reported, and the number of steps per heartbeat
+    interval.
+    """
 
     step: int = 0
     at: float = -math.inf
@@ -64,7 +66,7 @@ class StepProgress:
         self._paced_at, self._paced_step, self.pace = now, step, 0
 
     def note(self, step: int, now: float, interval_s: float) -> bool:
-        """Whether it is a new one."""
+        """Record a reported step. Return whether it is a new one."""
         progressed = step > self.step
         if progressed:
             self.step, self.at = step, now
@@ -75,18 +77,21 @@ class StepProgress:
 
 
 class Generation:
+    """The present generation and its members."""
+
     def __init__(self, run: RunState, lineage: StateLineage) -> None:
         self.run, self._lineage = run, lineage
         self.number = 0
         self.membership: Membership | None = None
-        self.members: dict[WorkerId, WorkerState] = {}  # by rank, without the lost and the evicted
+        self.members: dict[WorkerId, WorkerState] = {}  # by rank, without lost and evicted members
         self.draining: dict[WorkerId, WorkerState] = {}  # members whose node goes away
-        self.inside: set[WorkerId] = set()  # not known to be out of it
-        self.not_entered: set[WorkerId] = set()  # as far as is known
+        self.inside: set[WorkerId] = set()  # members that have not reported that they left
+        # members whose heartbeats do not show this generation yet
+        self.not_entered: set[WorkerId] = set()
         self.not_formed: set[WorkerId] = set()
         self.not_finished: set[WorkerId] = set()
         self.unreachable_pairs: set[tuple[WorkerId, WorkerId]] = set()
-        self.mismatch: m.ReplicaMismatch | None = None  # of what its members hold
+        self.mismatch: m.ReplicaMismatch | None = None  # the members hold different weights
         self.fence = Fence()
         self.steps = StepProgress()
 
@@ -99,13 +104,12 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Every member has stopped, finished, or is gone."""
+        """Whether every member has left, finished, or is gone."""
         return self.run.in_flight and not (self.inside and self.not_finished)
 
     @property
     def must_stop(self) -> bool:
-        """Every member was told to leave it now, or one has left it: nobody inside waits for a step
-        of the others."""
+        """Whether every remaining member must leave now: no step can complete any more."""
         told = self.run.phase is Phase.ENDING
         return told and (self._after_step is None or self.first_stop_at < math.inf)
 
@@ -116,7 +120,7 @@ class Generation:
     # -------------------------------------------------------------------------- beginning
 
     def assign(self, membership: Membership, members: list[WorkerState], now: float) -> None:
-        """Replace the generation before."""
+        """Replace the previous generation by `membership`. `members` are in the order of ranks."""
         config = self.run.config
         self.number, self.membership = membership.generation, membership
         self.members = {worker.id: worker for worker in members}
@@ -140,56 +144,64 @@ class Generation:
         self.run.timers.wake(self._form_by)
 
     def announce(self, reason: str) -> None:
+        """Tell the members to form the generation."""
         assert self.membership is not None
         for worker in self.members.values():
             worker.enter(self.number)
         self.run.emit(m.FormGeneration(self.membership))
         self.tell_to_stop()
-        self.run.take(Transition.ANNOUNCED)
-        self.run.say(f"generation {self.number}: {reason}")
+        self.run.apply(Transition.ANNOUNCED)
+        self.run.set_reason(f"generation {self.number}: {reason}")
 
     def all_formed(self) -> None:
-        self.run.take(Transition.ALL_FORMED)
+        """Record that all members are past forming."""
+        self.run.apply(Transition.ALL_FORMED)
         self.formed = True
         for worker in self.members.values():
             worker.formed()
 
     # --------------------------------------------------------------------------- takeover
 
-    def assume(self, highest_claimed: int, now: float) -> None:
-        """It may still run, and whoever led before may have renewed its lease until now."""
+    def assume_running(self, highest_claimed: int, now: float) -> None:
+        """Assume that `highest_claimed` still runs and that its lease was renewed until now."""
         self.number = highest_claimed
         self.fence.renew(now + self.run.config.lease_s)
 
-    def found_member(self, worker: WorkerState) -> None:
-        """It may hold, or be about to enter, any generation up to this one."""
+    def add_reported_member(self, worker: WorkerState) -> None:
+        """Tell a reported worker to leave every generation up to this one, which it may be in."""
         self.members[worker.id] = worker
         self.inside.add(worker.id)
         self.not_finished.add(worker.id)
         self.run.emit(m.AbortGeneration(worker.id, self.number))
 
-    def all_found(self) -> None:
-        """There may be workers that this coordinator was not told of."""
-        self.run.take(Transition.TAKEOVER_ENDED)
+    def end_takeover(self) -> None:
+        """End the takeover. There may be workers that did not report, so the fence stays open."""
+        self.run.apply(Transition.TAKEOVER_ENDED)
         self.formed = True
         self.fence.evicted("")
 
     # ------------------------------------------------------------------------- heartbeats
 
     def note_step(self, step: int, now: float) -> bool:
-        """Whether it is a new one."""
+        """Record a reported step. Return whether it is a new one."""
         return self.steps.note(step, now, self.run.config.heartbeat_interval_s)
 
-    def is_past(self, event: m.HeartbeatReceived) -> bool:
-        """Whether this worker makes steps in an earlier generation: a lease would let it go on
-        beside this one."""
+    def is_in_earlier_generation(self, event: m.HeartbeatReceived) -> bool:
+        """Return whether the worker trains in an earlier generation, so its lease must not be
+        renewed.
+        """
         return 0 < event.generation < self.number and event.phase != "wait"
 
     def renewed(self, now: float) -> None:
-        """A worker that may make its steps was answered."""
+        """Record that the lease of a worker that may make steps was renewed."""
         self.fence.renew(now + self.run.config.lease_s)
 
-    def heard(self, worker: WorkerState, event: m.HeartbeatReceived, now: float) -> None:
+    def heartbeat_received(
+        self, worker: WorkerState, event: m.HeartbeatReceived, now: float
+    ) -> None:
+        """Take a member's heartbeat: renew the lease, update its progress, and repeat what it has
+        missed.
+        """
         inside = worker.id in self.inside
         if inside:  # a worker that has stopped makes no steps, whatever its lease
             self.renewed(now)
@@ -204,20 +216,22 @@ class Generation:
             elif event.phase in ("give", "receive", "restore"):
                 self._form_by = max(self._form_by, now + self.run.config.forming_timeout_s)
             if inside and self.run.phase is not Phase.ENDING:
-                self._note_lost_report(worker, event.phase)
+                self._check_lost_report(worker, event.phase)
         if inside and in_flight:
             self._remind(worker)
 
-    def _note_lost_report(self, worker: WorkerState, phase: str) -> None:
-        """The worker is out of the generation, and its report of that did not arrive."""
+    def _check_lost_report(self, worker: WorkerState, phase: str) -> None:
+        """Abort if the heartbeat shows that the worker has left and its report of that was lost."""
         if phase == "wait":
             self.abort(f"{worker.id} waits, its report was lost")
-        elif phase == "done" and worker.looked_done(ODD_BEATS):
+        elif phase == "done" and worker.seems_done(LOST_REPORT_BEATS):
             self.abort(f"{worker.id} is done, its report was lost")
 
     def _remind(self, worker: WorkerState) -> None:
-        """Of what it was told and has not acted on; less often each time, since it may be in a long
-        loop body."""
+        """Repeat a command that the worker has not acted on.
+
+        The intervals grow, because the worker may be in a long loop body.
+        """
         beats = worker.count_reminder()
         if beats & (beats - 1) and beats % REMIND_BEATS:  # 1, 2, 4, …, 32, 64, 96, …
             return
@@ -227,10 +241,10 @@ class Generation:
             self._tell_stop(worker, self.run.stop)
 
     def tell_to_stop(self) -> None:
-        """If the run is to end, the members agree on the step."""
+        """If a stop was requested, tell every member. The members agree on the step."""
         if self.run.stop is not None:
             for worker in self.members.values():
-                worker.told()
+                worker.restart_reminders()
                 self._tell_stop(worker, self.run.stop)
 
     def _tell_stop(self, worker: WorkerState, stop: m.StopRequested) -> None:
@@ -239,22 +253,27 @@ class Generation:
     # ---------------------------------------------------------------------------- the end
 
     def plan_end(self, reason: str, at_once: bool = False) -> None:
-        """`at_once`: time presses, so a step that some are in is given up."""
+        """End the generation after a step that no member has reached yet.
+
+        `at_once`: time is short, so the end lies no further ahead than heartbeats foretell, and a
+        step in progress may be lost.
+        """
         ahead = 0 if at_once else self.run.config.steps_ahead
         self._after_step = self.steps.step + self.steps.pace + ahead
         self._end(reason)
 
     def abort(self, reason: str) -> None:
+        """End the generation now; a step in progress is rolled back."""
         self._after_step = None
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        self.run.take(Transition.END_REQUESTED)
-        self.run.say(f"generation {self.number} ends: {reason}")
+        self.run.apply(Transition.END_REQUESTED)
+        self.run.set_reason(f"generation {self.number} ends: {reason}")
         for worker in self.members.values():
             if worker.id in self.inside:
-                worker.progress.restart()  # what it was waiting for does not count
-                worker.told()
+                worker.progress.restart()  # the time that it waited so far does not count
+                worker.restart_reminders()
                 self._tell_end(worker)
 
     def _tell_end(self, worker: WorkerState) -> None:
@@ -264,17 +283,20 @@ class Generation:
             self.run.emit(m.EndGeneration(worker.id, self.number, self._after_step))
 
     def stopped(self, worker: WorkerState | None, event: m.WorkerStopped, now: float) -> bool:
-        """Whether it stopped on its own, and so ended the generation."""
+        """Take a WorkerStopped. Return whether the worker left on its own and so ended the
+        generation.
+        """
         if worker is None or event.generation < self.number or worker.id not in self.inside:
             return False
         self.inside.discard(worker.id)
         worker.stopped(event)
         if event.has_state:
-            self._lineage.shown(event.lineage_id)
+            # after a takeover, this may be the first report of it
+            self._lineage.observed(event.lineage_id)
         self.mismatch = self.mismatch or event.mismatch
         self.first_stop_at = min(self.first_stop_at, now)
         self.run.timers.wake(now + self.run.config.gather_timeout_s)
-        if worker.entered == self.number:  # after a takeover, others cannot speak for it
+        if worker.entered == self.number:  # after a takeover, other workers cannot speak for it
             self.fence.confirm_exit()
         self.unreachable_pairs.update((worker.id, other) for other in event.unreachable)
         if self.run.phase in (Phase.FORMING, Phase.RUNNING):
@@ -287,21 +309,25 @@ class Generation:
         return False
 
     def worker_finished(self, event: m.WorkerFinished) -> None:
+        """Take a WorkerFinished of a member of this generation."""
         worker = self.members.get(event.worker)
         if worker is None or event.generation != self.number or not self.run.in_flight:
             return
         worker.finish(event)
         self.fence.confirm_exit()
-        self._lineage.shown(event.lineage_id)  # after a takeover it may be the first to say so
+        self._lineage.observed(event.lineage_id)  # after a takeover it may be the first to say so
         self.inside.discard(worker.id)
         self.not_formed.discard(worker.id)
         self.not_finished.discard(worker.id)
 
     def drain(self, worker: WorkerState) -> None:
+        """Mark a member as draining."""
         self.draining[worker.id] = worker
 
     def drop(self, worker: WorkerState, reason: str) -> None:
-        """The worker is gone, or was told to go; what cannot go on without it ends."""
+        """Remove a worker that is gone or was told to go, and abort what cannot continue without
+        it.
+        """
         if self.members.pop(worker.id, None) is None:
             return
         self.draining.pop(worker.id, None)
@@ -317,17 +343,17 @@ class Generation:
                 self.abort(reason)
 
     def exclude(self, worker: WorkerState) -> None:
-        """Leave it out of the next one, though nothing is wrong with it."""
+        """Leave a healthy worker out of the next generation."""
         del self.members[worker.id]
         self.not_finished.discard(worker.id)
         self.draining.pop(worker.id, None)
 
-    def take_back(self) -> None:
-        """Every member is out."""
-        self.run.take(Transition.ALL_OUT)
+    def all_left(self) -> None:
+        """Record that every member has left."""
+        self.run.apply(Transition.ALL_OUT)
 
     def check_time(self, now: float) -> bool:
-        """Its own deadlines; whether it failed to form."""
+        """Act on the generation's own deadlines. Return whether it failed to form in time."""
         phase = self.run.phase
         if phase is Phase.FORMING:
             return self._check_forming(now)
@@ -337,7 +363,7 @@ class Generation:
                 self.abort("the planned end takes too long")
             elif self.inside and not self._waiting_said:
                 self._waiting_said = True
-                self.run.say(f"waiting for {_some(sorted(self.inside))} to stop")
+                self.run.set_reason(f"waiting for {first_few(sorted(self.inside))} to stop")
         return False
 
     def _check_forming(self, now: float) -> bool:
@@ -349,8 +375,3 @@ class Generation:
             self.unreachable_pairs.update((worker, worker) for worker in never)
         self.abort(f"{counted(len(self.not_formed), 'member')} did not form in time")
         return True
-
-
-def _some(workers: Iterable[WorkerId], shown: int = 5) -> str:
-    first = list(workers)
-    return f"{', '.join(first[:shown])}{' …' if first[shown:] else ''}"

@@ -1,21 +1,21 @@
-"""Workers, how far they are, where they run, what they must have in common, and who trains
-together.
+"""Values that messages are made of: workers, their positions and locations, signatures,
+memberships.
 
-Values without behaviour, like the messages that are made of them (`messages`, from where all of
-this is imported).
+Import them from `messages`.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WorkerId = str  # "w7": the coordinator counts them up and never uses one twice
+WorkerId = str  # such as "w7"; the coordinator numbers them and never uses one twice
 
 
 class TrainingPosition(NamedTuple):
-    """How far a worker's training thread has come; ordered, so the largest is the most advanced.
+    """How far a worker's training has come; ordered, so the largest is the most advanced.
 
-    `step`: committed steps. `ended`: 1 when the run has ended after that step (limit reached or a
-    stop agreed), else 0. `evaluations`: evaluations completed since that step's commit.
+    `step` is the number of committed steps. `ended` is 1 if the run has ended after that step (the
+    limit is reached, or the members agreed on a stop), else 0. `evaluations` is the number of
+    evaluations since that step's commit.
     """
 
     step: int
@@ -27,14 +27,14 @@ START = TrainingPosition(0)
 
 
 class WorkerLocation(NamedTuple):
-    """Where a worker runs, as far as the cluster says."""
+    """Where a worker runs, as far as the cluster reports it."""
 
     node: str = ""  # "": not known
-    spot: bool = False  # its node may be taken away
+    spot: bool = False  # the node may be preempted
 
     @property
     def stable(self) -> bool:
-        """On a node that stays."""
+        """Whether the worker is known to run on an on-demand node."""
         return self.node != "" and not self.spot
 
 
@@ -42,24 +42,28 @@ UNKNOWN_LOCATION = WorkerLocation()
 
 
 class Signature(NamedTuple):
-    """What all members of a generation must have in common. Compared for equality; `lines` only
-    says what differs."""
+    """What all members of a generation must have in common.
 
-    # digest of every parameter's and buffer's name, shape and dtype, and of the optimizer's groups
+    Signatures are compared for equality; `lines` only serves to say what differs.
+    """
+
+    # Digest of the names, shapes and dtypes of all parameters and buffers, and of the optimizer's
+    # parameter groups.
     layout: str
     data: str  # fingerprint of the data set
-    kind: str  # what decides the bits: device, instruction set, threads, library versions
+    kind: str  # what the bits depend on: device, instruction set, threads, library versions
     software: tuple[
         tuple[str, str], ...
     ] = ()  # what must be equal whatever the bits: (name, version)
-    lines: bytes = b""  # what `layout` is the digest of, compressed
+    lines: bytes = b""  # the text of which `layout` is the digest, compressed
 
 
 class ReplicaMismatch(NamedTuple):
-    """Members of a generation hold different weights, though they are at one step."""
+    """Members of a generation hold different weights at the same step."""
 
-    agreed: int  # the last step after which all were seen to hold the same
-    odd: tuple[WorkerId, ...]  # those that differ from the majority; all, where there is none
+    agreed: int  # the last step after which all members held the same weights
+    # the members that differ from the majority; all members if there is no majority
+    odd: tuple[WorkerId, ...]
 
 
 class Member(NamedTuple):
@@ -68,20 +72,19 @@ class Member(NamedTuple):
     worker: WorkerId
     first: int  # its virtual workers are first..last-1
     last: int
-    position: TrainingPosition  # as the generation forms; meaningless without state
-    has_state: bool  # complete, of `position`; False: it must be given everything
+    position: TrainingPosition  # when the generation forms; meaningless without state
+    has_state: bool  # it holds the complete state of `position`; otherwise it receives everything
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who trains together in one generation, who runs which virtual workers, and whose state is the
-    truth.
+    """Which workers train together in one generation, which virtual workers each runs, and the
+    source of the state.
 
-    Members without state receive everything from `source`; those with state that are behind it
-    receive what the steps between changed. `source` is always one of the most advanced members with
-    state, except where a run begins: no member has state, and `source` is the worker whose initial
-    weights count, or, with `restore`, the one that says which committed checkpoint all of them
-    read.
+    Members without state receive everything from `source`; members with older state receive what
+    the steps in between changed. `source` is one of the most advanced members with state, except
+    where a run begins and no member has state. Then `source` is the worker whose initial weights
+    count or, with `restore`, the worker that decides which committed checkpoint all members read.
     """
 
     generation: int
@@ -90,7 +93,8 @@ class Membership:
     forming_timeout_s: float
     # The generation whose source gave the initial weights; every worker with state remembers it.
     lineage_id: int = 0
-    restore: bool = False  # nobody holds anything: all take the state from the newest checkpoint
+    restore: bool = False  # no member has state: all read the newest checkpoint
 
     def rank(self, worker: WorkerId) -> int:
+        """Return the rank of `worker`. Raises StopIteration if it is not a member."""
         return next(rank for rank, member in enumerate(self.members) if member.worker == worker)

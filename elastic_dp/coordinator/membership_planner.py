@@ -1,10 +1,10 @@
-"""Which workers make up the next generation, and when it is safe to form it.
+"""Decides which workers make up the next generation, and when it is safe to form it.
 
-Three things always hold. No generation is formed before the one before can make no further step,
-nor before its number was claimed. Fewer than the least number never train, except that workers
-without state wait outside where no member could give them any. A membership that fails to form
-twice in a row is not tried again. A worker with state that is no member any more is retained until
-the others have made a step.
+Four things always hold. No generation is formed before the previous one can make no further step,
+nor before its number was claimed. A generation never has fewer than the minimum number of members,
+except that workers without state wait outside while no member can serve them. A membership that
+fails to form twice in a row is not tried again. A worker with state that is no longer a member is
+retained until the others have made a step.
 """
 
 import math
@@ -36,14 +36,17 @@ from elastic_dp.wording import counted
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """No generation can be formed yet. `reason` is said, if there is one; `until` is when to look
-    again."""
+    """No generation can be formed yet. `reason` is reported, if there is one; `until` is when to
+    look again.
+    """
 
     reason: str = ""
     until: float = math.inf
 
 
 class MembershipPlanner:
+    """Forms the next generation when it is safe, or ends the run."""
+
     def __init__(
         self,
         run: RunState,
@@ -63,30 +66,32 @@ class MembershipPlanner:
     # ------------------------------------------------------- as a generation forms and ends
 
     def all_formed(self) -> None:
+        """Record that all members are past forming."""
         self._generation.all_formed()
         self._failed = frozenset()
 
-    def take_back(self, now: float) -> None:
-        """Every member has stopped, finished, or is gone."""
+    def generation_over(self, now: float) -> None:
+        """Act on the end of a generation: every member has left, finished, or is gone."""
         finished = self._generation.finished
         if finished and not self._generation.not_finished:
             closing.finish(self._registry, finished, now)
             return
         if not self._generation.formed:
-            self._judge_forming(now)
-        self._generation.take_back()
+            self._exclude_unreachable(now)
+        self._generation.all_left()
         if self._generation.mismatch is not None:
             reject(self._registry, self._generation, self._lineage, now)
         else:
             self._replace_stragglers(now)
 
-    def _judge_forming(self, now: float) -> None:
-        """No member died, and yet it did not form: leave out those that could not be reached.
+    def _exclude_unreachable(self, now: float) -> None:
+        """Exclude members that could not be reached, if the generation failed to form though no
+        member died.
 
-        Workers without state at once (they come back later), others only when the same membership
-        failed before.
+        Workers without state are excluded at once and may join later; others only if the same
+        membership has failed before.
         """
-        generation, needed = self._generation, self._lineage.needed
+        generation, needed = self._generation, self._lineage.required_source
         if generation.lost_while_forming:
             return
         members = [*generation.members.values()]
@@ -103,10 +108,10 @@ class MembershipPlanner:
             if worker.has_state and again:
                 self._registry.release(worker, "out of reach of other members", now)
             elif not worker.has_state:
-                self._put_back(worker, again, now)
+                self._retry_join(worker, again, now)
 
-    def _put_back(self, worker: WorkerState, again: bool, now: float) -> None:
-        """A member without state that could not be reached: back off, or replace it."""
+    def _retry_join(self, worker: WorkerState, again: bool, now: float) -> None:
+        """Let a member without state that could not be reached join later, or replace it."""
         worker.could_not_join()
         if again or worker.failed_joins > self.run.config.max_failed_joins:
             self._registry.evict(worker, "could not join the others", now)
@@ -117,16 +122,20 @@ class MembershipPlanner:
         self.run.timers.wake(now + pause_s, "rejoin", worker.id)
 
     def _replace_stragglers(self, now: float) -> None:
-        """Steps are handed on one at a time, since each process runs the body of each; more is a
-        bug of ours."""
+        """Replace workers that are more than one step behind.
+
+        A receiver gets at most one step, because each process must run the loop body of every step.
+        A larger distance is a bug of this package.
+        """
         registry, lineage_id = self._registry, self._lineage.lineage_id
         at_hand = (*self._generation.members.values(), *registry.retained.values())
         holders = [worker for worker in at_hand if worker.has_state]
         ours = [worker.position.step for worker in holders if worker.lineage_id in (0, lineage_id)]
         top = max(ours, default=0)
         for worker in holders:
-            if 0 < worker.lineage_id < lineage_id:  # evicted once, and the run begun anew
-                registry.evict(worker, "its state is that of an earlier beginning", now)
+            # evicted before the run started again from other weights
+            if 0 < worker.lineage_id < lineage_id:
+                registry.evict(worker, "its state is of an earlier start of the run", now)
             elif worker.position.step < top - 1 and worker.stage is Stage.RETAINED:
                 registry.release(worker, worker.leave_reason, now)
             elif worker.position.step < top - 1:
@@ -135,15 +144,15 @@ class MembershipPlanner:
     # ------------------------------------------------------------------------ the next one
 
     def advance(self, now: float) -> None:
-        """Nobody trains: claim the next generation, form it, or end the run."""
-        if not self._has_or_finds_state(now):
+        """While no generation trains: claim the next generation, form it, or end the run."""
+        if not self._has_state_or_checkpoint(now):
             return
         established = self._lineage.established
         source = None if established else self._admission.find_initial_source(now)
-        if self._ends_instead(now):
+        if self._end_if_done(now):
             return
-        due = self._checkpointer.due(now) if self.run.config.keeps else []
-        if due and self._at_hand - len(due) < self.run.least:
+        due = self._checkpointer.due(now) if self.run.config.checkpointing else []
+        if due and self._available - len(due) < self.run.min_members:
             if self._checkpointer.blocks(due, now):
                 return
             if due[0].stage is Stage.LEAVING:
@@ -152,42 +161,46 @@ class MembershipPlanner:
         blocked = self._blocked(source, now)
         if blocked is not None:
             if blocked.reason:
-                self.run.say(blocked.reason)
+                self.run.set_reason(blocked.reason)
             self.run.timers.wake(blocked.until)
         elif self._leadership.claimed <= self._generation.number:
-            self.run.take(Transition.CLAIM_SENT)
+            self.run.apply(Transition.CLAIM_SENT)
             self._leadership.claim(self._generation.number, now)
         else:
             self._form(self._assign(source, now), now)
 
     def claimed(self) -> None:
-        """The number of the next generation is ours."""
+        """Record that this coordinator owns the number of the next generation."""
         if self.run.phase is Phase.CLAIMING:
-            self.run.take(Transition.CLAIM_GRANTED)
+            self.run.apply(Transition.CLAIM_GRANTED)
 
-    def _has_or_finds_state(self, now: float) -> bool:
-        """Some worker has state, or a checkpoint was looked for. False: wait for the answer, or the
-        run has ended."""
+    def _has_state_or_checkpoint(self, now: float) -> bool:
+        """Return whether a worker has state, or a search for a checkpoint is complete.
+
+        Otherwise the answer must be waited for, or the run has ended.
+        """
         lineage = self._lineage
         holders = chain(self._generation.members.values(), self._registry.retained.values())
-        if any(worker.has_state for worker in holders):  # looks at the first, as a rule
+        if any(worker.has_state for worker in holders):  # usually the first worker has
             return True
         if not lineage.searched:
             if lineage.search():
                 self.run.emit(m.FindCheckpoint(lineage.at_most))
-            self.run.say("looking for a checkpoint")
+            self.run.set_reason("looking for a checkpoint")
             return False
         if lineage.established and lineage.checkpoint_step is None:
-            closing.lost_everyone(self._registry, lineage.at_most, now)
+            closing.fail_without_state(self._registry, lineage.at_most, now)
             return False
         if lineage.established:
             step = lineage.checkpoint_step
-            self.run.explain(f"all who held the state are lost; back to step {step}")
+            self.run.explain(
+                f"every worker with the training state is lost; going back to step {step}"
+            )
             self._admission.start_from_checkpoint()
         return True
 
-    def _ends_instead(self, now: float) -> bool:
-        """The run ends here: it was stopped before the first step, or all members have finished."""
+    def _end_if_done(self, now: float) -> bool:
+        """End the run if it was stopped before the first step, or if all members have finished."""
         lineage, generation = self._lineage, self._generation
         if self.run.stop is not None and not lineage.established:
             step, reason = lineage.checkpoint_step, self.run.stop.reason
@@ -199,30 +212,34 @@ class MembershipPlanner:
         return False
 
     @property
-    def _at_hand(self) -> int:
+    def _available(self) -> int:
         registry = self._registry
         return len(self._generation.members) + len(registry.ready) + len(registry.retained)
 
     def _blocked(self, source: WorkerState | None, now: float) -> Blocked | None:
-        """What the next generation has to wait for. Changes nothing."""
+        """Return what the next generation must wait for, or None. Changes nothing."""
         run, generation = self.run, self._generation
-        if self._at_hand < run.least:
-            needed = counted(run.least, "worker is ready", "workers are ready")
-            return Blocked(f"{self._at_hand} of at least {needed}")
+        if self._available < run.min_members:
+            needed = counted(run.min_members, "worker is ready", "workers are ready")
+            return Blocked(f"{self._available} of at least {needed}")
         if not self._lineage.established and source is None:
-            return Blocked("waiting for the worker that gives the state")
-        if now < self._earliest():
-            return Blocked(until=self._earliest())
+            return Blocked("waiting for the worker that is the source of the state")
+        if now < self._earliest_start():
+            return Blocked(until=self._earliest_start())
         if not generation.fence.is_closed(now):
             return Blocked(
                 f"a member of generation {generation.number} may be alive; "
-                "waiting for its lease to end",
+                "waiting for its lease to expire",
                 until=generation.fence.lease_until,
             )
         return None
 
-    def _earliest(self) -> float:
-        """A burst of first workers makes one generation; survivors wait for nobody."""
+    def _earliest_start(self) -> float:
+        """Return the earliest time to form a generation: a burst of first workers makes one
+        generation.
+
+        Survivors do not wait for other workers.
+        """
         registry = self._registry
         survivors = self._generation.members or registry.retained
         waiting = not survivors and len(registry.ready) < self.run.size
@@ -234,14 +251,14 @@ class MembershipPlanner:
         stopped = [*self._generation.members.values()]
         short = len(stopped) + len(registry.ready) < size
         recalled = [*registry.retained.values()]
-        if recalled and not short:  # only those that are ahead of all the others
+        if recalled and not short:  # recall only workers that are ahead of all members
             top = max((w.position for w in stopped if w.has_state), default=None)
             recalled = [w for w in recalled if top is None or w.position > top]
         return assign_members(
             stopped + recalled,
             registry.ready.values(),
             size=size,
-            least=self.run.least,
+            least=self.run.min_members,
             virtual_workers=self.run.config.virtual_workers,
             now=now,
             initial_source=source,
@@ -251,7 +268,7 @@ class MembershipPlanner:
     def _form(self, assignment: Assignment, now: float) -> None:
         config, registry, lineage = self.run.config, self._registry, self._lineage
         number = self._leadership.claimed
-        lineage.forms(number)
+        lineage.members_chosen(number)
         made = membership(
             number,
             assignment,
@@ -264,21 +281,23 @@ class MembershipPlanner:
         if joins:
             self._changes.joined(now)
         self._generation.assign(made, assignment.members, now)
-        lineage.formed()
+        lineage.forget_checkpoint()
         for worker in assignment.left:
             self._leave_out(worker, now)
         registry.assign_members(now)
-        lineage.may_be_half_written(self._generation.members)
+        lineage.drop_receiving_candidates(self._generation.members)
         self._generation.announce(assignment.reason)
         self._checkpointer.announced(made.restore)
 
     def _leave_out(self, worker: WorkerState, now: float) -> None:
-        """It is no member now: retained until the others have made a step, if it has state."""
+        """Retain a worker that is not a member now if it has state; otherwise release or queue
+        it.
+        """
         registry = self._registry
         reason = worker.leave_reason if worker.draining else "another worker takes its place"
         if worker.has_state:
             registry.retain(worker, reason, now)
-        elif worker.draining or len(registry.provisioned) > registry.wanted:
+        elif worker.draining or len(registry.provisioned) > registry.target_size:
             registry.release(worker, reason, now)
         else:  # no member could give it the state yet
             registry.move(worker, Stage.READY, now)

@@ -1,9 +1,9 @@
-"""Events that workers and the cluster report, and commands that the coordinator answers with.
+"""Events that workers and the cluster report, and commands with which the coordinator answers.
 
-Events are in the past tense, commands in the imperative; all are frozen values without behaviour,
-so a journal of them replays a run. Every message about a generation carries its number, and the
-number fences it: a message of an older generation changes nothing. Messages may be late, doubled,
-or out of order; identities (`worker`) are used once and never again.
+Events are in the past tense, commands in the imperative. All are frozen values without behaviour,
+so a journal of them replays a run. Every message about a generation carries its number, which
+fences it: a message of an older generation changes nothing. Messages may be late, duplicated, or
+out of order. Identities (`worker`) are never used twice.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from elastic_dp.coordinator.membership import WorkerId as WorkerId
 from elastic_dp.coordinator.membership import WorkerLocation as WorkerLocation
 
 # ------------------------------------------------------------------------------------------------
-# facts
+# events
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlaced:
-    """The process runs there; said at its start, and again when it is asked to report itself."""
+    """The process runs at `location`. Sent when it starts, and again with each WorkerReported."""
 
     worker: WorkerId
     location: WorkerLocation
@@ -41,24 +41,23 @@ class WorkerPlaced:
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
     """The train function reached `ctx.steps` for the first time: the model is built, and the worker
-    waits for a generation."""
+    waits for a generation.
+    """
 
     worker: WorkerId
     signature: Signature
-    can_source: (
-        bool  # its initial weights may count (it is the source, or never asked whether it is)
-    )
+    can_source: bool  # its initial weights may count: it was not told otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStopped:
-    """The training thread is out of `generation`, holds nothing of it in flight, and waits for the
-    next.
+    """The training thread has left `generation`, has no operation of it in flight, and waits for
+    the next.
 
-    Answers AbortGeneration and EndGeneration, and is sent unasked when a collective or the forming
-    failed (`unreachable` names whom it could not reach) or the lease ran out. It never resumes in
-    `generation`. A worker that is told of a generation it never entered answers for it all the
-    same.
+    It answers AbortGeneration and EndGeneration, and is also sent when a collective or the forming
+    failed (`unreachable` lists the workers that could not be reached) or the lease expired. The
+    worker never resumes in `generation`. A worker that is told to leave a generation that it never
+    entered answers all the same.
     """
 
     worker: WorkerId
@@ -67,32 +66,34 @@ class WorkerStopped:
     has_state: bool
     reason: str
     unreachable: tuple[WorkerId, ...] = ()
-    # At the head of the loop: every body so far has run here. Only such a source can give its state
-    # to a worker that has none; one that stopped inside an evaluation can serve those behind it,
-    # but no joiner.
+    # The worker is at the head of the loop: every loop body so far has run here. Only then can it
+    # be the source for a worker without state. A worker that stopped inside an evaluation can serve
+    # members that are behind it, but no joiner.
     at_head: bool = True
     lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
-    mismatch: ReplicaMismatch | None = None  # why nobody may go on from the state it holds
+    mismatch: ReplicaMismatch | None = None  # why training cannot continue from this state
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReceived:
-    """A heartbeat, sent by a process beside the worker, so it needs nothing of the worker's
-    Python."""
+    """A heartbeat. A sidecar process sends it, so it does not depend on the worker's Python
+    threads.
+    """
 
     worker: WorkerId
-    generation: int  # the last generation it entered; 0: none yet
+    generation: int  # the last generation that the worker entered; 0: none yet
     step: int  # committed steps
-    phase: str  # see `progress.ORDER`
+    phase: str  # see `hang_detector.PHASE_ORDER`
     beat: int = 0  # counts this worker's heartbeats; the answer names the one it answers
-    cpu_s: float = 0.0  # processor time that its process has used so far
-    virtual_s: float = 0.0  # it computes for one virtual worker, in this generation; 0: not known
+    cpu_s: float = 0.0  # processor time that the worker has used so far
+    virtual_s: float = 0.0  # time to compute one virtual worker in this generation; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFinished:
-    """The train function returned after the run's last step. The worker stays, and can still be a
-    source."""
+    """The train function returned after the run's last step. The worker stays and can still be a
+    source.
+    """
 
     worker: WorkerId
     generation: int
@@ -105,21 +106,24 @@ class WorkerFinished:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """User code raised, or (with `facts`) the worker found that the job cannot go on. Ends the run,
-    unless there is a budget for errors of user code. Said again and again, until the worker is
-    released."""
+    """User code raised or, if `facts` is set, the worker found that the job cannot continue.
+
+    It ends the run, unless the budget for errors of user code allows another attempt. The worker
+    repeats it until it is released.
+    """
 
     worker: WorkerId
     error: str  # one line
     traceback: str
-    facts: tuple[str | int, ...] | None = None  # of an error of ours, to make it anew
+    # the arguments of an error of this package, to create it again
+    facts: tuple[str | int, ...] | None = None
 
 
 class Cause(StrEnum):
-    """Why a worker was lost, as far as it decides which budget it counts against."""
+    """Why a worker was lost; it decides which budget the loss counts against."""
 
     UNKNOWN = "unknown"
-    PREEMPTED = "preempted"  # its node was taken away: nobody's fault
+    PREEMPTED = "preempted"  # its node was taken away
     OUT_OF_MEMORY = "out of memory"
     DEVICE_FAULT = "device fault"  # of its GPU: counts as any loss
     RELEASED = "released"  # it was asked to leave, and did
@@ -127,19 +131,21 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The process is gone for certain and will never act again (also when it left as asked). May
-    come once more, when the cause is known."""
+    """The process has certainly ended and will never act again, also if it left as asked.
+
+    It may be sent again when the cause is known.
+    """
 
     worker: WorkerId
     reason: str
     cause: Cause = Cause.UNKNOWN
-    micro_batch: tuple[int, int] | None = None  # (step, virtual worker) that it ran, where known
+    # (step, virtual worker) that the worker ran, if known
+    micro_batch: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StackTracesCaptured:
-    """What the threads of a stuck worker were doing, taken before it was killed. Nothing follows
-    from it."""
+    """The stack traces of a stuck worker, taken before it was killed. They have no effect."""
 
     worker: WorkerId
     stacks: str
@@ -147,11 +153,10 @@ class StackTracesCaptured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
-    """Answer to ReportState (`asked` is that of the question), for a controller that must learn
-    what there is.
+    """Answer to ReportState, for a controller that takes over; `asked` is that of the question.
 
-    `signature` is None before the worker was ready; `generation` is 0 before it entered one;
-    `stopped` says that it is out of `generation` and waits (it will not resume there).
+    `signature` is None before the worker was ready. `generation` is 0 before it entered one.
+    `stopped` says that the worker has left `generation` and waits; it will not resume there.
     """
 
     worker: WorkerId
@@ -167,7 +172,9 @@ class WorkerReported:
 
 @dataclass(frozen=True, slots=True)
 class DrainNoticed:
-    """The worker's node will vanish at `deadline` (same clock as `now`); None: no time is known."""
+    """The worker's node will go away at `deadline` (same clock as `now`); None: the time is not
+    known.
+    """
 
     worker: WorkerId
     deadline: float | None
@@ -175,8 +182,10 @@ class DrainNoticed:
 
 @dataclass(frozen=True, slots=True)
 class SizeRequested:
-    """An operator asks for another number of workers (within 1..virtual_workers), or of those that
-    training needs."""
+    """An operator requests another number of workers, and optionally another minimum.
+
+    `size` is within 1..virtual_workers, `min_workers` within 1..size.
+    """
 
     size: int
     min_workers: int | None = None  # None: as many as before
@@ -184,47 +193,51 @@ class SizeRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """An operator, a time limit, or the job itself asks the run to end at the next step."""
+    """An operator, a time limit, or the job itself requests the end of the run after the next
+    step.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequested:
-    """An operator, or its time, asks for a checkpoint of one of the next steps."""
+    """An operator or the schedule requests a checkpoint of one of the next steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCommitted:
-    """The whole state after `step` is in the storage."""
+    """The complete state after `step` is in the storage."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFound:
-    """Answer to FindCheckpoint: the newest committed one is of `step`. None: there is none."""
+    """Answer to FindCheckpoint: the step of the newest committed checkpoint; None: there is
+    none.
+    """
 
     step: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationClaimed:
-    """The create-only key of `generation` was written by us."""
+    """This controller wrote the create-only key of `generation`."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationClaimLost:
-    """Somebody else owns `generation`: another controller leads, this one must end itself."""
+    """Another controller owns `generation` and leads; this one must end itself."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineReached:
-    """Time passed; changes nothing unless the coordinator's own deadline has come."""
+    """Time has passed. It changes nothing before the coordinator's own deadline."""
 
 
 Event = (
@@ -250,20 +263,19 @@ Event = (
 )
 
 # ---------------------------------------------------------------------------------------------
-# requests
+# commands
 
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Ask the cluster for one more worker under this identity; it may stay pending for ever."""
+    """Ask the cluster for one more worker with this identity; it may stay pending for ever."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class BeginTraining:
-    """Run the train function. `is_source`: this worker's initial weights are the ones that
-    count."""
+    """Run the train function. `is_source`: the initial weights of this worker count."""
 
     worker: WorkerId
     is_source: bool
@@ -278,10 +290,10 @@ class ClaimGeneration:
 
 @dataclass(frozen=True, slots=True)
 class FindCheckpoint:
-    """No worker has the run's state: look for the newest committed checkpoint, however long the
-    storage takes.
+    """Look for the newest committed checkpoint, however long the storage takes: no worker has the
+    state.
 
-    `at_most`: what was made after this step is wrong, and no part of the run's history any more.
+    `at_most`: checkpoints after this step are wrong and do not belong to the run any more.
     """
 
     at_most: int | None = None
@@ -289,15 +301,17 @@ class FindCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class FormGeneration:
-    """To every member: form the process group of `membership`, hand over state, and train in it."""
+    """To every member: form the process group of `membership`, transfer state, and train."""
 
     membership: Membership
 
 
 @dataclass(frozen=True, slots=True)
 class EndGeneration:
-    """Planned end: stop after `after_step`, or, having passed it, at the next boundary. The
-    smallest counts."""
+    """Planned end: leave after `after_step` or, if that has passed, at the next boundary.
+
+    If it is sent more than once, the smallest `after_step` counts.
+    """
 
     worker: WorkerId
     generation: int
@@ -306,8 +320,9 @@ class EndGeneration:
 
 @dataclass(frozen=True, slots=True)
 class AbortGeneration:
-    """Unplanned end: leave `generation` and everything before it now, roll back, and answer
-    WorkerStopped."""
+    """Unplanned end: leave `generation` and every earlier one now, roll back, and answer
+    WorkerStopped.
+    """
 
     worker: WorkerId
     generation: int
@@ -315,10 +330,11 @@ class AbortGeneration:
 
 @dataclass(frozen=True, slots=True)
 class RenewLease:
-    """Answer to a heartbeat: a controller still leads. A worker that gets none for `lease_s` stops.
+    """Answer to a heartbeat: a controller still leads. A worker without an answer for `lease_s`
+    stops.
 
-    The lease runs from the moment the heartbeat `beat` was sent, not from this answer's arrival: an
-    answer that was long under way must not prolong the life of an evicted worker.
+    The lease runs from the time at which heartbeat `beat` was sent, not from the arrival of this
+    answer: a delayed answer must not prolong the life of an evicted worker.
     """
 
     worker: WorkerId
@@ -327,7 +343,7 @@ class RenewLease:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseWorker:
-    """Leave politely now: unwind the train function and exit."""
+    """Unwind the train function and exit."""
 
     worker: WorkerId
     reason: str
@@ -335,16 +351,16 @@ class ReleaseWorker:
 
 @dataclass(frozen=True, slots=True)
 class EvictWorker:
-    """Kill the process; it is frozen, stuck, foreign, or no longer wanted and did not leave."""
+    """Kill the process: it is frozen, stuck, unknown, or did not leave when released."""
 
     worker: WorkerId
     reason: str
-    stuck: bool = False  # first ask what its threads are doing
+    stuck: bool = False  # capture its stack traces first
 
 
 @dataclass(frozen=True, slots=True)
 class StopTraining:
-    """Ask for the end of the run: the worker raises its stop flag in the next step's header."""
+    """End the run: the worker sets the stop flag in the header of its next step."""
 
     worker: WorkerId
     reason: str
@@ -352,18 +368,17 @@ class StopTraining:
 
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
-    """Have all members make a checkpoint of the next step: the worker says so in that step's
-    header."""
+    """Make a checkpoint of the next step: the worker asks all members in that step's header."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDrainCheckpoint:
-    """Out of `generation`, and at the head of the loop: make a checkpoint of the state that you
+    """Out of `generation` and at the head of the loop: write a checkpoint of the state that you
     hold.
 
-    `writers` hold the same, and share the writing.
+    `writers` hold the same state and share the writing.
     """
 
     worker: WorkerId
@@ -373,8 +388,7 @@ class WriteDrainCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class ReportState:
-    """Say where you stand (WorkerReported). `asked` is a number that grows with each generation
-    that is claimed."""
+    """Answer with WorkerReported. `asked` is a number that grows with each claimed generation."""
 
     worker: WorkerId
     asked: int = 0
@@ -392,8 +406,9 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True)
 class FailRun:
-    """The run cannot go on. `worker` and `facts`: of the WorkerFailed that says why, if one
-    does."""
+    """The run cannot continue. `worker` and `facts` are those of the WorkerFailed that is the
+    cause, if any.
+    """
 
     error: str
     traceback: str
@@ -403,14 +418,14 @@ class FailRun:
 
 @dataclass(frozen=True, slots=True)
 class StandDown:
-    """Another controller leads: end this controller, touch no worker."""
+    """Another controller leads: end this controller, and leave all workers alone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """A decision and its reason, in words a user can read; the edge logs it."""
+    """A decision and its reason, in words for users; the controller logs it."""
 
     text: str
 

@@ -1,19 +1,19 @@
-"""The phase of a run: which there are, and which transition leads from which to which.
+"""The phases of a run, and the table of transitions between them.
 
-    gathering    nobody trains; waits for enough workers, and until it is safe to go on
-    claiming     the number of the next generation is being claimed, so that no other controller has
-                 it
-    forming      a membership was announced; its members connect, and those that lack state receive
-                 it
+    gathering    no generation; waits for enough workers, and until it is safe to continue
+    claiming     the number of the next generation is being claimed, so that no other controller
+                 has it
+    forming      a membership was announced; its members connect, and members without state
+                 receive it
     running      all members are past forming
-    ending       the generation was told to end, at a step (planned) or now (abort); waits for every
-                 member
-    taking over  a coordinator that replaces another asks every worker for its status
+    ending       the generation was told to end, at a step (planned) or now (abort); waits for
+                 every member
+    taking over  a coordinator that replaces another asks every worker for its state
     over         finished, failed, or another controller leads
 
     gathering -> claiming -> gathering -> forming -> running -> ending -> gathering -> ...
 
-The phase changes in this file alone. A transition that the table does not list is a bug of the
+The phase changes only in this file. A transition that the table does not list is a bug of the
 coordinator.
 """
 
@@ -22,6 +22,8 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
+    """The phases, described above."""
+
     GATHERING = "gathering"
     CLAIMING = "claiming"
     FORMING = "forming"
@@ -32,6 +34,8 @@ class Phase(StrEnum):
 
 
 class Transition(StrEnum):
+    """What may change the phase."""
+
     CLAIM_SENT = "claim sent"
     CLAIM_GRANTED = "claim granted"
     ANNOUNCED = "generation announced"
@@ -68,10 +72,12 @@ class IllegalTransition(Exception):
 
 @dataclass
 class PhaseMachine:
+    """Holds the phase and changes it by the table."""
+
     phase: Phase = Phase.GATHERING
 
-    def take(self, transition: Transition) -> None:
-        """Raises IllegalTransition where the table does not list it."""
+    def apply(self, transition: Transition) -> None:
+        """Change the phase. Raises IllegalTransition if the table does not list the transition."""
         if (self.phase, transition) not in TABLE:
             raise IllegalTransition(self.phase, transition)
         self.phase = TABLE[self.phase, transition]

@@ -1,11 +1,10 @@
-"""Members have different weights: those that differ are replaced, and so are all that trained with
-them.
+"""Acts on members with different weights: every worker with state is replaced.
 
-Their gradients have moved the others since all were last seen to agree, so no member's state
-counts; and a process never goes back. So every worker with state is replaced, and the run goes on
-from the newest checkpoint of then or before. Without one it fails, as if all were lost: to begin
-anew is the user's decision. It also fails where the weights differ again and again before all agree
-once more, since then the job causes it.
+The gradients of the members that differ have moved the others since all weights were last equal, so
+no member's state is valid, and a process never goes back. The run continues from the newest
+checkpoint of that time or earlier. Without one it fails, as if all workers were lost: the user
+decides whether to start from the beginning. It also fails if the weights differ repeatedly before
+all are equal once more, because then the job is the cause.
 """
 
 from elastic_dp.coordinator import closing
@@ -13,13 +12,13 @@ from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.worker_registry import WorkerRegistry
 
-MAX_IN_A_ROW = 3  # without a step between them after which all agreed
+MAX_IN_A_ROW = 3  # mismatches without a step in between after which all weights were equal
 
 
 def reject(
     registry: WorkerRegistry, generation: Generation, lineage: StateLineage, now: float
 ) -> None:
-    """Once every member has stopped."""
+    """Replace every worker with state, once every member has stopped."""
     mismatch = generation.mismatch
     assert mismatch is not None
     times = lineage.reject(mismatch.agreed)
@@ -27,7 +26,10 @@ def reject(
     what = f"the weights of {names} differ; all workers agreed after step {mismatch.agreed}"
     registry.run.explain(what)
     if times > MAX_IN_A_ROW:
-        error = f"{what}; this is time {times}: does something in the job differ between workers?"
+        error = (
+            f"{what}; this is time {times} in a row: does something in the job differ between "
+            "workers?"
+        )
         closing.fail(registry, error, "", now)
         return
     for worker in [*generation.members.values(), *registry.retained.values()]:

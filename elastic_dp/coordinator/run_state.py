@@ -1,8 +1,7 @@
-"""What every part of the coordinator shares: configuration, sizes, phase, timers, and the commands
-to be sent.
+"""State that every part of the coordinator shares: configuration, sizes, phase, timers, commands.
 
-`reason` is explained once, when it changes. Commands are collected here and handed out after each
-event.
+Commands are collected here and returned after each event. `reason` is explained once, when it
+changes.
 """
 
 from elastic_dp.coordinator import messages as m
@@ -13,11 +12,13 @@ from elastic_dp.coordinator.timers import Timers
 
 
 class RunState:
+    """The shared state of a run."""
+
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.size, self.min_workers = config.size, config.min_workers
         self.reason = ""
-        self.stop: m.StopRequested | None = None  # the run was asked to end
+        self.stop: m.StopRequested | None = None  # the request to end the run, if there was one
         self.timers = Timers()
         self._machine = PhaseMachine()
         self._out: list[Command] = []
@@ -28,16 +29,17 @@ class RunState:
 
     @property
     def in_flight(self) -> bool:
-        """Whether there is a generation that was announced and has not ended."""
+        """Whether a generation was announced and has not ended."""
         return self._machine.phase in IN_FLIGHT
 
     @property
-    def least(self) -> int:
+    def min_members(self) -> int:
         """How many members a generation must have."""
         return 1 if self.stop is not None else min(self.min_workers, self.size)
 
-    def take(self, transition: Transition) -> None:
-        self._machine.take(transition)
+    def apply(self, transition: Transition) -> None:
+        """Change the phase; see `PhaseMachine`."""
+        self._machine.apply(transition)
 
     def resize(self, size: int, min_workers: int) -> None:
         self.size, self.min_workers = size, min_workers
@@ -46,10 +48,10 @@ class RunState:
         self.stop = event
 
     def end(self, reason: str) -> None:
-        """Nothing follows but the release of workers. The caller says `reason`, or not."""
-        self.take(Transition.RUN_ENDED)
+        """End the run: only the release of workers follows. The caller may report `reason`."""
+        self.apply(Transition.RUN_ENDED)
         self.reason = reason
-        self.timers.clear()
+        self.timers.cancel_all()
 
     def emit(self, command: Command) -> None:
         self._out.append(command)
@@ -57,8 +59,8 @@ class RunState:
     def explain(self, text: str) -> None:
         self._out.append(m.Explain(text))
 
-    def say(self, reason: str) -> None:
-        """Why things are as they are; explained once, when it changes."""
+    def set_reason(self, reason: str) -> None:
+        """Set the reason for the present state, and explain it if it has changed."""
         if reason != self.reason:
             self.reason = reason
             self.explain(reason)

@@ -1,11 +1,10 @@
-"""Which workers leave when there are too many: pure, from where they run.
+"""Chooses which workers leave when there are too many: pure functions of where they run.
 
-A worker that has no node yet goes before all others. Then nodes are emptied, as far as that many
-are to leave, so that the cluster can give them back: those that some workers leave anyhow (they
-drain), then those that may be taken away at any time, then the others; of each kind those with most
-workers first. Workers that must leave beyond that leave from where the fewest would remain. Among
-equals the last of the list go. A floor of workers on nodes that stay is left as long as others can
-go instead.
+Workers without a node leave first. Then whole nodes are emptied where possible, so that the cluster
+can give them back: first nodes that draining workers leave anyway, then spot nodes, then the
+others; within each kind, those with most workers first. Further workers leave the nodes on which
+the fewest would remain. Among equals, the last in the list leave first. A floor of workers on
+on-demand nodes stays as long as others can leave instead.
 """
 
 from collections import Counter
@@ -21,13 +20,15 @@ def choose_departing(
     floor: int = 0,
     draining: Iterable[WorkerState] = (),
 ) -> list[tuple[WorkerState, str]]:
-    """At most `count` of `workers`, each with the reason; `others` stay, and so do their nodes.
-    `floor`: of all of them, so many on nodes that may not be taken away are to be left. `draining`
-    leave in any case, so their nodes are emptied first."""
+    """Return at most `count` of `workers`, each with the reason why it leaves.
+
+    `others` stay, and so do their nodes. At least `floor` of all workers stay on on-demand nodes,
+    if possible. `draining` workers leave in any case, so their nodes are emptied first.
+    """
     if count <= 0:
         return []
     homeless = [worker for worker in reversed(workers) if not worker.location.node]
-    chosen = [(worker, "the last to come goes first") for worker in homeless[:count]]
+    chosen = [(worker, "the newest worker leaves first") for worker in homeless[:count]]
     if len(chosen) == count:
         return chosen
     others, emptying = list(others), {worker.location.node for worker in draining} - {""}
@@ -44,15 +45,18 @@ def choose_departing(
             del nodes[node]
     for group in sorted(nodes.values(), key=lambda group: _to_thin(group, emptying)):
         rest = group[: max(0, count - len(chosen))]
-        chosen += [(worker, "others stay on its node") for worker in rest]
+        chosen += [(worker, "other workers stay on its node") for worker in rest]
     return chosen
 
 
 def _held(
     workers: Sequence[WorkerState], count: int, emptying: Collection[str]
 ) -> set[WorkerState]:
-    """For the floor: from nodes that nobody leaves, and from those with most of them, so that the
-    others can be emptied."""
+    """Return `count` workers to keep for the floor.
+
+    They are on nodes that no draining worker leaves, and on those with most workers, so that other
+    nodes can be emptied.
+    """
     stable = [worker for worker in workers if worker.location.stable] if count else []
     on = Counter(worker.location.node for worker in stable)
     stable.sort(key=lambda w: (w.location.node in emptying, -on[w.location.node], w.location.node))

@@ -1,9 +1,9 @@
-"""Replacing a controller that is gone: what there is, as the workers report it.
+"""Replaces a controller that is gone, from what the workers report.
 
-Every generation up to the highest that was claimed is treated as one that may still run: each
-worker is told to leave it, and the next is formed when all have said so, or fallen silent. There
-may be workers that this coordinator was not told of, so the fence stays open until a worker speaks
-for the newest generation, or its lease ran out.
+Every generation up to the highest claimed one is treated as one that may still run: each worker is
+told to leave it, and the next generation is formed when all workers have reported or fallen silent.
+There may be workers that this coordinator does not know of, so the fence stays open until a worker
+reports that it has left the newest generation, or the lease has expired.
 """
 
 import math
@@ -23,6 +23,8 @@ from elastic_dp.wording import counted
 
 
 class Takeover:
+    """Collects the reports of all workers of a run."""
+
     def __init__(
         self,
         run: RunState,
@@ -38,20 +40,22 @@ class Takeover:
     def begin(
         self, workers: Iterable[WorkerId], highest_claimed: int, established: bool, now: float
     ) -> None:
+        """Ask `workers` for their state and claim the generation after `highest_claimed`."""
         self._registry.inquire(highest_claimed + 1)
-        self._lineage.assume(established)
-        self.run.take(Transition.TAKEOVER_BEGAN)
-        self._generation.assume(highest_claimed, now)
+        self._lineage.assume_established(established)
+        self.run.apply(Transition.TAKEOVER_BEGAN)
+        self._generation.assume_running(highest_claimed, now)
         for worker_id in workers:
             self._registry.adopt(worker_id, now)
-            self._leadership.heard(now)
+            self._leadership.heard_from_worker(now)
         self._leadership.claim(highest_claimed, now)
         asked = len(self._registry.workers)
-        self.run.say(
+        self.run.set_reason(
             f"took over after generation {highest_claimed}, asking {counted(asked, 'worker')}"
         )
 
     def reported(self, event: m.WorkerReported, now: float) -> None:
+        """Take the report of a worker."""
         registry, generation = self._registry, self._generation
         worker = registry.workers.get(event.worker)
         if worker is None:
@@ -63,30 +67,31 @@ class Takeover:
         registry.reported(worker, event)
         if event.signature is None:
             registry.move(worker, Stage.BUILDING, -math.inf)
-        elif generation.number == 0:  # none was ever announced
+        elif generation.number == 0:  # no generation was ever announced
             registry.move(worker, Stage.BUILDING, now)
             self._admission.became_ready(worker, event.signature, event.can_source, now)
         else:
             registry.move(worker, Stage.MEMBER, now)
-            generation.found_member(worker)
+            generation.add_reported_member(worker)
         if worker.draining:
             registry.drain(worker, None, now)
 
     def end(self, now: float) -> None:
-        """Once all have reported or are evicted, and the claim shows that this coordinator
-        leads."""
+        """End the takeover when all workers have reported or are evicted, and the claim is
+        granted.
+        """
         generation, lineage = self._generation, self._lineage
         if self._registry.unreported or self._leadership.claimed <= generation.number:
             return
-        generation.all_found()
+        generation.end_takeover()
         members = [*generation.members.values()]
         holders = [worker for worker in members if worker.has_state]
         if holders:
-            lineage.shown(max(worker.lineage_id for worker in holders))
-            lineage.require(max(holders, key=lambda w: (w.lineage_id, w.position)).signature)
+            lineage.observed(max(worker.lineage_id for worker in holders))
+            lineage.set_signature(max(holders, key=lambda w: (w.lineage_id, w.position)).signature)
         else:
             lineage.only_candidates(w for w in members if w.can_source and w.entered == 0)
         for worker in members:
             if not worker.has_state:
                 self._admission.fits(worker, now)
-        self.run.say(f"generation {generation.number} ends: its controller is gone")
+        self.run.set_reason(f"generation {generation.number} ends: its controller is gone")

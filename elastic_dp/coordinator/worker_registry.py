@@ -1,8 +1,8 @@
-"""Every worker of the run, from its request to its certain end.
+"""Every worker of the run, from its request to its confirmed end.
 
-Three things always hold. An identity is started once. A worker that is released or evicted plays no
-part from that moment on, and one that does not leave when it is asked to is evicted. A member that
-was evicted may live until its death is confirmed; its generation's fence counts it until then.
+Three things always hold. An identity is started once. A worker that is released or evicted takes no
+part any more, and one that does not leave when released is evicted. An evicted member may live
+until its death is confirmed; until then the fence of its generation counts it.
 """
 
 import math
@@ -18,13 +18,15 @@ from elastic_dp.coordinator.scale_down import choose_departing
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.worker_state import PROVISIONED_STAGES, Identities, Stage, WorkerState
 
-# A worker in one of these has nothing that anybody needs.
+# Workers in these stages hold nothing that others need.
 EXPENDABLE_STAGES = frozenset({Stage.STARTING, Stage.BUILDING, Stage.READY})
 DEPARTED_STAGES = frozenset({Stage.LEAVING, Stage.EVICTED})
-RELEASED_A_STEP = 2000  # retained workers: no event releases them all
+MAX_RELEASED_PER_STEP = 2000  # retained workers; a limit, so that no single event takes long
 
 
 class WorkerRegistry:
+    """The workers of a run, by what they are available for."""
+
     def __init__(
         self,
         run: RunState,
@@ -36,25 +38,27 @@ class WorkerRegistry:
         self.run, self._generation, self._lineage = run, generation, lineage
         self.failures, self.identities = failures, identities
         self.failure_detector = FailureDetector(run.config.heartbeat_timeout_s)
-        self.workers: dict[WorkerId, WorkerState] = {}  # the oldest first
+        self.workers: dict[WorkerId, WorkerState] = {}  # in the order of their requests
         self.provisioned: set[WorkerId] = set()  # count towards size + standby
         self.building: set[WorkerId] = set()  # may be ready soon
         self.ready: dict[WorkerId, WorkerState] = {}  # may become members now
         self.ready_since = math.inf
-        self.retained: dict[WorkerId, WorkerState] = {}  # no members, kept for their state
-        self.unreported: set[WorkerId] = set()  # of a takeover
-        self.inquiry = 0  # its number: an answer to an earlier one says what was
-        self.notices = 0  # that said something new
-        self.unfilled = 0  # places given up, since whoever comes does not fit
+        self.retained: dict[WorkerId, WorkerState] = {}  # not members, kept for their state
+        self.unreported: set[WorkerId] = set()  # workers of a takeover that have not reported
+        self.inquiry = 0  # number of the last question to all workers; earlier answers are outdated
+        self.notices = 0  # drain notices that changed something
+        self.unfilled = 0  # workers that are not requested, because replacements do not fit
 
     @property
-    def wanted(self) -> int:
+    def target_size(self) -> int:
+        """How many workers the run should have, standby included."""
         return self.run.size + self.run.config.standby
 
     # ------------------------------------------------------------------------------- coming
 
     def replenish(self, now: float) -> None:
-        wanted = self.wanted - self.unfilled
+        """Request workers until there are enough."""
+        wanted = self.target_size - self.unfilled
         if len(self.provisioned) >= wanted:
             return
         retry_at = self.failures.retry_at
@@ -68,56 +72,61 @@ class WorkerRegistry:
             self.run.emit(m.StartWorker(worker_id))
 
     def inquire(self, number: int) -> None:
-        """From now on only answers to this inquiry count."""
+        """Set the number of the question: only answers to it count from now on."""
         self.inquiry = number
 
     def adopt(self, worker_id: WorkerId, now: float) -> None:
-        """It is there already, and nothing else is known of it."""
+        """Add a worker of the previous controller and ask for its state."""
         number = self.identities.next()[1]
         self.workers[worker_id] = WorkerState(worker_id, number, Stage.UNREPORTED, now)
         self.provisioned.add(worker_id)
         self.unreported.add(worker_id)
-        self.failure_detector.heard(worker_id, now)
+        self.failure_detector.heard_from(worker_id, now)
         self.run.emit(m.ReportState(worker_id, self.inquiry))
 
     def reported(self, worker: WorkerState, event: m.WorkerReported) -> None:
+        """Store the state that a worker of the previous controller has reported."""
         self.unreported.discard(worker.id)
         worker.reported(event)
 
     def started(self, worker: WorkerState, now: float) -> None:
-        """Its process is up."""
+        """Record that the worker's process is up."""
         self.move(worker, Stage.BUILDING, now)
-        worker.renew(now)  # its first lease runs from its start
-        self.failure_detector.heard(worker.id, now)
+        worker.renew(now)  # the first lease runs from the start of the process
+        self.failure_detector.heard_from(worker.id, now)
 
     def queue(self, worker: WorkerState, now: float) -> None:
+        """Make a worker available to the next generation."""
         if not self.ready:
             self.ready_since = now
         self.ready[worker.id] = worker
 
     def unqueue(self, worker: WorkerState) -> None:
+        """Make a worker unavailable to the next generation."""
         self.ready.pop(worker.id, None)
 
-    def give_up_place(self) -> None:
-        """Whoever comes for it does not fit."""
+    def leave_place_unfilled(self) -> None:
+        """Request one worker less, because replacements do not fit."""
         self.unfilled += 1
 
     def fill_all_places(self) -> None:
+        """Request all workers again."""
         self.unfilled = 0
 
     def assign_members(self, now: float) -> None:
-        """All members of the present generation at once, since there may be thousands."""
+        """Move all members of the present generation in one go, since there may be thousands."""
         members = self._generation.members
         self.ready = {w.id: w for w in self.ready.values() if w.id not in members}
         self.retained = {w.id: w for w in self.retained.values() if w.id not in members}
         self.ready_since = now if self.ready else math.inf
-        member = Stage.MEMBER  # to look it up takes longer than the rest
+        member = Stage.MEMBER  # looking it up takes longer than the rest
         for worker in members.values():
             worker.move(member, now)
         self.provisioned.update(members)
         self.provisioned.difference_update(self._generation.draining)
 
     def move(self, worker: WorkerState, stage: Stage, now: float) -> None:
+        """Move a worker to another stage."""
         worker.move(stage, now)
         if stage is Stage.BUILDING:
             self.building.add(worker.id)
@@ -131,9 +140,10 @@ class WorkerRegistry:
     # ------------------------------------------------------------------------------ leaving
 
     def lost(self, event: m.WorkerLost, now: float) -> None:
+        """Remove a worker whose process has ended, and count the loss if it was unexpected."""
         worker = self.workers.pop(event.worker, None)
         if worker is None:
-            self.failures.explained(event, now)
+            self.failures.cause_learned(event, now)
             return
         self._generation.fence.confirm_death(worker.id)
         if worker.stage is Stage.EVICTED:
@@ -144,7 +154,7 @@ class WorkerRegistry:
             self.failures.lost(worker, event, now)
 
     def failed(self, worker: WorkerState, event: m.WorkerFailed, now: float) -> None:
-        """User code raised in it, and another worker may try again."""
+        """Evict a worker in which user code raised, so that another worker may try again."""
         self.failures.user_code_raised(event)
         reason = f"user code raised {event.error}"
         self.evict(worker, reason, now, self.failures.budgets.errors)
@@ -157,6 +167,7 @@ class WorkerRegistry:
         budget: Budget | None = None,
         stuck: bool = False,
     ) -> None:
+        """Kill a worker. An eviction that was not expected counts against `budget`."""
         member = worker.stage in (Stage.MEMBER, Stage.UNREPORTED)
         unexpected = worker.id in self.provisioned
         worker.mark_stuck(stuck)
@@ -170,13 +181,14 @@ class WorkerRegistry:
             self.failures.count(worker, now, budget)
 
     def release(self, worker: WorkerState, reason: str, now: float) -> None:
+        """Ask a worker to leave."""
         self.run.emit(m.ReleaseWorker(worker.id, reason))
         self._remove(worker, f"{worker.id} released: {reason}")
         self.move(worker, Stage.LEAVING, now)
         self.run.timers.wake(now + self.run.config.release_timeout_s, "leave", worker.id)
 
     def _remove(self, worker: WorkerState, reason: str) -> None:
-        """It plays no part any more."""
+        """Remove a worker from every part of the coordinator."""
         self.failure_detector.forget(worker.id)
         self.ready.pop(worker.id, None)
         self.retained.pop(worker.id, None)
@@ -187,18 +199,19 @@ class WorkerRegistry:
         self._generation.drop(worker, reason)
 
     def retain(self, worker: WorkerState, reason: str, now: float) -> None:
-        """It is no member any more, and has state: kept until the others have made a step."""
+        """Keep a worker with state that is no longer a member until the others have made a step."""
         worker.retain(reason)
         self.retained[worker.id] = worker
         self.move(worker, Stage.RETAINED, now)
         self.run.timers.wake(worker.leave_at, "leave", worker.id)
 
     def progressed(self, step: int, now: float) -> None:
-        """A step was made: losses are forgiven, and the state of retained workers is covered by
-        it."""
+        """Act on a committed step: reset budgets, and release retained workers, whose state it
+        covers.
+        """
         self.failures.progressed(step)
         covered = [*self.retained.values()] if self.run.in_flight else []
-        for worker in covered[:RELEASED_A_STEP]:
+        for worker in covered[:MAX_RELEASED_PER_STEP]:
             self.release(worker, worker.leave_reason, now)
 
     def drain(
@@ -208,8 +221,10 @@ class WorkerRegistry:
         now: float,
         why: str = "its node goes away",
     ) -> None:
-        """The worker will go. One that has state stays until it is covered, or the time has
-        come."""
+        """Mark a worker as leaving by `deadline` (None: time not known).
+
+        A worker with state stays until a step covers its state, or its time has come.
+        """
         if worker.stage in DEPARTED_STAGES:
             return
         margin_s = self.run.config.drain_margin_s
@@ -217,15 +232,15 @@ class WorkerRegistry:
         if worker.stage in EXPENDABLE_STAGES:
             self.release(worker, why, now)
             return
-        self.provisioned.discard(worker.id)  # so a replacement is requested at once
+        self.provisioned.discard(worker.id)  # so that a replacement is requested at once
         if worker.stage is Stage.MEMBER:
             self._generation.drain(worker)
         self.run.timers.wake(worker.leave_at, "leave", worker.id)
 
     def resized(self, now: float) -> None:
-        """Workers that are not needed any more go, unless they have something."""
+        """Release workers above the new size, unless they have state."""
         self.unfilled = 0
-        surplus = len(self.provisioned) - self.wanted
+        surplus = len(self.provisioned) - self.target_size
         if surplus <= 0:
             return
         provisioned = [w for w in self.workers.values() if w.id in self.provisioned]
@@ -240,36 +255,38 @@ class WorkerRegistry:
             self.release(worker, f"the size is {self.run.size} now; {why}", now)
 
     def clear(self) -> None:
-        """Another controller leads: they are its workers."""
+        """Forget all workers: they belong to another controller."""
         self.workers.clear()
 
     def forget(self, worker_id: WorkerId) -> None:
-        """It is gone, after the end of the run."""
+        """Remove a worker that is gone after the end of the run."""
         self.workers.pop(worker_id, None)
 
     # -------------------------------------------------------------------------------- timers
 
     def timer_fired(self, kind: str, worker: WorkerState, now: float) -> None:
-        """What was set for this worker, if it still means something."""
+        """Act on a timer of this worker, if it still has a meaning."""
         match kind, worker.stage:
             case "leave", Stage.LEAVING:
                 if now >= worker.since + self.run.config.release_timeout_s:
                     self.evict(worker, "did not leave", now)
-            case "leave", Stage.RETAINED if self._is_held_by_others(worker):
+            case "leave", Stage.RETAINED if self._state_is_held_by_others(worker):
                 self.release(worker, worker.leave_reason, now)
             case "rejoin", Stage.READY if worker.id not in self.ready:
                 self.queue(worker, now)
 
-    def _is_held_by_others(self, retained: WorkerState) -> bool:
-        """Its state, or a later one."""
+    def _state_is_held_by_others(self, retained: WorkerState) -> bool:
+        """Return whether another worker has the same state or a later one."""
         others = (*self._generation.members.values(), *self.retained.values())
         return any(
             w.has_state and w.position >= retained.position for w in others if w is not retained
         )
 
     def excused_until(self, worker_id: WorkerId) -> float:
-        """No member is evicted for silence while the group makes steps, since it could not without
-        each of them."""
+        """Return the time before which the worker may not be evicted for silence.
+
+        No member is evicted while the group makes steps, which it could not do without each member.
+        """
         if self.workers[worker_id].stage in (Stage.MEMBER, Stage.UNREPORTED):
             lived_at = max(self._generation.steps.at, self.failure_detector.awake_since)
             return self.run.config.heartbeat_timeout_s + lived_at

@@ -1,7 +1,7 @@
-"""What the coordinator knows of one worker, and the identities it gives out.
+"""What the coordinator knows about one worker, and the identities of workers.
 
-An identity is used once. A coordinator that took over cannot know how far the one before it
-counted, so its identities carry the generation it claimed on arrival, which nobody else can own:
+Identities are used once. A coordinator that takes over cannot know how far the previous one
+counted, so its identities carry the generation that it claimed, which no other controller can own:
 "w12", then "w7.1", "w7.2".
 """
 
@@ -24,20 +24,22 @@ from elastic_dp.coordinator.messages import (
 
 
 class Stage(StrEnum):
-    STARTING = "starting"  # requested; may stay so for ever, and holds nobody up
+    """The stages of a worker's life."""
+
+    STARTING = "starting"  # requested; may stay pending for ever, and nothing waits for it
     BUILDING = "building"  # runs the user's code up to the loop
     READY = "ready"  # has no state yet, waits to become a member
     MEMBER = "member"  # of the present generation
-    RETAINED = "retained"  # no member any more, kept until the others have made a step without it
+    RETAINED = "retained"  # not a member any more; kept until the others have made a step
     LEAVING = "leaving"  # asked to leave
-    EVICTED = "evicted"  # to be killed; not confirmed dead, so possibly alive
-    UNREPORTED = "unreported"  # known to exist, has not reported its status yet (takeover)
+    EVICTED = "evicted"  # told to be killed; not confirmed dead, so perhaps alive
+    UNREPORTED = "unreported"  # exists, but has not reported its state yet (takeover)
 
-    # An enum's own is a function of Python, and there may be thousands of workers to look up.
+    # An enum's own hash is a Python function, which is slow for thousands of workers.
     __hash__ = str.__hash__
 
 
-# Counted towards the number of workers wanted, unless their node is about to go.
+# Workers in these stages count towards the number of workers wanted, unless they drain.
 PROVISIONED_STAGES = frozenset(
     {Stage.STARTING, Stage.BUILDING, Stage.READY, Stage.MEMBER, Stage.UNREPORTED}
 )
@@ -45,13 +47,12 @@ PROVISIONED_STAGES = frozenset(
 
 @dataclass(slots=True, eq=False)
 class HeartbeatProgress:
-    """Where a worker is by its heartbeats, and how many have said the same since the first that
-    did."""
+    """The position in a worker's latest heartbeat, and how many heartbeats have repeated it."""
 
     where: tuple[int, int, str] = (0, 0, "start")  # generation, step, phase
     beats: int = 0
-    cpu_s: float = 0.0  # used meanwhile
-    first_step: int | None = None  # committed before the first that its process makes
+    cpu_s: float = 0.0  # processor time used since the position was first reported
+    first_step: int | None = None  # the committed step after which the process makes its first one
     _beat: int = -1
     _cpu_s_before: float = 0.0
 
@@ -60,16 +61,18 @@ class HeartbeatProgress:
         return self.where[2]
 
     def begin_at(self, step: int) -> None:
+        """Set the committed step after which the process makes its first step."""
         self.first_step = step
 
     def restart(self) -> None:
-        """What it was doing so far does not count."""
+        """Count from now on: what the worker did so far does not matter."""
         self._cpu_s_before += self.cpu_s
         self.beats, self.cpu_s = 0, 0.0
 
-    def heard(self, event: HeartbeatReceived) -> None:
+    def record(self, event: HeartbeatReceived) -> None:
+        """Take a heartbeat."""
         if event.beat <= self._beat:
-            return  # late, or twice
+            return  # late, or a duplicate
         self._beat = event.beat
         where = (event.generation, event.step, event.phase)
         if where == self.where:
@@ -81,34 +84,35 @@ class HeartbeatProgress:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """One identity. `position` and `has_state` are what it last reported, and hold only while it is
-    stopped."""
+    """One worker. `position` and `has_state` are its last report, and valid only while it is
+    stopped.
+    """
 
     id: WorkerId
     number: int  # in the order of requests
     stage: Stage
-    since: float  # when it came to this stage
+    since: float  # when it entered this stage
     location: WorkerLocation = UNKNOWN_LOCATION
-    renewed_at: float = -math.inf  # last answer to a heartbeat
+    renewed_at: float = -math.inf  # when a heartbeat was last answered
     signature: Signature | None = None
     can_source: bool = False
-    entered: int = 0  # last generation it is known to have entered
+    entered: int = 0  # the last generation it is known to have entered
     position: TrainingPosition = START
     has_state: bool = False
     at_head: bool = True
-    lineage_id: int = 0  # the lineage its state descends from
+    lineage_id: int = 0  # the lineage that its state descends from
     finished: str | None = None  # digest of its final weights
     finished_because: str = ""
     draining: bool = False
-    leave_at: float = math.inf  # when a notice forces it out, margin included
+    leave_at: float = math.inf  # when a drain notice forces it out, margin included
     leave_reason: str = ""
     failed_joins: int = 0
-    reminded_beats: int = 0  # heartbeats since it was told what it has not acted on
-    odd_beats: int = 0  # heartbeats that show it done, without its report
+    reminded_beats: int = 0  # heartbeats since it was sent a command that it has not acted on
+    done_beats: int = 0  # "done" heartbeats without a WorkerFinished report
     progress: HeartbeatProgress = field(default_factory=HeartbeatProgress)
-    stuck: bool = False  # evicted for that
-    virtual_s: float = 0.0  # for one virtual worker, as last measured; 0: not known
-    measured_in: int = 0  # in this generation
+    stuck: bool = False  # evicted because it was stuck
+    virtual_s: float = 0.0  # time for one virtual worker, as last measured; 0: not known
+    measured_in: int = 0  # the generation of that measurement
 
     def __repr__(self) -> str:
         return (
@@ -125,14 +129,16 @@ class WorkerState:
         self.location = location
 
     def renew(self, now: float) -> None:
-        """Its lease runs from here."""
+        """Record that a heartbeat was answered: the lease runs from here."""
         self.renewed_at = now
 
     def became_ready(self, signature: Signature | None, can_source: bool) -> None:
         self.signature, self.can_source = signature, can_source
 
     def notice(self, leave_at: float | None, reason: str) -> bool:
-        """Its node will go. Whether that says anything new; None: no other time than before."""
+        """Take a drain notice; `leave_at` None leaves the time as it is. Return whether it changes
+        anything.
+        """
         before = self.draining, self.leave_at
         self.draining, self.leave_reason = True, reason
         if leave_at is not None:
@@ -146,13 +152,13 @@ class WorkerState:
         self.stuck = stuck
 
     def touch(self, now: float) -> None:
-        """It was told once more what it should do."""
+        """Record that BeginTraining was repeated."""
         self.since = now
 
     # --------------------------------------------------------------- its part in a generation
 
     def enter(self, generation: int) -> None:
-        self.entered, self.odd_beats, self.reminded_beats = generation, 0, 0
+        self.entered, self.done_beats, self.reminded_beats = generation, 0, 0
 
     def formed(self) -> None:
         self.failed_joins = 0
@@ -163,20 +169,24 @@ class WorkerState:
     def measured(self, virtual_s: float, generation: int) -> None:
         self.virtual_s, self.measured_in = virtual_s, generation
 
-    def told(self) -> None:
-        """It has not acted on this yet."""
+    def restart_reminders(self) -> None:
+        """Record that a command was sent: count the heartbeats until the next reminder from
+        here.
+        """
         self.reminded_beats = 0
 
     def count_reminder(self) -> int:
         self.reminded_beats += 1
         return self.reminded_beats
 
-    def looked_done(self, limit: int) -> bool:
-        """A heartbeat shows it done, without its report; whether that was so `limit` times."""
-        self.odd_beats += 1
-        if self.odd_beats < limit:
+    def seems_done(self, limit: int) -> bool:
+        """Count a heartbeat that shows the worker done without a report. Return whether it is
+        number `limit`.
+        """
+        self.done_beats += 1
+        if self.done_beats < limit:
             return False
-        self.odd_beats = 0
+        self.done_beats = 0
         return True
 
     def stopped(self, event: WorkerStopped) -> None:
@@ -196,14 +206,14 @@ class WorkerState:
 
 
 class Identities:
-    """Counts workers up; never gives the same identity twice."""
+    """Numbers workers; never gives the same identity twice."""
 
     def __init__(self) -> None:
         self.given = 0
         self.prefix = "w"
 
     def adopt(self, claimed: int) -> None:
-        """From now on count under the generation claimed on arrival."""
+        """Count from now on under the generation that was claimed at the takeover."""
         self.prefix = f"w{claimed}."
 
     def next(self) -> tuple[WorkerId, int]:

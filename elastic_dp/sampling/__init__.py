@@ -1,4 +1,4 @@
-"""Which rows and which random numbers: arithmetic on (seed, step, virtual worker), nothing else."""
+"""Which rows and which random numbers: pure arithmetic on (seed, step, virtual worker)."""
 
 from elastic_dp.sampling.mixture import Mixture, MixtureSource
 from elastic_dp.sampling.order import Order

@@ -1,13 +1,13 @@
-"""A counter-based generator: numbers that are a function of their key, and a keyed permutation.
+"""A counter-based random generator: numbers as a function of their key, and a keyed permutation.
 
-NumPy keeps its bit streams stable, but not what `permutation` makes of them, so what the order of a
-run depends on is written here, in integer arithmetic that every platform does alike. A golden test
-pins it.
+NumPy keeps its bit streams stable, but not what `permutation` makes of them. So everything that the
+order of a run depends on is computed here, in integer arithmetic that gives the same result on
+every platform. A golden test pins it.
 
 `mix64` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014, with Stafford's constants
 "13"). `permute` is a Feistel network over Z_a x Z_b with additions instead of XOR, so that it fits
-any size: the generalized Feistel cipher of Black and Rogaway (2002), values outside the size walked
-back in.
+any size: the generalized Feistel cipher of Black and Rogaway (2002), with cycle walking for values
+outside the size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _ROUNDS = 6
 
 
 def mix64(word: int) -> int:
-    """A bijection of 64-bit words in which every input bit moves every output bit."""
+    """Return the word mixed by a bijection of 64-bit words, in which every input bit affects every
+    output bit.
+    """
     word = ((word ^ (word >> 30)) * _FACTORS[0]) & _MASK
     word = ((word ^ (word >> 27)) * _FACTORS[1]) & _MASK
     return word ^ (word >> 31)
 
 
 def derive(*parts: int) -> int:
-    """A 64-bit key from whole numbers >= 0 of any size; their order matters."""
+    """Return a 64-bit key from non-negative integers of any size; their order matters."""
     key = len(parts)
     for part in parts:
         while True:
@@ -45,16 +47,17 @@ def derive(*parts: int) -> int:
 def permute(
     index: npt.NDArray[np.int64], size: Words | np.uint64, key: Words | np.uint64
 ) -> npt.NDArray[np.int64]:
-    """Where each `index` goes in a permutation of 0…size-1 that `key` picks.
+    """Return where each `index` goes in the permutation of 0…size-1 that `key` selects.
 
-    Size and key are one for all, or each element's own. O(1) per element, without a table.
-    Sizes up to 2^52 (so that the square root is exact enough to be the same everywhere).
+    `size` and `key` are scalars, or arrays with one value per element of `index`. O(1) per element,
+    without a table. Sizes are at most 2^52, so that the square root is exact enough to be the same
+    on every platform.
     """
     out = index.astype(np.uint64)
     size, key = np.broadcast_to(size, out.shape), np.broadcast_to(key, out.shape)
     left_size = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     right_size = (size + left_size - np.uint64(1)) // left_size
-    todo = np.arange(out.size)  # elements that are not yet inside 0…size-1
+    todo = np.arange(out.size)  # elements that are not within 0…size-1 yet
     while todo.size:
         a, b = left_size[todo], right_size[todo]
         out[todo] = _feistel(out[todo], a, b, key[todo])
@@ -71,12 +74,12 @@ def _feistel(index: Words, a: Words, b: Words, key: Words) -> Words:
 
 
 def _round(key: Words, number: int, half: Words) -> Words:
-    """Word (number, half) of the SplitMix64 sequence that starts at `key`."""
+    """Return word (number, half) of the SplitMix64 sequence that starts at `key`."""
     return mix64_words((half + np.uint64(number << 32)) * np.uint64(_GAMMA) + key)
 
 
 def mix64_words(words: Words) -> Words:
-    """`mix64` of each element. Arrays wrap around in silence; that is meant."""
+    """Return `mix64` of each element. Arrays wrap around silently, which is intended."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_FACTORS[0])
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return words ^ (words >> np.uint64(31))

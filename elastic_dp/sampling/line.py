@@ -1,10 +1,10 @@
-"""One epoch's line: all row groups in a permuted order, end to end, and turned by a random offset.
+"""One epoch's line: all row groups in a permuted order, end to end, rotated by a random offset.
 
-A *place* is a number from 0 to the number of rows - 1; each row has exactly one. The turn is for
-data sets of few row groups: without it the same rows would be the dropped tail of every epoch. It
-is addition modulo the number of rows, so no row group is cut up for it.
+A *position* is a number from 0 to the number of rows - 1; each row has exactly one. The rotation is
+for data sets of few row groups: without it, the same rows would be the dropped tail of every epoch.
+It is addition modulo the number of rows, so no row group is cut for it.
 
-A line holds 16 bytes per row group, and takes little more while it is made.
+A line holds 16 bytes per row group, and takes little more while it is built.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from elastic_dp.sampling.generator import derive, mix64_words, permute
 
 Ints = npt.NDArray[np.int64]
 
-_GROUPS, _OFFSET, _BLOCK = 1, 2, 3  # what a key is for
-_AT_ONCE = 1 << 14  # row groups permuted in one go: what that takes stays in the cache
+_GROUPS, _OFFSET, _BLOCK = 1, 2, 3  # the purposes of keys
+_AT_ONCE = 1 << 14  # row groups that are permuted at once, so that the arrays stay in the cache
 
 
 class Line:
-    """Of row groups with `group_rows` rows, in the `epoch` of an order with this `seed`."""
+    """The line of `epoch` for row groups with `group_rows` rows, in an order with this `seed`."""
 
     def __init__(self, group_rows: Ints, *, seed: int, epoch: int) -> None:
         self._group = _permuted(len(group_rows), derive(_GROUPS, seed, epoch))
@@ -30,13 +30,15 @@ class Line:
         self._offset = derive(_OFFSET, seed, epoch) % self._num_rows
         self._key = np.uint64(derive(_BLOCK, seed, epoch))
 
-    def locate(self, place: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """(row group, row in it) at each `place` of a stream that has the places `low`…`high` - 1.
+    def locate(self, position: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """Return (row group, row in it) at each `position` of a stream with the positions
+        `low`…`high` - 1.
 
-        The part of a row group that lies in one stream is a *block*; in it the rows are permuted.
+        The part of a row group that lies in one stream is a *block*; the rows of a block are
+        permuted.
         """
-        turned = place + self._offset
-        around = turned // self._num_rows * self._num_rows  # behind the end is the start again
+        turned = position + self._offset
+        around = turned // self._num_rows * self._num_rows  # after the end, the line starts again
         number = np.searchsorted(self._bounds, turned - around, side="right") - 1
         first, behind = self._bounds[number] + around, self._bounds[number + 1] + around
         low = np.maximum(first, low + self._offset)
@@ -48,7 +50,7 @@ class Line:
 
 
 def bounds_of(group_rows: Ints, order: Ints | None = None) -> Ints:
-    """Row groups end to end: number i has the places bounds[i]…bounds[i + 1] - 1."""
+    """Return the bounds of row groups laid end to end: number i has bounds[i]…bounds[i + 1] - 1."""
     bounds = np.zeros(len(group_rows) + 1, dtype=np.int64)
     bounds[1:] = group_rows
     if order is not None:

@@ -1,41 +1,37 @@
-"""The order of rows: (step, virtual worker) -> which rows, a pure function of (seed, epoch, row
-groups).
+"""The order of rows: (step, virtual worker) -> rows, a pure function of (seed, epoch, row groups).
 
 The rows of an epoch are laid out in one *line*, each exactly once. Two things hold by construction:
-every micro-batch is a set of places on the line, and no two micro-batches of an epoch share a place
-(I10).
+every micro-batch is a set of positions on the line, and no two micro-batches of an epoch share a
+position (I10).
 
-1. The line is cut into S *streams* of about equal length, each read from its start to its end: what
-   one stream is reading is one row group in memory.
+1. The line is cut into S *streams* of about equal length, each read from its start to its end: the
+  part that a stream currently reads is one row group in memory.
 2. A virtual worker has streams of its own (S a multiple of V), or several take turns at one (S <
-   V). Either way the V virtual workers form *teams*, and a team has G virtual workers and K
-   streams, one of the two numbers being 1. The team's rows are numbered as its members consume
-   them, in turns of one micro-batch: row i of member g's turn t is number n = (t·G + g)·b + i. It
-   is row n // K of the team's stream n % K. Lengths follow from the total alone, so ragged row
-   groups need no special case: a cut may fall inside one.
+  V). Either way the V virtual workers form *teams*; a team has G virtual workers and K streams, and
+  one of the two numbers is 1. The team's rows are numbered as its members consume them, in turns of
+  one micro-batch: row i of member g's turn t is number n = (t·G + g)·b + i. It is row n // K of the
+  team's stream n % K. Lengths follow from the total alone, so row groups of unequal size need no
+  special case: a cut may lie inside one.
 
-So a virtual worker that moves to another machine makes it read K row groups again. A row group of a
-shared stream is read by every worker that runs a member of the team.
+When a virtual worker moves to another machine, that machine reads K row groups again. A row group
+of a shared stream is read by every worker that runs a member of the team.
 
-shuffle="none": the line is file order, and one stream for the whole job: a global batch is V·b rows
-in a row.
+shuffle="none": the line is in file order, with one stream for the whole job: a global batch is V·b
+consecutive rows.
 
-shuffle="full" (for cheap random access): the same places, sent through one keyed permutation of all
+shuffle="full" (for cheap random access): the same positions, mapped by one keyed permutation of all
 rows.
 
-shuffle="rows" (for streaming): reads must stay large, so rows move only near their row group. The
-line is
-    the row groups permuted by (seed, epoch), and in each stream the rows of a row group are
-    permuted. A global batch mixes S row groups; more streams mix better than deeper blocks for the
-    same memory (measured).
+shuffle="rows" (for streaming): reads must stay large, so rows move only within their row group. The
+line is the row groups permuted by (seed, epoch), and in each stream the rows of a row group are
+permuted. A global batch mixes S row groups; for the same memory, more streams mix better than
+deeper blocks (measured). S is a function of the data alone, because the order must not depend on
+the workers: 8·V if that many row groups of mean size fit into OPEN_BYTES, otherwise fewer. One
+worker that runs the whole job must be able to hold them all.
 
-    S is a function of the data alone, since the order may not depend on the fleet: 8·V where as
-    many row groups of mean size fit into OPEN_BYTES, else fewer. One worker that runs the whole job
-    must hold them all.
-
-The rows that do not fill the last global batch: tail="drop" leaves them out of every stream;
-tail="short" has one more step, whose virtual workers are filled in order, so that the last ones may
-have no row at all.
+The rows that do not fill the last global batch: tail="drop" leaves them out of every stream.
+tail="short" adds one step, whose virtual workers are filled in order, so the last ones may have no
+row.
 """
 
 from __future__ import annotations
@@ -50,19 +46,19 @@ from elastic_dp.sampling.generator import derive, permute
 from elastic_dp.sampling.line import Ints, Line, bounds_of
 
 STREAMS = 8  # per virtual worker, at most
-OPEN_BYTES = 512 << 20  # of the row groups that all streams read at one time; changes the order
-_ROWS = 4  # what a key is for; 1 to 3 are the line's
-_LINES_KEPT = 2  # an epoch's, and the next one's where they meet
+OPEN_BYTES = 512 << 20  # row groups that all streams have open together; changes the order
+_ROWS = 4  # the purpose of a key; 1 to 3 are used by `Line`
+_LINES_KEPT = 2  # of this epoch, and of the next one where they meet
 
 Shuffle = Literal["none", "rows", "full"]
 
 
 class Order:
-    """Steps count from 1 and run over epochs, which count from 0.
+    """The order of rows of one data set. Steps count from 1 and epochs from 0.
 
-    `group_rows`: rows of each row group, in file order. `group_bytes`: of each in memory; None:
-    few. `streams` is S. Holds 8 bytes per row group, and 16 for each of up to two lines. Raises
-    DataError if an epoch has not one step.
+    `group_rows` is the number of rows of each row group, in file order. `group_bytes` is the size
+    of each in memory; None stands for small ones. `streams` is S. It holds 8 bytes per row group,
+    and 16 more for each of up to two lines. Raises DataError if an epoch has no complete step.
     """
 
     def __init__(
@@ -91,7 +87,9 @@ class Order:
 
     @property
     def identity(self) -> str:
-        """Everything beside the row groups that sets the order; goes into the fingerprint."""
+        """All parameters, besides the row groups, that determine the order; part of the
+        fingerprint.
+        """
         return (
             f"order 2 seed={self.seed} b={self.micro_batch_size} V={self.virtual_workers} "
             f"shuffle={self.shuffle} tail={self.tail} streams={self.streams}"
@@ -99,6 +97,7 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Steps in one epoch."""
         whole = self.virtual_workers * self.micro_batch_size
         return self.num_rows // whole if self.tail == "drop" else -(-self.num_rows // whole)
 
@@ -110,29 +109,33 @@ class Order:
         return step % self.steps_per_epoch == 0
 
     def open_row_groups(self, virtual_workers: int) -> int:
-        """How many row groups a worker reads at one time, at most, if it runs so many virtual
-        workers in a row.
+        """Return how many row groups a worker with so many consecutive virtual workers reads at one
+        time.
 
-        Where a stream leaves one row group for the next, a step needs both.
+        This is the maximum. Where a stream goes from one row group to the next, a step needs both.
         """
         if self.shuffle == "full":
             return len(self._group_rows)
         smallest_team = self.virtual_workers // self._teams
-        teams = 1 + -(-(virtual_workers - 1) // smallest_team)  # it begins with the last of a team
+        # it may begin with the last of a team
+        teams = 1 + -(-(virtual_workers - 1) // smallest_team)
         return min(teams, self._teams) * self._streams_per_team
 
     def rows(self, step: int, virtual_worker: int) -> int:
-        """How many rows the micro-batch has; micro_batch_size except in a short last step."""
+        """Return the number of rows of the micro-batch: micro_batch_size, or fewer in a short last
+        step.
+        """
         taken = (step - 1) % self.steps_per_epoch * self.micro_batch_size
         return min(max(self.share(virtual_worker) - taken, 0), self.micro_batch_size)
 
     def share(self, virtual_worker: int) -> int:
-        """How many rows of an epoch the virtual worker consumes."""
+        """Return how many rows of an epoch the virtual worker consumes."""
         return self._start(virtual_worker + 1) - self._start(virtual_worker)
 
     def locate(self, step: int, virtual_worker: int) -> tuple[Ints, Ints]:
-        """The row groups and the rows in them, one pair per row of the micro-batch, in its
-        order."""
+        """Return the row groups and the rows in them, one pair per row of the micro-batch, in
+        order.
+        """
         assert 0 <= virtual_worker < self.virtual_workers, "no such virtual worker"
         first = (step - 1) % self.steps_per_epoch * self.micro_batch_size
         count = self.rows(step, virtual_worker)
@@ -140,19 +143,20 @@ class Order:
         return self.locate_in_share(self.epoch_of(step), virtual_worker, index)
 
     def locate_in_share(self, epoch: int, virtual_worker: int, index: Ints) -> tuple[Ints, Ints]:
-        """`index`: of rows in the virtual worker's share, counted from 0 as it consumes them."""
-        place, low, high = self._places(virtual_worker, index)
+        """Like `locate`, for rows of the virtual worker's share; `index` counts them from 0 in its
+        order.
+        """
+        position, low, high = self._positions(virtual_worker, index)
         if self.shuffle == "rows":
-            return self._line(epoch).locate(place, low, high)
+            return self._line(epoch).locate(position, low, high)
         if self.shuffle == "full":
             key = np.uint64(derive(_ROWS, self.seed, epoch))
-            place = permute(place, np.uint64(self.num_rows), key)
-        group = np.searchsorted(self._file_bounds, place, side="right") - 1
-        return group, place - self._file_bounds[group]
+            position = permute(position, np.uint64(self.num_rows), key)
+        group = np.searchsorted(self._file_bounds, position, side="right") - 1
+        return group, position - self._file_bounds[group]
 
-    def _places(self, virtual_worker: int, index: Ints) -> tuple[Ints, Ints, Ints]:
-        """Places on the line, and of each place the stream in which it lies: from `low` to `high` -
-        1."""
+    def _positions(self, virtual_worker: int, index: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return positions on the line, and the stream of each position as `low`…`high` - 1."""
         first, behind = self._team(virtual_worker)
         turn, inside = np.divmod(index, self.micro_batch_size)
         turn = turn * (behind - first) + virtual_worker - first
@@ -166,8 +170,10 @@ class Order:
         return low + depth, low, low + short + (stream < longer)
 
     def _team(self, virtual_worker: int) -> tuple[int, int]:
-        """Its first virtual worker, and the one behind its last. Teams are of equal size, or of one
-        less."""
+        """Return the first virtual worker of the team, and the one after its last.
+
+        The sizes of teams differ by at most one.
+        """
         total, teams = self.virtual_workers, self._teams
         team = ((virtual_worker + 1) * teams - 1) // total
         return team * total // teams, (team + 1) * total // teams
@@ -181,7 +187,7 @@ class Order:
         return self.streams // self._teams
 
     def _start(self, virtual_worker: int) -> int:
-        """How many rows of an epoch the virtual workers before this one consume."""
+        """Return how many rows of an epoch the virtual workers before this one consume."""
         steps, rest = divmod(self.num_rows, self.virtual_workers * self.micro_batch_size)
         full = virtual_worker * steps * self.micro_batch_size
         if self.tail == "drop":
@@ -210,7 +216,7 @@ class Order:
 
 
 def _count_streams(virtual_workers: int, group_bytes: npt.ArrayLike | None, open_bytes: int) -> int:
-    """S, from the mean size of a row group: a multiple of V, or less than V."""
+    """Return S, from the mean size of a row group: a multiple of V, or less than V."""
     most = STREAMS * virtual_workers
     if group_bytes is None:
         return most

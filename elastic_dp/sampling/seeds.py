@@ -1,9 +1,9 @@
-"""Seeds for user code: a function of the job's seed and the step, never of the worker that runs it.
+"""Seeds for user code: functions of the job's seed and the step, never of the worker that runs it.
 
-A virtual worker's dropout is the same on whatever machine it lands, and again when its step is
-redone (I2). The body of the loop runs once per worker and must be equal on all of them, so its seed
-has no virtual worker. All are 64-bit words, as `torch.manual_seed` takes them; NumPy's old `seed`
-takes the low 32 bits.
+The dropout of a virtual worker is the same on every machine, and again when its step is repeated
+(I2). The loop body runs once per worker and must be equal on all of them, so its seed does not
+depend on a virtual worker. All seeds are 64-bit words, as `torch.manual_seed` takes them; NumPy's
+legacy `seed` takes the low 32 bits.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ _FORWARD, _BODY, _TRANSFORM, _BATCH = 1, 2, 3, 4
 
 
 def seed_for(job_seed: int, step: int, virtual_worker: int) -> int:
-    """For the forward and backward pass of one virtual worker in `step` (from 1)."""
+    """Return the seed of the forward and backward pass of one virtual worker in `step` (from 1)."""
     return derive(_FORWARD, job_seed, step, virtual_worker)
 
 
 def body_seed(job_seed: int, step: int) -> int:
-    """For the loop's body after `step` (from 1; 0: what runs before the first step)."""
+    """Return the seed of the loop body after `step` (from 1; 0: the code before the first step)."""
     return derive(_BODY, job_seed, step)
 
 
 def batch_seed(job_seed: int, step: int, virtual_worker: int) -> int:
-    """For user code that makes a micro-batch with global generators: not those numbers that dropout
-    draws then."""
+    """Return the seed for user code that makes a micro-batch with the global generators.
+
+    It differs from `seed_for`, so that dropout does not draw the same numbers again.
+    """
     return derive(_BATCH, job_seed, step, virtual_worker)
 
 
 def generator_for(job_seed: int, step: int, virtual_worker: int) -> np.random.Generator:
-    """For `transform(batch, rng)`: its own stream, independent of `seed_for`'s, as no thread shares
-    it.
+    """Return the generator for `transform(batch, rng)`, independent of the other seeds.
 
-    NumPy promises that Philox keeps its bits; not that what a method of the generator (`normal`,
-    `permutation`) makes of them never changes with NumPy's version.
+    No other thread uses it. NumPy promises that the bits of Philox are stable, but not the results
+    of methods such as `normal` and `permutation`.
     """
     key = derive(_TRANSFORM, job_seed, step, virtual_worker)
     return np.random.Generator(np.random.Philox(key=key))

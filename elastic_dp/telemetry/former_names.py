@@ -1,5 +1,4 @@
-"""Names in journals that were written before they changed: a line is read as if it were written
-today."""
+"""Reads journals that were written before messages and fields were renamed, as if written today."""
 
 from __future__ import annotations
 
@@ -22,7 +21,9 @@ FIELDS = {
 
 
 def with_current_names(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics is returned as it is: its names are the user's."""
+    """Return a line of events with today's names. Metrics are unchanged: their names are the
+    user's.
+    """
     for kind in ("event", "command"):
         if kind in line:
             renamed = {FIELDS.get(name, name): value for name, value in line.items()}

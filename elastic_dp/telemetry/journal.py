@@ -1,15 +1,15 @@
-"""What happened, as JSON lines: `events.jsonl` (facts, requests and their reasons) and
+"""The journal of a run, as JSON lines: `events.jsonl` (events, commands and reasons) and
 `metrics.jsonl`.
 
-Lines are kept in memory for those who follow a run, up to a limit, and written to the run's folder
-at any fsspec URL: on a local disk as they come, elsewhere the whole file every now and then.
-Nothing waits for the disk; a store that is away is waited for, and nothing is written before it has
-said what it holds.
+Lines are kept in memory for clients that follow the run, up to a limit, and written to the run's
+folder at any fsspec URL: on a local disk line by line, elsewhere the whole file at intervals.
+Nothing waits for the disk. A store that is unavailable is waited for, and nothing is written before
+the existing files have been read.
 
-A process that takes a run over reads back what the one before it wrote, and goes on counting there.
-Who follows gives a `JournalPosition`, so it hears each line once: of the events that were said and
-never written, none is said again, and metrics are recorded again in the same order, so the same
-number means the same line.
+A process that takes over a run reads what the previous one wrote and continues its numbering. A
+client passes a `JournalPosition`, so it receives each line once: events that were sent but never
+written are not sent again, and metrics are recorded again in the same order, so the same number
+means the same line.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.former_names import with_current_names
 from elastic_dp.threads import background
 
-MAX_KEPT = 10_000
-# Between two writings of a whole file, into which goes at most a twentieth of the time.
+MAX_KEPT = 10_000  # lines in memory
+# Seconds between two writes of a whole file; writing takes at most a twentieth of the time.
 _PAUSE_S = 10.0
-_TIMEOUT_S = 20.0  # of a request that the store retries
-_AGAIN_S = 1.0  # between two attempts where the store is away
-_DIGITS = 4  # of a second
+_TIMEOUT_S = 20.0  # for one request, which the store retries
+_AGAIN_S = 1.0  # between two attempts while the store is unavailable
+_DIGITS = 4  # decimals of a time in seconds
 _FILES = ("events", "metrics")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class JournalPosition(NamedTuple):
-    """How far somebody has followed: the lines of each file, as `writer` counts them."""
+    """How far a client has followed: the number of lines of each file, as `writer` counts them."""
 
     writer: str = ""
     events: int = 0
@@ -55,9 +55,11 @@ class JournalPosition(NamedTuple):
 
 
 class Journal:
-    """`url` is the run's folder; None keeps everything in memory only. `since`: go on with what was
-    written from that time (of `time.time`) on; that is read before this returns, however long the
-    store is away."""
+    """The journal of one run. `url` is the run's folder; None keeps everything in memory.
+
+    `on_line` is called with each line. `since` continues a journal from that time (of `time.time`):
+    the lines are read before the constructor returns, however long the store is unavailable.
+    """
 
     def __init__(
         self,
@@ -82,19 +84,24 @@ class Journal:
             self._writer.start()
 
     def event(self, event: Any) -> None:
+        """Record an event."""
         self._line("events", "event", type(event).__name__, _fields(event))
 
     def command(self, command: Any) -> None:
+        """Record a command."""
         self._line("events", "command", type(command).__name__, _fields(command))
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the metrics of a step."""
         self._line("metrics", "metrics", "metrics", {"step": step, **metrics})
 
     def since(
         self, position: JournalPosition | None, timeout_s: float
     ) -> tuple[JournalPosition, list[dict[str, Any]]]:
-        """The lines after `position` (None: all), waiting for one up to `timeout_s`; and where to
-        go on."""
+        """Return the new position and the lines after `position` (None: all).
+
+        Waits up to `timeout_s` for a line.
+        """
         writer, events, metrics = position or JournalPosition()
         if writer != self._id:
             events = min(events, self._events_taken_back)
@@ -108,15 +115,16 @@ class Journal:
         return JournalPosition(self._id, **now), lines
 
     def recorded(self) -> list[dict[str, Any]]:
-        """The lines of metrics that are kept in memory."""
+        """Return the lines of metrics in memory."""
         with self._changed:
             return [line for file, _, line in self._kept if file == "metrics"]
 
     def close(self) -> None:
+        """Write what is left; waits up to 30 s."""
         if self._writer is not None:
             self._closing.set()
             assert self._store is not None
-            self._store.close()  # a request that fails from now on is not tried again
+            self._store.close()  # a request that fails from now on is not retried
             self._queue.put(None)
             self._writer.join(timeout=30)
 
@@ -139,8 +147,10 @@ class Journal:
         self._kept.append((file, self._count[file], line))
 
     def _take_back(self, since: float) -> None:
-        """In each file's own order, and all from the first that is new enough: the clock may have
-        been set since."""
+        """Load the lines of each file, in their order, from the first one that is new enough.
+
+        Later lines may have an earlier time, because the clock may have been set.
+        """
 
         def is_old(each: tuple[str, dict[str, Any]]) -> bool:
             return bool(each[1]["time"] < round(since, _DIGITS))
@@ -156,8 +166,10 @@ class Journal:
         return _texts(self._store, file)
 
     def _patiently(self, attempt: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-        """Until it succeeds, whatever a store raises; the last attempt is made when the journal is
-        closed."""
+        """Call `attempt` until it succeeds, whatever the store raises.
+
+        When the journal is closed, a last attempt is made, and its exception is raised.
+        """
         while True:
             closing = self._closing.is_set()
             try:
@@ -170,8 +182,8 @@ class Journal:
     def _write(self) -> None:
         try:
             self._write_all()
-        except Exception as error:  # closed, and the store is still away
-            print(f"the record of the run is not complete: {error}", file=sys.stderr, flush=True)
+        except Exception as error:  # the journal is closed, and the store is still unavailable
+            print(f"the journal of the run is incomplete: {error}", file=sys.stderr, flush=True)
 
     def _write_all(self) -> None:
         assert self._store is not None
@@ -190,7 +202,7 @@ class Journal:
             self._patiently(_add, f"{path}/{name}.jsonl", text + "\n")
 
     def _rewrite(self, store: Store) -> None:
-        """Stores cannot append: what was said is added to the whole file, now and then."""
+        """Write whole files at intervals, because stores cannot append."""
         written = {name: self._patiently(self._written, name) for name in _FILES}
         texts = {name: "".join(line + "\n" for line in written[name]) for name in _FILES}
         changed: set[str] = set()
@@ -206,9 +218,8 @@ class Journal:
                     changed.add(entry[0])
             began = time.monotonic()
             if changed and (began >= due or not open_):
-                with contextlib.suppress(
-                    Exception
-                ):  # whatever a store raises; it may be back later
+                # A store may raise anything; it may be available later.
+                with contextlib.suppress(Exception):
                     for name in sorted(changed):
                         store.write(path_in(store, f"{name}.jsonl"), texts[name].encode())
                         changed.discard(name)
@@ -216,8 +227,9 @@ class Journal:
 
 
 def read_events(url: str) -> Iterator[dict[str, Any]]:
-    """The lines of both files of a run's folder, by their time. Nothing, where no run has written
-    there."""
+    """Return the lines of both files of a run's folder, by time. Empty if no run has written
+    there.
+    """
     store = Store(url)
     files = [_finished(name, _texts(store, name)) for name in _FILES]
     return heapq.merge(*files, key=lambda line: line["time"])
@@ -226,13 +238,15 @@ def read_events(url: str) -> Iterator[dict[str, Any]]:
 def _texts(store: Store, file: str) -> list[str]:
     try:
         content = store.read_all(path_in(store, f"{file}.jsonl"))
-    except (ObjectMissing, FileDamaged):  # none, or a folder of that name
+    except (ObjectMissing, FileDamaged):  # no file, or a folder of that name
         return []
     return bytes(content).decode(errors="replace").splitlines()
 
 
 def _finished(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Without lines that whoever wrote them did not finish, and what is no line of ours."""
+    """Yield the complete lines of a file, without those that a process did not finish or that are
+    not ours.
+    """
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             line = json.loads(text)
@@ -246,8 +260,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _add(path: str, text: str) -> None:
-    """A line that was not finished stays alone, unless it is this one and lacks only its end: that
-    is there already."""
+    """Append a line to a local file.
+
+    An unfinished line before it gets a line of its own. If that unfinished line is this one without
+    its newline, only the newline is added.
+    """
     content = text.encode()
     with open(path, "ab+") as file:
         file.seek(max(0, file.tell() - max(1, len(content))))
@@ -266,6 +283,7 @@ def _fields(message: Any) -> dict[str, Any]:
         fields["generation"] = membership.generation
         fields["members"] = [member.worker for member in membership.members]
         fields["source"] = membership.source
-    if (signature := fields.get("signature")) is not None:  # without the bytes, which nobody reads
+    # without the compressed layout, which is not readable
+    if (signature := fields.get("signature")) is not None:
         fields["signature"] = [field for field in signature if not isinstance(field, bytes)]
     return fields

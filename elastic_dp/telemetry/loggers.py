@@ -1,8 +1,7 @@
-"""The user's loggers: each gets every record, and none of them can end a run, or the following of
-one.
+"""Calls the user's loggers. Each gets every record, and none can end a run or stop a client.
 
-A service that is away for a moment is no reason to lose days of training. So what a logger raises
-is a warning, with its traceback, and the logger is called again with the next record.
+A service that is unavailable for a moment is no reason to lose days of training. So an exception in
+a logger becomes a warning with its traceback, and the logger is called again with the next record.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ Logger = Callable[[Mapping[str, Any]], None]
 
 
 def log_to(loggers: Sequence[Logger], record: Mapping[str, Any]) -> None:
+    """Call each logger with `record`. Exceptions become warnings."""
     for logger in loggers:
         try:
             logger(record)
         except Exception as error:  # the user's own code
             what = traceback.format_exception_only(error)[-1].strip()
-            warnings.warn(  # the same words each time are shown once
+            warnings.warn(  # identical warnings are shown once
                 f"the logger {getattr(logger, '__name__', logger)!r} raised {what}; training "
-                "goes on, and the logger "
-                f"is called again with the next record\n{traceback.format_exc()}",
+                f"continues, and the logger is called again with the next record\n"
+                f"{traceback.format_exc()}",
                 stacklevel=2,
             )

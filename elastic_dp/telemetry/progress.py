@@ -1,5 +1,7 @@
-"""What a person at the terminal sees of a run: one line for each thing that matters, as it happens,
-and, where the stream is a terminal and rich is installed, a bar below the lines."""
+"""Shows a run in the terminal: one line for each event that matters, as it happens.
+
+If the stream is a terminal and rich is installed, a progress bar is shown below the lines.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from typing import Any, TextIO
 
 
 class ProgressPrinter:
-    """Prints journal lines in words. A logged metric is shown at most every `interval_s`, and its
-    last value always; a line that has any metric which was not shown for so long is printed. None:
-    0.5 s, or 30 s beside a bar, which shows each metric as it comes. `total`: how many steps the
-    run has, where that is known."""
+    """Prints journal lines in words.
+
+    A metric is printed at most every `interval_s` seconds, and its last value always; a line with
+    any metric that is due is printed completely. None: 0.5 s, or 30 s beside a progress bar, which
+    shows every value. `total` is the number of steps of the run, if it is known.
+    """
 
     def __init__(
         self,
@@ -27,14 +31,13 @@ class ProgressPrinter:
         self._bar = _Bar(self._stream, total) if _shows_a_bar(self._stream) else None
         usual_s = 0.5 if self._bar is None else 30.0
         self._interval_s = usual_s if interval_s is None else interval_s
-        self._shown: dict[str, float] = {}  # when each metric was
-        self._held: dict[
-            str, tuple[int, Any]
-        ] = {}  # its newest value, where that was not, and of which step
+        self._shown: dict[str, float] = {}  # when each metric was last printed
+        self._held: dict[str, tuple[int, Any]] = {}  # step and newest value that was not printed
         self._started = time.time()
-        self._over = False  # from then on workers go because they are told to
+        self._over = False  # after the end of the run, lost workers are not reported
 
     def show(self, line: dict[str, Any]) -> None:
+        """Print a line of the journal, if it is of interest."""
         if self._bar is not None and not self._over:
             self._bar.show(line)
         if "event" not in line and "command" not in line:
@@ -49,6 +52,7 @@ class ProgressPrinter:
             self.say(f"{line['worker']} {'' if asked else 'is gone: '}{line['reason']}")
 
     def say(self, text: str) -> None:
+        """Print a text with the elapsed time."""
         elapsed = time.time() - self._started
         words = f"[{elapsed:6.1f} s] {text}"
         if self._bar is not None:
@@ -57,7 +61,7 @@ class ProgressPrinter:
             print(words, file=self._stream, flush=True)
 
     def flush(self) -> None:
-        """Print what was held back, and take the bar away. Called at the end, whatever it is."""
+        """Print the values that were held back and remove the bar. Called at every end."""
         if self._bar is not None:
             self._bar.stop()
         held, self._held = self._held, {}
@@ -96,8 +100,11 @@ def _shows_a_bar(stream: TextIO) -> bool:
 
 
 class _Bar:
-    """Step, metrics, workers and the time left, in the last line of the terminal. It is drawn when
-    something changes and never by a thread of its own, since this process may fork."""
+    """A progress bar in the last line of the terminal: step, metrics, workers and remaining time.
+
+    It is drawn when something changes, and never by a thread of its own, because this process may
+    fork.
+    """
 
     def __init__(self, stream: TextIO, total: int | None) -> None:
         from rich.console import Console

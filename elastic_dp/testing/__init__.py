@@ -1,4 +1,4 @@
-"""For tests of your own: a run on plain processes instead of Ray, and faults at named points of
+"""For your own tests: a run on plain processes instead of Ray, and faults at named points of
 training.
 
 Nothing in training imports this package.

@@ -1,10 +1,10 @@
-"""A worker group of plain processes on this machine, without Ray: the same workers, the same
+"""A worker group of plain processes on this machine, without Ray, with the same workers and
 controller.
 
-For tests that kill workers at named points many times, for benchmarks, and for machines without
-Ray. Workers are forked from a server that has imported torch once (`multiprocessing`'s forkserver),
-so one starts in well under a second. Commands and events travel over a pipe per worker; a closed
-pipe is how a death is seen.
+It is for tests that kill workers at named points many times, for benchmarks, and for machines
+without Ray. Workers are forked from a server that has imported torch once (`multiprocessing`'s
+forkserver), so a worker starts in well under a second. Commands and events travel over a pipe per
+worker; a closed pipe shows that a worker has died.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ _context.set_forkserver_preload(
 
 
 class ProcessWorkerGroup:
-    """Implements `WorkerGroup`. `limit`: how many processes there may be; more stay pending until
-    one is gone."""
+    """Implements `WorkerGroup`. At most `limit` processes run; further workers stay pending."""
 
     def __init__(
         self,
@@ -58,14 +57,17 @@ class ProcessWorkerGroup:
         self._pipes: dict[WorkerId, Connection] = {}
         self._outboxes: dict[WorkerId, queue.SimpleQueue[Any]] = {}
         self._pending: list[WorkerId] = []
-        self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}  # until they end
+        # running processes
+        self.processes: dict[WorkerId, multiprocessing.process.BaseProcess] = {}
 
     def start(self, worker: WorkerId) -> None:
+        """Start a worker, or leave it pending if the limit is reached."""
         with self._lock:
             self._pending.append(worker)
         self._place()
 
     def send(self, worker: WorkerId, command: Request, rendezvous: Rendezvous | None) -> None:
+        """Send a command to a worker. A pending worker that is released never starts."""
         with self._lock:
             outbox = self._outboxes.get(worker)
             pending = worker in self._pending
@@ -75,8 +77,9 @@ class ProcessWorkerGroup:
             outbox.put((command, rendezvous))
 
     def kill(self, worker: WorkerId) -> None:
+        """Kill a worker."""
         with self._lock:
-            if worker in self._pending:  # it never came to be
+            if worker in self._pending:  # it never started
                 self._pending.remove(worker)
                 self._controller.post(WorkerLost(worker, "was still pending"))
         process = self.processes.get(worker)
@@ -84,11 +87,12 @@ class ProcessWorkerGroup:
             process.kill()
 
     def allow(self, limit: int | None) -> None:
-        """Change how many processes there may be (capacity came or went; nobody is killed)."""
+        """Change the limit. No process is killed."""
         self.limit = limit
         self._place()
 
     def close(self) -> None:
+        """Kill all workers and wait for their end."""
         processes = list(self.processes.values())
         for process in processes:
             process.kill()
@@ -128,7 +132,7 @@ class ProcessWorkerGroup:
             del self._pipes[worker]
             self._outboxes.pop(worker).put(None)
         pipe.close()
-        del self.processes[worker]  # which holds a descriptor, too
+        del self.processes[worker]  # which also closes its file descriptor
         self._controller.post(WorkerLost(worker, f"its process ended with {process.exitcode}"))
         self._place()
 
@@ -166,7 +170,7 @@ class _PipeLink:
 
 
 def _main(identity: WorkerId, job: WorkerJob, pipe: Connection) -> None:
-    if job.url is not None:  # then what is printed is kept there
+    if job.url is not None:  # output is copied to the run's folder
         print_to_file()
         print_whatever_fits()
     worker = Worker(identity, job, _PipeLink(pipe), _HOST)
@@ -185,7 +189,11 @@ def _main(identity: WorkerId, job: WorkerJob, pipe: Connection) -> None:
 
 
 class ProcessRun:
-    """A whole run on plain processes: `with ProcessRun(spec, train) as run: run.wait()`."""
+    """A whole run on plain processes: `with ProcessRun(spec, train) as run: run.wait()`.
+
+    `faults` are injected into the workers, `limit` is the number of processes, `url` the run's
+    folder (None: no checkpoints). `check` is called by the controller.
+    """
 
     def __init__(
         self,
@@ -225,7 +233,9 @@ class ProcessRun:
         self.worker_group.close()
 
     def wait(self, timeout_s: float = 120.0) -> RunOutcome:
-        """How the run ended. Raises TimeoutError with the status where it does not."""
+        """Return how the run ended. Raises TimeoutError with the status if it has not ended in
+        time.
+        """
         if not self.controller.ended.wait(timeout_s):
             raise TimeoutError(f"the run has not ended: {self.controller.status()}")
         return self.controller.outcome

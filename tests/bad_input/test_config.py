@@ -31,13 +31,16 @@ from tests.runs import Points
         ({"balance": "fair"}, ["balance is 'fair'", "'measured'"]),
         ({"min_on_demand": 2}, ["min_on_demand is 2, more than max_workers"]),
         ({"zones": "a"}, ["zones is 'a', must be a list of names"]),
-        ({"label_selector": {"team": 1}}, ["label_selector is {'team': 1}", "texts by label"]),
+        (
+            {"label_selector": {"team": 1}},
+            ["label_selector is {'team': 1}", "must be a dict of strings"],
+        ),
         (
             {"market": "spot", "label_selector": {"ray.io/market-type": "spot"}},
             ["names ray.io/market-type"],
         ),
         ({"zones": 5}, ["zones is 5, must be a list of names"]),
-        ({"zones": ["!a"]}, ["zones is ['!a'], must be a list of names as labels have them"]),
+        ({"zones": ["!a"]}, ["zones is ['!a'], must be a list of names (valid labels)"]),
         ({"label_selector": {"a": "in()"}}, ["label_selector has 'a': 'in()'", "!in(a,b)"]),
         ({"label_selector": {"a b": "c"}}, ["label_selector has 'a b': 'c'"]),
         ({"label_selector": {"a": "c d"}}, ["label_selector has 'a': 'c d'"]),
@@ -47,7 +50,7 @@ from tests.runs import Points
             ["['GPU'] is 2, and a worker trains on one GPU", '"GPU": 1', "max_workers=8"],
         ),
         ({"resources_per_worker": {"GPU": 1.5}}, ["['GPU'] is 1.5", "max_workers=2"]),
-        ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a text"]),
+        ({"resources_per_worker": {5: 1}}, ["[5]: a resource's name must be a string"]),
     ],
 )
 def test_scaling_config_out_of_range_names_field_and_value(options, words):
@@ -96,7 +99,11 @@ def test_label_selector_that_ray_takes_is_accepted(wanted):
             {"dataset": {"train": [1]}, "micro_batch_size": 1},
             "dataset is a dict, whose",
         ),
-        (edp.MapStyleData, {"dataset": "/rows", "micro_batch_size": 1}, "or DataConfig a URL"),
+        (
+            edp.MapStyleData,
+            {"dataset": "/rows", "micro_batch_size": 1},
+            "DataConfig with a URL",
+        ),
         (edp.DataConfig, {"url": {"x": HUGE}, "micro_batch_size": 1}, ", must be finite"),
     ],
     ids=str,
@@ -111,7 +118,7 @@ def test_config_value_of_another_kind_is_refused(make, options, words):
     [
         *(({"name": name}, "name is ") for name in ("..", ".", " ", "a/b", "a\nb", 5)),
         ({"name": "é" * 128}, "of 256 bytes, must be at most 255"),
-        ({"labels": {"team": 1}}, "labels is {'team': 1}, must be texts by name"),
+        ({"labels": {"team": 1}}, "labels is {'team': 1}, must be a dict of strings"),
         ({"storage_path": 5}, "storage_path is 5"),
         ({"config": [1]}, "config is a list"),
         ({"scaling": {"max_workers": 2}}, "scaling is a dict, must be a ScalingConfig"),

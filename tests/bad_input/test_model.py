@@ -72,7 +72,7 @@ def test_optimizer_with_another_order_on_one_worker_is_refused():
 
     outcome, _ = group(spec_of(workers=2, min_workers=2), train)
     assert outcome.error is not None
-    assert "order in its optimizer, differ" in outcome.error
+    assert "the optimizer's order of parameters" in outcome.error
     assert "'in group 0 of the optimizer 1.weight', not" in outcome.error
 
 

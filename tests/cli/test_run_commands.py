@@ -130,4 +130,4 @@ def test_help_of_a_verb_says_where_it_goes_without_an_address():
 
     assert "a Ray of the run's own" in told("run")
     for name in ("list", "status", "events", "logs", "scale", "drain", "stop", "restart"):
-        assert "HOST:6379. Default: the one on this machine, of several the newest" in told(name)
+        assert "HOST:6379. Default: the newest one on this machine" in told(name)

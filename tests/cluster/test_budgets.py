@@ -44,7 +44,10 @@ def test_a_sample_that_ends_its_process_is_named_and_not_tried_for_ever():
         if poison in data_of(spec).batch(step, v)["i"]
     )
     outcome, _ = group(spec, train)
-    assert f"2 workers died while they ran virtual worker {at[1]} of step {at[0]}" in outcome.error
+    assert (
+        f"2 workers died one after another while running virtual worker {at[1]} of step {at[0]}"
+        in outcome.error
+    )
     # The last words of a sidecar that is slow come when the next has died.
     assert outcome.workers_lost >= 2
 

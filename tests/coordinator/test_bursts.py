@@ -5,122 +5,122 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import WorkerLocation
 from elastic_dp.coordinator.scale_down import choose_departing
 from elastic_dp.coordinator.worker_state import Stage, WorkerState
-from tests.coordinator.scenes import Scene
+from tests.coordinator.scenarios import Scenario
 
 
-def alone(**rules: object) -> Scene:
+def alone(**rules: object) -> Scenario:
     """w1 trains; five places are free."""
-    scene = Scene(**({"size": 6, "stabilization_s": 5.0} | rules))
-    scene.running("w1")
-    return scene
+    scenario = Scenario(**({"size": 6, "stabilization_s": 5.0} | rules))
+    scenario.running("w1")
+    return scenario
 
 
-def joins(scene: Scene) -> bool:
-    return scene.coordinator.phase == "ending"
+def joins(scenario: Scenario) -> bool:
+    return scenario.coordinator.phase == "ending"
 
 
-def change(scene: Scene) -> None:
+def change(scenario: Scenario) -> None:
     """The members stop as asked, and those who join make the next generation run."""
-    for worker in scene.members:
-        scene.stopped(worker, step=1)
-    scene.hear(*scene.members, step=1)
-    assert scene.coordinator.phase == "running", scene.coordinator.reason
+    for worker in scenario.members:
+        scenario.stopped(worker, step=1)
+    scenario.hear(*scenario.members, step=1)
+    assert scenario.coordinator.phase == "running", scenario.coordinator.reason
 
 
 # ------------------------------------------------------------------------------------ coming
 
 
 def test_a_joiner_waits_for_who_builds_and_for_nobody_else() -> None:
-    scene = alone()
-    scene.tell(m.WorkerStarted("w3"))
-    scene.ready("w2")
-    scene.wait(1.0, "w1", "w3")
-    assert not joins(scene), "w3 will be ready soon"
-    scene.ready("w3")
-    scene.wait(0.1, "w1")
-    assert joins(scene), "w4 may never come"
-    change(scene)
-    assert scene.members == ["w1", "w2", "w3"]
+    scenario = alone()
+    scenario.tell(m.WorkerStarted("w3"))
+    scenario.ready("w2")
+    scenario.wait(1.0, "w1", "w3")
+    assert not joins(scenario), "w3 will be ready soon"
+    scenario.ready("w3")
+    scenario.wait(0.1, "w1")
+    assert joins(scenario), "w4 may never come"
+    change(scenario)
+    assert scenario.members == ["w1", "w2", "w3"]
 
 
 def test_a_dead_builder_is_not_waited_for() -> None:
-    scene = alone()
-    scene.tell(m.WorkerStarted("w3"))
-    scene.ready("w2")
-    scene.lost("w3")
-    scene.wait(0.1, "w1")
-    assert joins(scene)
+    scenario = alone()
+    scenario.tell(m.WorkerStarted("w3"))
+    scenario.ready("w2")
+    scenario.lost("w3")
+    scenario.wait(0.1, "w1")
+    assert joins(scenario)
 
 
 def test_joiner_after_a_dead_joiner_starts_a_new_join_window() -> None:
-    scene = alone()
-    scene.tell(m.WorkerStarted("w3"))
-    scene.ready("w2")
-    scene.lost("w2")
-    scene.wait(6.0, "w1", "w3")
-    scene.ready("w4")
-    assert not joins(scene), "w3 will be ready soon"
+    scenario = alone()
+    scenario.tell(m.WorkerStarted("w3"))
+    scenario.ready("w2")
+    scenario.lost("w2")
+    scenario.wait(6.0, "w1", "w3")
+    scenario.ready("w4")
+    assert not joins(scenario), "w3 will be ready soon"
 
 
 def test_builder_that_takes_long_is_not_waited_for() -> None:
-    scene = alone()
-    scene.tell(m.WorkerStarted("w3"))
-    scene.ready("w2")
-    scene.wait(4.9, "w1", "w2", "w3")
-    assert not joins(scene)
-    scene.wait(0.2, "w1", "w2", "w3")
-    assert joins(scene)
+    scenario = alone()
+    scenario.tell(m.WorkerStarted("w3"))
+    scenario.ready("w2")
+    scenario.wait(4.9, "w1", "w2", "w3")
+    assert not joins(scenario)
+    scenario.wait(0.2, "w1", "w2", "w3")
+    assert joins(scenario)
 
 
 def test_full_group_waits_for_no_builder() -> None:
-    scene = alone(size=2, standby=1)
-    scene.tell(m.WorkerStarted("w3"))
-    scene.ready("w2")
-    assert joins(scene)
+    scenario = alone(size=2, standby=1)
+    scenario.tell(m.WorkerStarted("w3"))
+    scenario.ready("w2")
+    assert joins(scenario)
 
 
 def test_five_nodes_in_three_seconds_make_two_changes() -> None:
     """Also where nobody is seen to build: each is ready as soon as it has started."""
-    scene = alone(size=8)
-    before, here = scene.coordinator.generation, ["w1"]
+    scenario = alone(size=8)
+    before, here = scenario.coordinator.generation, ["w1"]
     for late in ("w2", "w3", "w4", "w5", "w6"):
-        scene.ready(late)
+        scenario.ready(late)
         here.append(late)
-        scene.wait(0.6, *here, step=1)
-        if joins(scene):
-            change(scene)
-    scene.wait(5.0, *here, step=1)
-    if joins(scene):
-        change(scene)
-    assert len(scene.members) == 6
-    assert scene.coordinator.generation - before == 2
+        scenario.wait(0.6, *here, step=1)
+        if joins(scenario):
+            change(scenario)
+    scenario.wait(5.0, *here, step=1)
+    if joins(scenario):
+        change(scenario)
+    assert len(scenario.members) == 6
+    assert scenario.coordinator.generation - before == 2
 
 
 def test_a_drain_does_not_wait_for_a_burst() -> None:
-    scene = alone(min_workers=1)
-    scene.tell(m.WorkerStarted("w3"))
-    scene.ready("w2")
-    assert not joins(scene)
-    scene.tell(m.DrainNoticed("w1", scene.now + 6.0))
-    assert joins(scene)
+    scenario = alone(min_workers=1)
+    scenario.tell(m.WorkerStarted("w3"))
+    scenario.ready("w2")
+    assert not joins(scenario)
+    scenario.tell(m.DrainNoticed("w1", scenario.now + 6.0))
+    assert joins(scenario)
 
 
 # ------------------------------------------------------------------------------------- going
 
 
-def placed(scene: Scene, **nodes: str) -> None:
+def placed(scenario: Scenario, **nodes: str) -> None:
     """By worker: its node, of the spot market where it begins with s."""
     for worker, node in nodes.items():
-        scene.tell(m.WorkerPlaced(worker, WorkerLocation(node, spot=node.startswith("s"))))
+        scenario.tell(m.WorkerPlaced(worker, WorkerLocation(node, spot=node.startswith("s"))))
 
 
 def stay_after(size: int, floor: int = 0, **nodes: str) -> list[str]:
-    scene = Scene(size=len(nodes), min_on_demand=floor)
-    scene.running(*nodes)
-    placed(scene, **nodes)
-    scene.tell(m.SizeRequested(size))
-    change(scene)
-    return scene.members
+    scenario = Scenario(size=len(nodes), min_on_demand=floor)
+    scenario.running(*nodes)
+    placed(scenario, **nodes)
+    scenario.tell(m.SizeRequested(size))
+    change(scenario)
+    return scenario.members
 
 
 def test_a_smaller_run_gives_whole_nodes_back() -> None:
@@ -135,13 +135,13 @@ def test_scale_down_releases_spot_workers_first() -> None:
 
 def stay_after_a_drain(size: int, floor: int = 0, **nodes: str) -> list[str]:
     """w1 is told to go, and then the run is made smaller."""
-    scene = Scene(size=len(nodes), min_on_demand=floor)
-    scene.running(*nodes)
-    placed(scene, **nodes)
-    scene.tell(m.DrainNoticed("w1", None))
-    scene.tell(m.SizeRequested(size))
-    change(scene)
-    return scene.members
+    scenario = Scenario(size=len(nodes), min_on_demand=floor)
+    scenario.running(*nodes)
+    placed(scenario, **nodes)
+    scenario.tell(m.DrainNoticed("w1", None))
+    scenario.tell(m.SizeRequested(size))
+    change(scenario)
+    return scenario.members
 
 
 def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
@@ -152,22 +152,22 @@ def test_a_node_that_somebody_leaves_anyhow_is_emptied_first() -> None:
 
 
 def test_scale_down_releases_standbys_on_a_draining_node_first() -> None:
-    scene = Scene(size=2, standby=2)
-    scene.running("w1", "w2")
-    scene.ready("w3", "w4")
-    placed(scene, w1="a", w2="b", w3="a", w4="s1")
-    scene.tell(m.DrainNoticed("w1", None))
-    scene.ready("w5")
-    placed(scene, w5="c")
-    scene.tell(m.SizeRequested(1))
-    (released,) = scene.of(m.ReleaseWorker)
+    scenario = Scenario(size=2, standby=2)
+    scenario.running("w1", "w2")
+    scenario.ready("w3", "w4")
+    placed(scenario, w1="a", w2="b", w3="a", w4="s1")
+    scenario.tell(m.DrainNoticed("w1", None))
+    scenario.ready("w5")
+    placed(scenario, w5="c")
+    scenario.tell(m.SizeRequested(1))
+    (released,) = scenario.of(m.ReleaseWorker)
     assert released == m.ReleaseWorker("w3", "the size is 1 now; its node a becomes free")
 
 
 def test_scale_down_releases_from_the_node_with_the_fewest_workers() -> None:
     workers = [worker(n, node) for n, node in enumerate("aaabb", 1)]
     (first,) = choose_departing(workers, 1)
-    assert (first[0].id, first[1]) == ("w5", "others stay on its node")
+    assert (first[0].id, first[1]) == ("w5", "other workers stay on its node")
 
 
 def test_a_node_that_others_stay_on_is_not_emptied() -> None:
@@ -201,12 +201,12 @@ def test_scale_down_releases_workers_without_a_node_first() -> None:
 
 
 def test_standbys_leave_by_node_too() -> None:
-    scene = Scene(size=2, standby=2)
-    scene.running("w1", "w2")
-    scene.ready("w3", "w4")
-    placed(scene, w1="a", w2="a", w3="b", w4="a")
-    scene.tell(m.SizeRequested(1))
-    (released,) = scene.of(m.ReleaseWorker)
+    scenario = Scenario(size=2, standby=2)
+    scenario.running("w1", "w2")
+    scenario.ready("w3", "w4")
+    placed(scenario, w1="a", w2="a", w3="b", w4="a")
+    scenario.tell(m.SizeRequested(1))
+    (released,) = scenario.of(m.ReleaseWorker)
     assert released == m.ReleaseWorker("w3", "the size is 1 now; its node b becomes free")
 
 

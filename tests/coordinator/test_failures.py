@@ -3,172 +3,173 @@
 from __future__ import annotations
 
 from elastic_dp.coordinator import messages as m
-from tests.coordinator.scenes import Scene, trio
+from tests.coordinator.scenarios import Scenario, trio
 
 
 def test_losses_without_a_step_are_bounded() -> None:
-    scene = Scene(size=1, max_losses_without_progress=3, min_workers=1)
+    scenario = Scenario(size=1, max_losses_without_progress=3, min_workers=1)
     for number in range(1, 9):
-        scene.wait(40.0)
-        if scene.coordinator.phase == "over":
+        scenario.wait(40.0)
+        if scenario.coordinator.phase == "over":
             break
-        scene.tell(m.WorkerStarted(f"w{number}"))
-        scene.lost(f"w{number}")
-    assert "losses" in scene.ever(m.FailRun)[0].error
+        scenario.tell(m.WorkerStarted(f"w{number}"))
+        scenario.lost(f"w{number}")
+    assert "losses" in scenario.ever(m.FailRun)[0].error
     assert number == 5
 
 
 def test_losses_at_once_are_one_incident() -> None:
-    scene = Scene(size=8, max_losses_without_progress=2)
+    scenario = Scenario(size=8, max_losses_without_progress=2)
     names = [f"w{n}" for n in range(1, 9)]
-    scene.running(*names)
+    scenario.running(*names)
     for name in names[1:]:
-        scene.lost(name)
-    assert not scene.ever(m.FailRun)
+        scenario.lost(name)
+    assert not scenario.ever(m.FailRun)
 
 
 def test_user_errors_fail_the_run_once() -> None:
-    scene = trio()
-    scene.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
-    scene.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))
-    assert scene.ever(m.FailRun) == [m.FailRun("KeyError: 'x'", "tb", "w1")]
+    scenario = trio()
+    scenario.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
+    scenario.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))
+    assert scenario.ever(m.FailRun) == [m.FailRun("KeyError: 'x'", "tb", "w1")]
 
 
 def test_a_user_error_is_tried_again_by_another_where_the_job_says_so() -> None:
-    scene = trio(max_user_errors=1)
-    scene.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
-    scene.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))  # of the same step
-    assert [c.worker for c in scene.ever(m.EvictWorker)] == ["w1", "w2"]
-    assert not scene.ever(m.FailRun)
-    scene.stopped("w3")
-    scene.lost("w1")
-    scene.lost("w2")
-    scene.wait(1.0, "w3", phase="wait")
-    assert scene.members == ["w3"]
-    scene.hear("w3", step=1)
-    scene.tell(m.WorkerFailed("w3", "KeyError: 'y'", "tb"))  # after a step
-    scene.lost("w3")
-    assert scene.ever(m.FailRun)[0] == m.FailRun("KeyError: 'y'", "tb", "w3"), "nobody is left"
+    scenario = trio(max_user_errors=1)
+    scenario.tell(m.WorkerFailed("w1", "KeyError: 'x'", "tb"))
+    scenario.tell(m.WorkerFailed("w2", "KeyError: 'x'", "tb"))  # of the same step
+    assert [c.worker for c in scenario.ever(m.EvictWorker)] == ["w1", "w2"]
+    assert not scenario.ever(m.FailRun)
+    scenario.stopped("w3")
+    scenario.lost("w1")
+    scenario.lost("w2")
+    scenario.wait(1.0, "w3", phase="wait")
+    assert scenario.members == ["w3"]
+    scenario.hear("w3", step=1)
+    scenario.tell(m.WorkerFailed("w3", "KeyError: 'y'", "tb"))  # after a step
+    scenario.lost("w3")
+    assert scenario.ever(m.FailRun)[0] == m.FailRun("KeyError: 'y'", "tb", "w3"), "nobody is left"
 
 
 def test_user_errors_have_a_budget_of_their_own() -> None:
-    scene = Scene(size=2, max_user_errors=2, max_losses_without_progress=1)
-    scene.running("w1", "w2")
+    scenario = Scenario(size=2, max_user_errors=2, max_losses_without_progress=1)
+    scenario.running("w1", "w2")
     for number in (2, 3, 4):
-        assert not scene.ever(m.FailRun)
-        scene.tell(m.WorkerFailed(f"w{number}", f"KeyError: {number}", "tb"))
+        assert not scenario.ever(m.FailRun)
+        scenario.tell(m.WorkerFailed(f"w{number}", f"KeyError: {number}", "tb"))
         if number < 4:
-            scene.stopped("w1")
-            scene.lost(f"w{number}")
-            scene.wait(2.0, "w1", phase="wait")
-            scene.ready(f"w{number + 1}")
-            scene.wait(0.1)
-            scene.hear(*scene.members)
-    assert scene.ever(m.FailRun) == [m.FailRun("KeyError: 4", "tb", "w4")]
+            scenario.stopped("w1")
+            scenario.lost(f"w{number}")
+            scenario.wait(2.0, "w1", phase="wait")
+            scenario.ready(f"w{number + 1}")
+            scenario.wait(0.1)
+            scenario.hear(*scenario.members)
+    assert scenario.ever(m.FailRun) == [m.FailRun("KeyError: 4", "tb", "w4")]
 
 
 def test_an_error_of_ours_is_never_tried_again() -> None:
-    scene = trio(max_user_errors=5)
-    scene.tell(m.WorkerFailed("w1", "LossError: it is NaN", "tb", ("it is NaN",)))
-    assert scene.ever(m.FailRun)[0].facts == ("it is NaN",)
+    scenario = trio(max_user_errors=5)
+    scenario.tell(m.WorkerFailed("w1", "LossError: it is NaN", "tb", ("it is NaN",)))
+    assert scenario.ever(m.FailRun)[0].facts == ("it is NaN",)
 
 
-def die_one_by_one(scene: Scene, times: int, *how: object, step: int = 0) -> int:
+def die_one_by_one(scenario: Scenario, times: int, *how: object, step: int = 0) -> int:
     """A worker after the other beside w1, which survives; returns how many died before the run
     failed."""
-    scene.running("w1", "w2", step=step)
+    scenario.running("w1", "w2", step=step)
     for died in range(1, times + 1):
-        scene.tell(m.WorkerLost(f"w{died + 1}", "killed", *how))
-        if scene.ever(m.FailRun):
+        scenario.tell(m.WorkerLost(f"w{died + 1}", "killed", *how))
+        if scenario.ever(m.FailRun):
             return died
-        scene.stopped("w1", step=step)
-        scene.wait(40.0, "w1", phase="wait", step=step)
-        scene.ready(f"w{died + 2}")
-        scene.wait(0.1)
-        scene.hear(*scene.members, step=step)
+        scenario.stopped("w1", step=step)
+        scenario.wait(40.0, "w1", phase="wait", step=step)
+        scenario.ready(f"w{died + 2}")
+        scenario.wait(0.1)
+        scenario.hear(*scenario.members, step=step)
     return times
 
 
 def test_preemptions_count_against_no_budget() -> None:
-    scene = Scene(size=2, max_losses_without_progress=1)
-    assert die_one_by_one(scene, 5, m.Cause.PREEMPTED) == 5
-    assert not scene.ever(m.FailRun)
+    scenario = Scenario(size=2, max_losses_without_progress=1)
+    assert die_one_by_one(scenario, 5, m.Cause.PREEMPTED) == 5
+    assert not scenario.ever(m.FailRun)
 
 
 def test_out_of_memory_has_a_budget_and_words_of_its_own() -> None:
-    scene = Scene(size=2, max_out_of_memory=2)
-    assert die_one_by_one(scene, 9, m.Cause.OUT_OF_MEMORY) == 3
-    assert "out of memory 3 times" in scene.ever(m.FailRun)[0].error
+    scenario = Scenario(size=2, max_out_of_memory=2)
+    assert die_one_by_one(scenario, 9, m.Cause.OUT_OF_MEMORY) == 3
+    assert "out of memory 3 times" in scenario.ever(m.FailRun)[0].error
 
 
 def test_a_micro_batch_that_ends_whoever_runs_it_is_named() -> None:
-    scene = Scene(size=2, max_losses_of_micro_batch=3)
-    assert die_one_by_one(scene, 9, m.Cause.UNKNOWN, (8, 5), step=7) == 4
+    scenario = Scenario(size=2, max_losses_of_micro_batch=3)
+    assert die_one_by_one(scenario, 9, m.Cause.UNKNOWN, (8, 5), step=7) == 4
     assert (
-        "4 workers died while they ran virtual worker 5 of step 8" in scene.ever(m.FailRun)[0].error
+        "4 workers died one after another while running virtual worker 5 of step 8"
+        in scenario.ever(m.FailRun)[0].error
     )
 
 
 def test_a_micro_batch_that_was_passed_once_is_not_blamed() -> None:
-    scene = Scene(size=2, max_losses_of_micro_batch=1)
-    assert die_one_by_one(scene, 4, m.Cause.UNKNOWN, (7, 5), step=7) == 4
+    scenario = Scenario(size=2, max_losses_of_micro_batch=1)
+    assert die_one_by_one(scenario, 4, m.Cause.UNKNOWN, (7, 5), step=7) == 4
 
 
 def test_loss_that_turns_out_to_be_a_device_fault_counts_once() -> None:
-    scene = Scene(size=3, max_losses_without_progress=1)
-    scene.running("w1", "w2", "w3")
-    scene.tell(m.WorkerLost("w2", "its process ended with 70"))
-    scene.tell(m.WorkerLost("w2", "its device failed", m.Cause.DEVICE_FAULT))
-    assert not scene.ever(m.FailRun)
-    scene.stopped("w1")
-    scene.wait(40.0, "w1", phase="wait")
-    scene.ready("w4")
-    scene.wait(0.1)
-    scene.hear(*scene.members)
-    scene.tell(m.WorkerLost("w4", "its device failed", m.Cause.DEVICE_FAULT))
-    assert scene.ever(m.FailRun)
+    scenario = Scenario(size=3, max_losses_without_progress=1)
+    scenario.running("w1", "w2", "w3")
+    scenario.tell(m.WorkerLost("w2", "its process ended with 70"))
+    scenario.tell(m.WorkerLost("w2", "its device failed", m.Cause.DEVICE_FAULT))
+    assert not scenario.ever(m.FailRun)
+    scenario.stopped("w1")
+    scenario.wait(40.0, "w1", phase="wait")
+    scenario.ready("w4")
+    scenario.wait(0.1)
+    scenario.hear(*scenario.members)
+    scenario.tell(m.WorkerLost("w4", "its device failed", m.Cause.DEVICE_FAULT))
+    assert scenario.ever(m.FailRun)
 
 
 def test_loss_out_of_memory_delays_the_replacement() -> None:
-    scene = Scene(size=2, max_out_of_memory=2)
-    scene.running("w1", "w2")
-    scene.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
-    assert not scene.of(m.StartWorker)
-    scene.stopped("w1")
-    scene.wait(1.0, "w1", phase="wait")
-    assert [c.worker for c in scene.ever(m.StartWorker)][-1] == "w3"
+    scenario = Scenario(size=2, max_out_of_memory=2)
+    scenario.running("w1", "w2")
+    scenario.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
+    assert not scenario.of(m.StartWorker)
+    scenario.stopped("w1")
+    scenario.wait(1.0, "w1", phase="wait")
+    assert [c.worker for c in scenario.ever(m.StartWorker)][-1] == "w3"
 
 
 def test_going_back_is_no_progress_until_the_run_is_further_than_before() -> None:
     """A step that kills everyone, again and again, though a few steps lie between it and the
     checkpoint."""
-    scene = Scene(size=1, max_losses_without_progress=4)
-    scene.running("w1")
-    scene.committed = 5
-    scene.hear("w1", step=9)
+    scenario = Scenario(size=1, max_losses_without_progress=4)
+    scenario.running("w1")
+    scenario.committed = 5
+    scenario.hear("w1", step=9)
     for number in range(1, 6):
-        assert not scene.ever(m.FailRun)
-        scene.lost(f"w{number}")
-        scene.wait(60.0)
-        scene.ready(f"w{number + 1}")
-        scene.wait(0.1)
+        assert not scenario.ever(m.FailRun)
+        scenario.lost(f"w{number}")
+        scenario.wait(60.0)
+        scenario.ready(f"w{number + 1}")
+        scenario.wait(0.1)
         for step in range(5, 10):
-            scene.hear(f"w{number + 1}", step=step)
-    assert scene.ever(m.FailRun)
+            scenario.hear(f"w{number + 1}", step=step)
+    assert scenario.ever(m.FailRun)
 
 
 def test_a_loss_that_costs_no_pause_ends_none() -> None:
-    scene = Scene(size=3, max_out_of_memory=5)
-    scene.running("w1", "w2", "w3")
-    scene.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
-    scene.lost("w3")
-    assert not scene.of(m.StartWorker)
+    scenario = Scenario(size=3, max_out_of_memory=5)
+    scenario.running("w1", "w2", "w3")
+    scenario.tell(m.WorkerLost("w2", "killed", m.Cause.OUT_OF_MEMORY))
+    scenario.lost("w3")
+    assert not scenario.of(m.StartWorker)
 
 
 def test_progress_that_was_heard_of_late_forgives_no_later_micro_batch() -> None:
-    scene = Scene(size=3, max_losses_of_micro_batch=1)
-    scene.running("w1", "w2", "w3")
-    scene.tell(m.WorkerLost("w2", "killed", micro_batch=(8, 5)))
-    scene.hear("w1", "w3", step=7)
-    scene.tell(m.WorkerLost("w3", "killed", micro_batch=(8, 5)))
-    assert "of step 8" in scene.ever(m.FailRun)[0].error
+    scenario = Scenario(size=3, max_losses_of_micro_batch=1)
+    scenario.running("w1", "w2", "w3")
+    scenario.tell(m.WorkerLost("w2", "killed", micro_batch=(8, 5)))
+    scenario.hear("w1", "w3", step=7)
+    scenario.tell(m.WorkerLost("w3", "killed", micro_batch=(8, 5)))
+    assert "of step 8" in scenario.ever(m.FailRun)[0].error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
-from tests.coordinator.scenes import Scene, trio
+from tests.coordinator.scenarios import Scenario, trio
 
 
 def finished(worker: str, digest: str = "D", generation: int = 1) -> m.WorkerFinished:
@@ -12,65 +12,65 @@ def finished(worker: str, digest: str = "D", generation: int = 1) -> m.WorkerFin
 
 
 def test_run_finishes_when_all_living_members_have() -> None:
-    scene = trio(standby=1)
-    scene.ready("w4")
-    scene.tell(finished("w1"))
-    assert not scene.ever(m.FinishRun)
-    scene.lost("w2")
-    assert not scene.ever(m.FinishRun)
-    scene.tell(finished("w3"))
-    assert scene.ever(m.FinishRun) == [
+    scenario = trio(standby=1)
+    scenario.ready("w4")
+    scenario.tell(finished("w1"))
+    assert not scenario.ever(m.FinishRun)
+    scenario.lost("w2")
+    assert not scenario.ever(m.FinishRun)
+    scenario.tell(finished("w3"))
+    assert scenario.ever(m.FinishRun) == [
         m.FinishRun(TrainingPosition(7, 1), "D", "all members finished")
     ]
-    assert {c.worker for c in scene.ever(m.ReleaseWorker)} >= {"w1", "w3", "w4"}
-    scene.said = []
-    scene.wait(60.0)
-    assert {c.worker for c in scene.of(m.EvictWorker)} >= {"w1", "w3", "w4"}
-    assert {type(c) for c in scene.said} == {m.EvictWorker}
+    assert {c.worker for c in scenario.ever(m.ReleaseWorker)} >= {"w1", "w3", "w4"}
+    scenario.said = []
+    scenario.wait(60.0)
+    assert {c.worker for c in scenario.of(m.EvictWorker)} >= {"w1", "w3", "w4"}
+    assert {type(c) for c in scenario.said} == {m.EvictWorker}
 
 
 def test_member_that_did_not_finish_is_brought_to_the_end() -> None:
-    scene = Scene(size=2)
-    scene.running("w1", "w2")
-    scene.tell(finished("w1"))
-    scene.stopped("w2", step=6)
-    assert scene.members == ["w1", "w2"]
-    assert scene.coordinator.generation == 2
-    assert not scene.ever(m.FinishRun)
-    scene.tell(finished("w2", generation=2))
-    assert scene.ever(m.FinishRun)
+    scenario = Scenario(size=2)
+    scenario.running("w1", "w2")
+    scenario.tell(finished("w1"))
+    scenario.stopped("w2", step=6)
+    assert scenario.members == ["w1", "w2"]
+    assert scenario.coordinator.generation == 2
+    assert not scenario.ever(m.FinishRun)
+    scenario.tell(finished("w2", generation=2))
+    assert scenario.ever(m.FinishRun)
 
 
 def test_weights_that_differ_are_said_aloud() -> None:
-    scene = Scene(size=2)
-    scene.running("w1", "w2")
-    scene.tell(finished("w1", "D"))
-    scene.tell(finished("w2", "E"))
-    assert scene.ever(m.FinishRun)[0].digests_differ
+    scenario = Scenario(size=2)
+    scenario.running("w1", "w2")
+    scenario.tell(finished("w1", "D"))
+    scenario.tell(finished("w2", "E"))
+    assert scenario.ever(m.FinishRun)[0].digests_differ
 
 
 def test_a_stop_is_told_and_told_again() -> None:
-    scene = Scene(size=2)
-    scene.running("w1", "w2")
-    scene.tell(m.StopRequested("enough"))
-    assert len(scene.of(m.StopTraining)) == 2
-    assert m.StopTraining("w1", "enough") in scene.hear("w1", step=1)
-    scene.lost("w2")
-    scene.stopped("w1", step=2)
-    assert m.StopTraining("w1", "enough") in scene.said, "a later generation is told as it forms"
+    scenario = Scenario(size=2)
+    scenario.running("w1", "w2")
+    scenario.tell(m.StopRequested("enough"))
+    assert len(scenario.of(m.StopTraining)) == 2
+    assert m.StopTraining("w1", "enough") in scenario.hear("w1", step=1)
+    scenario.lost("w2")
+    scenario.stopped("w1", step=2)
+    assert m.StopTraining("w1", "enough") in scenario.said, "a later generation is told as it forms"
 
 
 def test_stop_with_one_survivor_ends_the_run_without_new_workers() -> None:
-    scene = Scene(size=2, min_workers=2)
-    scene.running("w1", "w2")
-    scene.tell(m.StopRequested("enough"))
-    scene.lost("w2")
-    scene.stopped("w1", step=2)
-    assert scene.members == ["w1"]
-    assert len(scene.ever(m.StartWorker)) == 2, "nobody is asked for any more"
+    scenario = Scenario(size=2, min_workers=2)
+    scenario.running("w1", "w2")
+    scenario.tell(m.StopRequested("enough"))
+    scenario.lost("w2")
+    scenario.stopped("w1", step=2)
+    assert scenario.members == ["w1"]
+    assert len(scenario.ever(m.StartWorker)) == 2, "nobody is asked for any more"
 
 
 def test_a_stop_before_the_first_step() -> None:
-    scene = Scene(size=2)
-    scene.tell(m.StopRequested("enough"))
-    assert scene.ever(m.FinishRun) == [m.FinishRun(TrainingPosition(0), "", "enough")]
+    scenario = Scenario(size=2)
+    scenario.tell(m.StopRequested("enough"))
+    assert scenario.ever(m.FinishRun) == [m.FinishRun(TrainingPosition(0), "", "enough")]

@@ -3,7 +3,7 @@
 import gc
 
 from elastic_dp.coordinator import messages as m
-from tests.coordinator.scenes import Scene
+from tests.coordinator.scenarios import Scenario
 
 WORKERS = 50
 
@@ -21,33 +21,33 @@ def test_no_event_leaves_a_cycle() -> None:
 
 def live() -> None:
     """Losses, a drain, fewer workers, more, and the end of the run."""
-    scene = Scene(size=WORKERS, virtual_workers=2 * WORKERS, standby=1)
-    scene.running(*(f"w{n}" for n in range(1, WORKERS + 1)))
+    scenario = Scenario(size=WORKERS, virtual_workers=2 * WORKERS, standby=1)
+    scenario.running(*(f"w{n}" for n in range(1, WORKERS + 1)))
     for round_ in range(1, 9):
-        members = scene.members
-        scene.hear(*members, step=4 * round_)
+        members = scenario.members
+        scenario.hear(*members, step=4 * round_)
         match round_ % 4:
             case 1:
-                scene.lost(members[round_])
+                scenario.lost(members[round_])
             case 2:
-                scene.tell(m.DrainNoticed(members[-1], None))
+                scenario.tell(m.DrainNoticed(members[-1], None))
             case 3:
-                scene.tell(m.SizeRequested(WORKERS // 2))
+                scenario.tell(m.SizeRequested(WORKERS // 2))
             case _:
-                scene.tell(m.SizeRequested(WORKERS))
-        again(scene, 4 * round_)
-    scene.tell(m.WorkerFailed(scene.members[0], "ValueError", ""))
-    assert scene.coordinator.phase == "over"
-    assert len(scene.ever(m.FormGeneration)) > 8
+                scenario.tell(m.SizeRequested(WORKERS))
+        again(scenario, 4 * round_)
+    scenario.tell(m.WorkerFailed(scenario.members[0], "ValueError", ""))
+    assert scenario.coordinator.phase == "over"
+    assert len(scenario.ever(m.FormGeneration)) > 8
 
 
-def again(scene: Scene, step: int) -> None:
+def again(scenario: Scenario, step: int) -> None:
     """Everybody obeys, until the next generation runs."""
-    scene.ready(*(w for w, stage in scene.coordinator.workers.items() if stage == "starting"))
-    generation = scene.coordinator.generation
-    for worker in scene.members:
-        if scene.coordinator.phase == "ending":
-            scene.stopped(worker, step=step, generation=generation)
-    scene.wait(0.1)
-    scene.hear(*scene.members, step=step)
-    assert scene.coordinator.phase == "running", scene.coordinator.reason
+    scenario.ready(*(w for w, stage in scenario.coordinator.workers.items() if stage == "starting"))
+    generation = scenario.coordinator.generation
+    for worker in scenario.members:
+        if scenario.coordinator.phase == "ending":
+            scenario.stopped(worker, step=step, generation=generation)
+    scenario.wait(0.1)
+    scenario.hear(*scenario.members, step=step)
+    assert scenario.coordinator.phase == "running", scenario.coordinator.reason

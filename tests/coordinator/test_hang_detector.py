@@ -1,94 +1,104 @@
-"""Who lives and does not go on: scenes of hangs in each phase, and of waits that are none."""
+"""Who lives and does not go on: scenarios of hangs in each phase, and of waits that are none."""
 
 from typing import Any
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.hang_detector import LEAST_S, LONGER, STEPS
+from elastic_dp.coordinator.hang_detector import MIN_LIMIT_S, SLOW_FACTOR, STEPS
 from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.coordinator.worker_state import HeartbeatProgress
-from tests.coordinator.scenes import Scene
+from tests.coordinator.scenarios import Scenario
 
 LIMIT_S = 30.0
 
 
-def training(*workers: str, step: int = 5, **rules: Any) -> Scene:
+def training(*workers: str, step: int = 5, **rules: Any) -> Scenario:
     """These have made some steps."""
-    scene = Scene(size=len(workers), hang_timeout_s=LIMIT_S, **rules)
-    scene.running(*workers)
-    scene.hear(*workers, step=step)
-    return scene
+    scenario = Scenario(size=len(workers), hang_timeout_s=LIMIT_S, **rules)
+    scenario.running(*workers)
+    scenario.hear(*workers, step=step)
+    return scenario
 
 
-def stay(scene: Scene, seconds: float, cpu_s: float = 0.0, **at: tuple[str, int]) -> list[str]:
+def stay(
+    scenario: Scenario, seconds: float, cpu_s: float = 0.0, **at: tuple[str, int]
+) -> list[str]:
     """Heartbeats each second, that say the same. Returns who was evicted meanwhile; `cpu_s` is used
     in a second."""
-    all_said = len(scene.all)
+    all_said = len(scenario.all)
     for _ in range(int(seconds)):
-        scene.now += 1.0
+        scenario.now += 1.0
         for worker, (phase, step) in at.items():
-            scene.beats += 1
-            generation = scene.coordinator.generation
-            scene.tell(
+            scenario.beats += 1
+            generation = scenario.coordinator.generation
+            scenario.tell(
                 m.HeartbeatReceived(
-                    worker, generation, step, phase, scene.beats, scene.beats * cpu_s / len(at)
+                    worker,
+                    generation,
+                    step,
+                    phase,
+                    scenario.beats,
+                    scenario.beats * cpu_s / len(at),
                 )
             )
-    evicted = [c for c in scene.all[all_said:] if isinstance(c, m.EvictWorker)]
+    evicted = [c for c in scenario.all[all_said:] if isinstance(c, m.EvictWorker)]
     return list(dict.fromkeys(c.worker for c in evicted))
 
 
 def test_worker_that_has_not_entered_the_collective_is_the_suspect() -> None:
-    scene = training("w1", "w2", "w3")
+    scenario = training("w1", "w2", "w3")
     at = {"w1": ("collective", 5), "w2": ("compute", 5), "w3": ("collective", 5)}
-    assert stay(scene, LIMIT_S - 1, **at) == []
-    assert stay(scene, 3, **at) == ["w2"]
-    evicted = scene.ever(m.EvictWorker)[0]
+    assert stay(scenario, LIMIT_S - 1, **at) == []
+    assert stay(scenario, 3, **at) == ["w2"]
+    evicted = scenario.ever(m.EvictWorker)[0]
     assert evicted.stuck
-    assert evicted.reason == "stuck: does not go on for 31 s, in 'compute' after step 5"
-    scene.stopped("w1", step=5)
-    scene.stopped("w3", step=5)
-    assert scene.members == ["w1", "w3"]
+    assert evicted.reason == "stuck: makes no progress for 31 s, in phase 'compute' after step 5"
+    scenario.stopped("w1", step=5)
+    scenario.stopped("w3", step=5)
+    assert scenario.members == ["w1", "w3"]
 
 
 def test_worker_a_step_behind_is_the_suspect() -> None:
     """That worker did not notice that the collective has ended."""
-    scene = training("w1", "w2")
-    assert stay(scene, LIMIT_S + 5, w1=("collective", 6), w2=("collective", 5)) == ["w2"]
+    scenario = training("w1", "w2")
+    assert stay(scenario, LIMIT_S + 5, w1=("collective", 6), w2=("collective", 5)) == ["w2"]
 
 
 def test_worker_that_hangs_in_apply_is_the_suspect() -> None:
-    scene = training("w1", "w2")
-    assert stay(scene, LIMIT_S + 5, w1=("apply", 5), w2=("collective", 6)) == ["w1"]
+    scenario = training("w1", "w2")
+    assert stay(scenario, LIMIT_S + 5, w1=("apply", 5), w2=("collective", 6)) == ["w1"]
 
 
 def test_workers_that_move_in_time_are_no_suspects() -> None:
-    scene = training("w1", "w2")
+    scenario = training("w1", "w2")
     for step in range(5, 9):
-        assert stay(scene, LIMIT_S - 2, w1=("collective", step), w2=("compute", step)) == []
+        assert stay(scenario, LIMIT_S - 2, w1=("collective", step), w2=("compute", step)) == []
 
 
 def test_collective_in_which_all_wait_is_aborted_without_an_eviction() -> None:
-    scene = training("w1", "w2")
+    scenario = training("w1", "w2")
     at = {"w1": ("collective", 5), "w2": ("collective", 5)}
-    assert stay(scene, LIMIT_S + 2, **at) == []
-    assert scene.coordinator.reason == "generation 1 ends: nothing moves in 'collective'"
-    assert len(scene.ever(m.AbortGeneration)) >= 2
-    scene.stopped("w1", step=5)
-    assert stay(scene, LIMIT_S - 2, w2=("collective", 5), w1=("wait", 5)) == []
-    assert stay(scene, 3, w2=("collective", 5), w1=("wait", 5)) == ["w2"]  # nor can it leave
+    assert stay(scenario, LIMIT_S + 2, **at) == []
+    assert (
+        scenario.coordinator.reason
+        == "generation 1 ends: no member makes progress in phase 'collective'"
+    )
+    assert len(scenario.ever(m.AbortGeneration)) >= 2
+    scenario.stopped("w1", step=5)
+    assert stay(scenario, LIMIT_S - 2, w2=("collective", 5), w1=("wait", 5)) == []
+    assert stay(scenario, 3, w2=("collective", 5), w1=("wait", 5)) == ["w2"]  # nor can it leave
 
 
 def test_worker_that_waited_for_a_late_member_has_time_to_go_on() -> None:
     """Of a collective that begins only now, not all can have stood still for long."""
     for phase, waited_s in (("data", 2 * LIMIT_S), ("compute", LIMIT_S - 2)):
-        scene = training("w1", "w2", "w3")
+        scenario = training("w1", "w2", "w3")
         at = {"w1": ("collective", 5), "w3": ("collective", 5)}
-        assert stay(scene, waited_s, w2=(phase, 5), **at) == []
-        assert stay(scene, LIMIT_S - 2, w2=("collective", 5), **at) == []
-        assert scene.coordinator.phase == "running"
+        assert stay(scenario, waited_s, w2=(phase, 5), **at) == []
+        assert stay(scenario, LIMIT_S - 2, w2=("collective", 5), **at) == []
+        assert scenario.coordinator.phase == "running"
         at["w3"] = ("compute", 6)  # its word that they go on comes first
-        assert stay(scene, LIMIT_S - 2, w2=("collective", 5), **at) == []
-        assert stay(scene, 6, w2=("collective", 5), **at) == ["w1"], "which does not"
+        assert stay(scenario, LIMIT_S - 2, w2=("collective", 5), **at) == []
+        assert stay(scenario, 6, w2=("collective", 5), **at) == ["w1"], "which does not"
 
 
 def test_the_body_an_evaluation_and_waits_for_data_are_said_and_last_as_long_as_they_last() -> None:
@@ -98,113 +108,113 @@ def test_the_body_an_evaluation_and_waits_for_data_are_said_and_last_as_long_as_
         ("data", "w2 waits for data"),
         ("keep", "w2 copies the state for a checkpoint"),
     ):
-        scene = training("w1", "w2")
+        scenario = training("w1", "w2")
         step = 5 if phase == "data" else 6
         waits = ("collective", 5) if phase == "data" else ("collective", 6)
-        assert stay(scene, 10 * LIMIT_S, w1=waits, w2=(phase, step)) == []
-        said = [c.text for c in scene.ever(m.Explain) if words in c.text]
+        assert stay(scenario, 10 * LIMIT_S, w1=waits, w2=(phase, step)) == []
+        said = [c.text for c in scenario.ever(m.Explain) if words in c.text]
         assert 5 < len(said) <= 10, said
-        assert scene.coordinator.phase == "running"
+        assert scenario.coordinator.phase == "running"
 
 
 def test_worker_inside_a_loop_body_may_finish_it_after_an_abort() -> None:
-    scene = training("w1", "w2", "w3")
-    scene.lost("w3")
-    scene.stopped("w1", step=5)
-    assert stay(scene, 10 * LIMIT_S, w1=("wait", 5), w2=("body", 5)) == []
-    assert scene.coordinator.phase == "ending"
-    assert stay(scene, LIMIT_S + 1, w1=("wait", 5), w2=("compute", 5)) == ["w2"]
+    scenario = training("w1", "w2", "w3")
+    scenario.lost("w3")
+    scenario.stopped("w1", step=5)
+    assert stay(scenario, 10 * LIMIT_S, w1=("wait", 5), w2=("body", 5)) == []
+    assert scenario.coordinator.phase == "ending"
+    assert stay(scenario, LIMIT_S + 1, w1=("wait", 5), w2=("compute", 5)) == ["w2"]
 
 
 def test_a_process_that_computes_has_longer() -> None:
-    scene = training("w1", "w2")
+    scenario = training("w1", "w2")
     at = {"w1": ("collective", 5), "w2": ("compute", 5)}
-    assert stay(scene, LONGER * LIMIT_S - 1, cpu_s=0.5, **at) == []
-    assert stay(scene, LIMIT_S, cpu_s=0.5, **at) == ["w2"]
+    assert stay(scenario, SLOW_FACTOR * LIMIT_S - 1, cpu_s=0.5, **at) == []
+    assert stay(scenario, LIMIT_S, cpu_s=0.5, **at) == ["w2"]
 
 
 def test_the_first_step_of_a_process_has_longer() -> None:
     """The first step may compile, in processes of its own. A joiner's first step is not the
     run's."""
-    scene = Scene(size=2, hang_timeout_s=LIMIT_S)
-    scene.running("w1", "w2")
+    scenario = Scenario(size=2, hang_timeout_s=LIMIT_S)
+    scenario.running("w1", "w2")
     at = {"w1": ("collective", 0), "w2": ("compute", 0)}
-    assert stay(scene, LONGER * LIMIT_S - 2, **at) == []
-    scene.hear("w1", "w2", step=7)
-    scene.lost("w2")
-    scene.stopped("w1", step=7)
-    scene.ready("w3")
-    scene.wait(0.1)
-    scene.stopped("w1", step=7)
-    assert scene.members == ["w1", "w3"]
+    assert stay(scenario, SLOW_FACTOR * LIMIT_S - 2, **at) == []
+    scenario.hear("w1", "w2", step=7)
+    scenario.lost("w2")
+    scenario.stopped("w1", step=7)
+    scenario.ready("w3")
+    scenario.wait(0.1)
+    scenario.stopped("w1", step=7)
+    assert scenario.members == ["w1", "w3"]
     at = {"w1": ("collective", 7), "w3": ("compute", 7)}
-    assert stay(scene, LONGER * LIMIT_S - 2, **at) == []
-    assert stay(scene, LIMIT_S / 4, **at) == ["w3"]
+    assert stay(scenario, SLOW_FACTOR * LIMIT_S - 2, **at) == []
+    assert stay(scenario, LIMIT_S / 4, **at) == ["w3"]
 
 
 def test_a_hand_over_in_which_nothing_moves_is_left() -> None:
-    scene = training("w1", "w2")
-    scene.lost("w2")
-    scene.stopped("w1", step=5)
-    scene.ready("w3")
-    scene.wait(0.1)
-    scene.stopped("w1", step=5)
-    assert scene.members == ["w1", "w3"]
+    scenario = training("w1", "w2")
+    scenario.lost("w2")
+    scenario.stopped("w1", step=5)
+    scenario.ready("w3")
+    scenario.wait(0.1)
+    scenario.stopped("w1", step=5)
+    assert scenario.members == ["w1", "w3"]
     at = {"w1": ("give", 5), "w3": ("receive", 0)}
-    assert stay(scene, LIMIT_S + 5, **at) == []
-    assert "nothing moves in" in scene.coordinator.reason
-    scene.stopped("w3", has_state=False, position=TrainingPosition(0))
-    assert stay(scene, LIMIT_S + 1, w1=("give", 5), w3=("wait", 0)) == ["w1"]
+    assert stay(scenario, LIMIT_S + 5, **at) == []
+    assert "no member makes progress in" in scenario.coordinator.reason
+    scenario.stopped("w3", has_state=False, position=TrainingPosition(0))
+    assert stay(scenario, LIMIT_S + 1, w1=("give", 5), w3=("wait", 0)) == ["w1"]
 
 
 def test_worker_that_hangs_at_takeover_is_evicted() -> None:
-    scene = Scene.recovered(["w1", "w2"], 3, hang_timeout_s=LIMIT_S)
-    scene.tell(m.WorkerReported("w1", 3, TrainingPosition(4), True, False, None, True))
-    assert stay(scene, LIMIT_S + 2, w2=("compute", 4), w1=("collective", 4)) == ["w2"]
-    assert scene.coordinator.phase != "taking over"
+    scenario = Scenario.recovered(["w1", "w2"], 3, hang_timeout_s=LIMIT_S)
+    scenario.tell(m.WorkerReported("w1", 3, TrainingPosition(4), True, False, None, True))
+    assert stay(scenario, LIMIT_S + 2, w2=("compute", 4), w1=("collective", 4)) == ["w2"]
+    assert scenario.coordinator.phase != "taking over"
 
 
 def test_heartbeats_that_are_late_or_doubled_make_nobody_older() -> None:
-    scene = training("w1", "w2")
+    scenario = training("w1", "w2")
     for _ in range(200):
         for worker in ("w1", "w2"):
-            scene.tell(m.HeartbeatReceived(worker, 1, 5, "compute", 1))
-    assert not scene.ever(m.EvictWorker)
+            scenario.tell(m.HeartbeatReceived(worker, 1, 5, "compute", 1))
+    assert not scenario.ever(m.EvictWorker)
 
 
 def test_a_controller_that_slept_judges_nobody_by_what_waits_to_be_read() -> None:
     """The last of it says that they go on."""
-    scene = training("w1", "w2")
+    scenario = training("w1", "w2")
     hangs = {"w1": ("collective", 5), "w2": ("compute", 5)}
-    assert stay(scene, 5, **hangs | {"w2": ("data", 5)}) == []
-    assert stay(scene, LIMIT_S - 2, **hangs) == []
-    scene.claims = False
-    scene.now += 10.0  # it sleeps
+    assert stay(scenario, 5, **hangs | {"w2": ("data", 5)}) == []
+    assert stay(scenario, LIMIT_S - 2, **hangs) == []
+    scenario.claims = False
+    scenario.now += 10.0  # it sleeps
     for step in (5, 5, 5, 5, 6):
-        scene.hear("w2", phase="compute", step=step)
-    scene.hear("w1", phase="collective", step=6)
-    (claim,) = scene.ever(m.ClaimGeneration)[-1:]
-    scene.tell(m.GenerationClaimed(claim.generation))
-    assert not scene.ever(m.EvictWorker)
-    scene.claims = True
-    assert stay(scene, LIMIT_S + 5, w1=("collective", 6), w2=("compute", 6)) == ["w2"]
+        scenario.hear("w2", phase="compute", step=step)
+    scenario.hear("w1", phase="collective", step=6)
+    (claim,) = scenario.ever(m.ClaimGeneration)[-1:]
+    scenario.tell(m.GenerationClaimed(claim.generation))
+    assert not scenario.ever(m.EvictWorker)
+    scenario.claims = True
+    assert stay(scenario, LIMIT_S + 5, w1=("collective", 6), w2=("compute", 6)) == ["w2"]
 
 
 def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
-    scene = Scene(size=2)
-    scene.running("w1", "w2")
-    progress = scene.coordinator._hang_detector
-    assert progress.limit_s == LEAST_S
+    scenario = Scenario(size=2)
+    scenario.running("w1", "w2")
+    progress = scenario.coordinator._hang_detector
+    assert progress.limit_s == MIN_LIMIT_S
     for step in range(1, 20):
-        scene.wait(40.0, "w1", "w2", step=step - 1)
-        scene.hear("w1", "w2", step=step)
+        scenario.wait(40.0, "w1", "w2", step=step - 1)
+        scenario.hear("w1", "w2", step=step)
     assert progress.limit_s == STEPS * 40.0
 
 
 def test_cpu_time_before_an_abort_does_not_count_after_it() -> None:
     standing = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
-        standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
+        standing.record(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
     standing.restart()
-    standing.heard(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
+    standing.record(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
     assert (standing.beats, standing.cpu_s) == (1, 0.5)

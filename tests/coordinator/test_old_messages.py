@@ -8,7 +8,7 @@ import pytest
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
-from tests.coordinator.scenes import SIGNATURE, facts, trio
+from tests.coordinator.scenarios import SIGNATURE, facts, trio
 
 OLD = [
     m.WorkerStopped("w1", 1, TrainingPosition(99), True, "old"),
@@ -35,19 +35,19 @@ OLD = [
 @pytest.mark.parametrize("event", OLD, ids=repr)
 @pytest.mark.parametrize("phase", ["forming", "running", "ending"])
 def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
-    scene = trio(min_workers=2)
-    scene.lost("w3")
-    scene.stopped("w1", step=4)
-    scene.stopped("w2", step=4)
-    assert scene.coordinator.generation == 2
+    scenario = trio(min_workers=2)
+    scenario.lost("w3")
+    scenario.stopped("w1", step=4)
+    scenario.stopped("w2", step=4)
+    assert scenario.coordinator.generation == 2
     if phase != "forming":
-        scene.hear("w1", "w2", step=5)
+        scenario.hear("w1", "w2", step=5)
     if phase == "ending":
-        scene.stopped("w1", step=5)
-    assert scene.coordinator.phase == phase
+        scenario.stopped("w1", step=5)
+    assert scenario.coordinator.phase == phase
 
     def known() -> dict[str, object]:
-        state = facts(scene.coordinator)
+        state = facts(scenario.coordinator)
         fence = state.pop("_generation.fence")  # but for the lease, which a heartbeat renews
         state["fence"] = fence.exit_confirmed, sorted(fence.unconfirmed_dead)
         workers = {
@@ -59,7 +59,7 @@ def test_old_messages_change_nothing(event: m.Event, phase: str) -> None:
         return copy.deepcopy(words | {"workers": workers})
 
     before = known()
-    answers = scene.tell(event)
+    answers = scenario.tell(event)
     allowed = (m.RenewLease, m.AbortGeneration) if isinstance(event, m.HeartbeatReceived) else ()
     assert [c for c in answers if not isinstance(c, allowed)] == []
     after = known()

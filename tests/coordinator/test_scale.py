@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.coordinator_scale import Life
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.worker_registry import RELEASED_A_STEP
-from tests.coordinator.scenes import Scene
+from elastic_dp.coordinator.worker_registry import MAX_RELEASED_PER_STEP
+from tests.coordinator.scenarios import Scenario
 
 # as shares of the size: members of generations that end, of those that are formed, and who comes or
 # goes
@@ -52,13 +52,13 @@ def test_a_change_costs_each_member_so_many_messages_however_many_there_are(size
 
 
 def test_thousands_that_are_not_needed_any_more_leave_over_several_steps() -> None:
-    workers = [f"w{n}" for n in range(1, RELEASED_A_STEP + 3)]
-    scene = Scene(size=len(workers), virtual_workers=len(workers))
-    scene.running(*workers)
-    scene.tell(m.SizeRequested(1))
+    workers = [f"w{n}" for n in range(1, MAX_RELEASED_PER_STEP + 3)]
+    scenario = Scenario(size=len(workers), virtual_workers=len(workers))
+    scenario.running(*workers)
+    scenario.tell(m.SizeRequested(1))
     for worker in workers:
-        scene.stopped(worker, step=3)
-    assert scene.members == ["w1"]
-    for step, expected in (4, RELEASED_A_STEP), (5, 1), (6, 0):
-        scene.hear("w1", step=step)
-        assert len(scene.of(m.ReleaseWorker)) == expected
+        scenario.stopped(worker, step=3)
+    assert scenario.members == ["w1"]
+    for step, expected in (4, MAX_RELEASED_PER_STEP), (5, 1), (6, 0):
+        scenario.hear("w1", step=step)
+        assert len(scenario.of(m.ReleaseWorker)) == expected

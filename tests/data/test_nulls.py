@@ -253,7 +253,7 @@ def test_a_value_that_does_not_fit_its_column_is_refused_at_open(fills, said, tm
 
 @pytest.mark.parametrize("fills", [["x"], {"x": None}, {"x": [1]}, "x"])
 def test_fill_nulls_of_another_kind_is_refused_by_the_config(fills):
-    with pytest.raises(SpecError, match=r"DataConfig\.fill_nulls is .*, must be numbers or texts"):
+    with pytest.raises(SpecError, match=r"DataConfig\.fill_nulls is .*, must be a dict"):
         DataConfig("x", micro_batch_size=1, fill_nulls=fills)
 
 

@@ -83,7 +83,11 @@ def test_all_workers_are_killed_and_the_run_goes_on_from_its_newest_checkpoint(t
     said = [
         line.get("text", "") for line in map(json.loads, read(url / "events.jsonl").splitlines())
     ]
-    back = [text for text in said if "all who held the state are lost; back to step" in text]
+    back = [
+        text
+        for text in said
+        if "every worker with the training state is lost; going back to step" in text
+    ]
     assert len(back) == 1 and int(back[0].rpartition(" ")[2]) >= last, back
     records = [json.loads(line) for line in read(url / "metrics.jsonl").splitlines()]
     assert [record["step"] for record in records] == list(range(1, result.step + 1))

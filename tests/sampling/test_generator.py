@@ -44,9 +44,9 @@ def test_golden_seeds_are_unchanged():
 
 
 def test_batch_and_forward_pass_draw_from_different_seeds():
-    places = list(product(range(3), range(1, 20), range(8)))
-    seeds = [made(*place) for place in places for made in (seed_for, batch_seed)]
-    assert len(set(seeds)) == 2 * len(places)
+    positions = list(product(range(3), range(1, 20), range(8)))
+    seeds = [made(*position) for position in positions for made in (seed_for, batch_seed)]
+    assert len(set(seeds)) == 2 * len(positions)
 
 
 def test_golden_generators_are_unchanged():
@@ -55,10 +55,7 @@ def test_golden_generators_are_unchanged():
     words = [0xF1CED3E4AB64D674, 0x188CFF074D7E584E, 0x53A0293C6EAB2831]
     for (step, v), word in zip([(1, 0), (1, 1), (1000, 3)], words, strict=True):
         assert generator_for(7, step, v).bit_generator.random_raw() == word
-    assert (
-        len({generator_for(*place).integers(1 << 62) for place in product(range(4), repeat=3)})
-        == 64
-    )
+    assert len({generator_for(*key).integers(1 << 62) for key in product(range(4), repeat=3)}) == 64
 
 
 def test_words_agree_with_the_scalar():

@@ -72,8 +72,8 @@ def test_each_row_exactly_once(
         assert all(len(batch) == micro_batch_size for batch in batches)
 
 
-def located(order: Order, places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    found = [order.locate(step, virtual_worker) for step, virtual_worker in places]
+def located(order: Order, positions: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    found = [order.locate(step, virtual_worker) for step, virtual_worker in positions]
     return [list(zip(groups.tolist(), rows.tolist(), strict=True)) for groups, rows in found]
 
 

@@ -49,7 +49,7 @@ def attempt(seed: int, digest: bool = False) -> tuple[int, str, Counter[str], in
 
 def replay(seed: int) -> None:
     world = World(seed, talk=print)
-    print(world.weather, world.rules, sep="\n")
+    print(world.profile, world.rules, sep="\n")
     world.run()
     print(world.check.finish or world.check.failure)
 

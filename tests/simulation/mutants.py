@@ -3,9 +3,8 @@ instead.
 
 A mutant replaces one expression, or one or several statements, in the syntax tree of a function (or
 of a module's constant). The code must be there exactly once, so a guard cannot be lost unnoticed;
-how it is laid out and in which file it stands does not matter. It is caught by the scripted scenes
-of tests/coordinator (for guards that take a rare coincidence to matter), or by a seed of the
-simulator.
+its layout and its file do not matter. It is caught by the scripted scenarios of tests/coordinator
+(for guards that only matter in a rare coincidence), or by a seed of the simulator.
 
 The table is one file, longer than others: each entry is read alone and found by the function it
 names, a guard often belongs to several parts of the coordinator, and a guard that moves to another
@@ -30,7 +29,7 @@ import elastic_dp.coordinator
 from elastic_dp.coordinator import membership, messages
 
 WORKERS = "tests.simulation.workers"
-SCENES = (
+SCENARIOS = (
     "test_startup",
     "test_generations",
     "test_leases",
@@ -57,7 +56,7 @@ class Mutant:
     where: str  # "Class.method", "function", or "CONSTANT" of a module
     code: str  # an expression, or statements
     instead: str
-    climate: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
+    faults: dict[str, float] = field(default_factory=dict)  # weather in which the guard matters
     first: int = 0  # seed from which on it is soon noticed
 
 
@@ -109,20 +108,20 @@ MUTANTS = [
     ),
     Mutant(
         "heartbeat of an older generation counts",
-        "Generation.heard",
+        "Generation.heartbeat_received",
         "event.generation == self.number and in_flight",
         "in_flight",
     ),
     Mutant(
         "announced without a claim",
         "MembershipPlanner.advance",
-        """self.run.take(Transition.CLAIM_SENT)
+        """self.run.apply(Transition.CLAIM_SENT)
 self._leadership.claim(self._generation.number, now)""",
         """self._leadership.granted(self._leadership.claiming)
 self._leadership.claimed = self._generation.number + 1
 self._form(self._assign(source, now), now)""",
     ),
-    Mutant("a lost claim is ignored", "Coordinator._take", "self._stand_down(event)", "pass"),
+    Mutant("a lost claim is ignored", "Coordinator._dispatch", "self._stand_down(event)", "pass"),
     Mutant(
         "an early deadline counts",
         "Coordinator.handle",
@@ -145,7 +144,7 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "take-over does not wait for the lease",
-        "Generation.all_found",
+        "Generation.end_takeover",
         "self.fence.evicted('')",
         "self.fence.confirm_exit()",
     ),
@@ -163,13 +162,13 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "a lease that a new controller renews is not waited for",
-        "Coordinator._heard",
+        "Coordinator._heartbeat_received",
         "self._generation.renewed(now)",
         "pass",
     ),
     Mutant(
         "leases of the stopped are waited for",
-        "Generation.heard",
+        "Generation.heartbeat_received",
         """if inside:
     self.renewed(now)""",
         """if True:
@@ -208,7 +207,7 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "a half-written worker founds the run",
-        "StateLineage.may_be_half_written",
+        "StateLineage.drop_receiving_candidates",
         "self.source_candidates.pop(worker)",
         "pass",
     ),
@@ -221,14 +220,14 @@ self._form(self._assign(source, now), now)""",
     Mutant(
         "the run is never founded by a report",
         "Generation.stopped",
-        "self._lineage.shown(event.lineage_id)",
+        "self._lineage.observed(event.lineage_id)",
         "pass",
     ),
     Mutant(
         "who finished does not say from which lineage",
         "Generation.worker_finished",
-        "self._lineage.shown(event.lineage_id)",
-        "self._lineage.shown(0)",
+        "self._lineage.observed(event.lineage_id)",
+        "self._lineage.observed(0)",
     ),
     Mutant(
         "no room is made for a initial_source",
@@ -238,9 +237,9 @@ self._form(self._assign(source, now), now)""",
     ),
     Mutant(
         "losing everyone goes unnoticed",
-        "MembershipPlanner._has_or_finds_state",
-        "closing.lost_everyone(self._registry, lineage.at_most, now)",
-        "self.run.say('?')",
+        "MembershipPlanner._has_state_or_checkpoint",
+        "closing.fail_without_state(self._registry, lineage.at_most, now)",
+        "self.run.set_reason('?')",
     ),
     Mutant(
         "leavers are forgotten at once",
@@ -271,10 +270,15 @@ order += [worker for worker in stopped if worker in chosen]""",
     Mutant(
         "fewer than min_workers will do",
         "MembershipPlanner._blocked",
-        "self._at_hand < run.least",
-        "self._at_hand < 1",
+        "self._available < run.min_members",
+        "self._available < 1",
     ),
-    Mutant("evicted while the group makes steps", "FailureDetector.silent", "now < until", "False"),
+    Mutant(
+        "evicted while the group makes steps",
+        "FailureDetector.silent_workers",
+        "now < until",
+        "False",
+    ),
     Mutant(
         "sleep is taken for their silence",
         "Coordinator._defer",
@@ -290,9 +294,9 @@ order += [worker for worker in stopped if worker in chosen]""",
     Mutant(
         "who slept while it took what was held goes on",
         "Coordinator.handle",
-        "leadership.in_doubt(event, now, self._registry.failure_detector.waiting)",
+        "leadership.in_doubt(event, now, self._registry.failure_detector.watches_any)",
         "leadership.held is None and leadership.in_doubt(event, now, "
-        "self._registry.failure_detector.waiting)",
+        "self._registry.failure_detector.watches_any)",
     ),
     Mutant(
         "a run that is over leaves held facts",
@@ -328,32 +332,32 @@ order += [worker for worker in stopped if worker in chosen]""",
     ),
     Mutant(
         "judged before all is read",
-        "Coordinator._judge_silence",
+        "Coordinator._evict_silent",
         "isinstance(event, m.DeadlineReached)",
         "True",
     ),
     Mutant(
         "silence is never judged",
-        "FailureDetector.silent",
-        "self._named_once(now) if now >= self.due + patience_s else []",
+        "FailureDetector.silent_workers",
+        "self._take_overdue(now) if now >= self.due + patience_s else []",
         "[]",
     ),
     Mutant(
         "messages are no sign of life",
-        "Coordinator._take",
+        "Coordinator._dispatch",
         "worker is not None and worker.stage not in UNTIMED_STAGES",
         "isinstance(event, m.HeartbeatReceived) and worker is not None and (worker.stage not "
         "in UNTIMED_STAGES)",
     ),
     Mutant(
         "the silent are looked at once only",
-        "FailureDetector.silent",
+        "FailureDetector.silent_workers",
         "self.excused[worker] = until",
         "pass",
     ),
     Mutant(
         "the thawed are answered",
-        "Coordinator._heard",
+        "Coordinator._heartbeat_received",
         "m.EvictWorker(event.worker, 'not a worker of this run any more', stuck)",
         "m.RenewLease(event.worker, event.beat)",
     ),
@@ -392,32 +396,32 @@ order += [worker for worker in stopped if worker in chosen]""",
     Mutant(
         "an abort is repeated as seldom as the end was",
         "Generation._end",
-        "worker.told()",
+        "worker.restart_reminders()",
         "pass",
     ),
     Mutant(
         "steps heard while taking over do not count",
-        "Coordinator._heard",
+        "Coordinator._heartbeat_received",
         "event.generation == self._generation.number",
         "event.generation == self._generation.number and run.in_flight",
     ),
     Mutant(
         "lost reports stay lost",
-        "Generation.heard",
-        "self._note_lost_report(worker, event.phase)",
+        "Generation.heartbeat_received",
+        "self._check_lost_report(worker, event.phase)",
         "pass",
     ),
     Mutant("no deadline for forming", "Generation._check_forming", "now < self._form_by", "True"),
     Mutant(
         "the unreachable are tried again",
-        "MembershipPlanner._judge_forming",
+        "MembershipPlanner._exclude_unreachable",
         "dropped = members_to_exclude(generation.unreachable_pairs, members, needed)",
         """return
 dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     ),
     Mutant(
         "who fails to join twice stays",
-        "MembershipPlanner._put_back",
+        "MembershipPlanner._retry_join",
         "again or worker.failed_joins > self.run.config.max_failed_joins",
         "False",
     ),
@@ -429,7 +433,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     ),
     Mutant(
         "identities start over after a take-over",
-        "Coordinator._was_claimed",
+        "Coordinator._claim_granted",
         "self._registry.identities.adopt(event.generation)",
         "self._registry.identities.given = 0",
     ),
@@ -456,11 +460,11 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
         "losses are not replaced",
         "WorkerRegistry.replenish",
         "len(self.provisioned) < wanted",
-        "len(self.workers) < self.wanted",
+        "len(self.workers) < self.target_size",
     ),
     Mutant(
         "finished when the first one is",
-        "MembershipPlanner.take_back",
+        "MembershipPlanner.generation_over",
         "finished and (not self._generation.not_finished)",
         "finished",
     ),
@@ -475,25 +479,27 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     Mutant(
         "talks on after the end",
         "Coordinator.handle",
-        "self._take_when_over(event, now)",
-        "self._take(event, now)",
+        "self._dispatch_when_over(event, now)",
+        "self._dispatch(event, now)",
     ),
-    Mutant("size without bounds", "Coordinator._resized", "not 1 <= event.size <= most", "False"),
+    Mutant(
+        "size without bounds", "Coordinator._size_requested", "not 1 <= event.size <= most", "False"
+    ),
     Mutant(
         "lost words are not asked for",
-        "Coordinator._heard",
+        "Coordinator._heartbeat_received",
         "run.emit(m.ReportState(worker.id, self._registry.inquiry))",
         "pass",
     ),
     Mutant(
         "a lost lineage stays lost",
-        "Coordinator._tell_again_to_begin",
+        "Coordinator._repeat_begin",
         "self._admission.tell_to_begin(worker)",
         "pass",
     ),
     Mutant(
         "a take-over does not end what runs",
-        "Generation.found_member",
+        "Generation.add_reported_member",
         "self.run.emit(m.AbortGeneration(worker.id, self.number))",
         "pass",
     ),
@@ -547,7 +553,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     ),
     Mutant(
         "a hand-over has no more time than forming",
-        "Generation.heard",
+        "Generation.heartbeat_received",
         "self._form_by = max(self._form_by, now + self.run.config.forming_timeout_s)",
         "pass",
     ),
@@ -571,7 +577,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     ),
     Mutant(
         "survivors wait for a burst of joiners",
-        "MembershipPlanner._earliest",
+        "MembershipPlanner._earliest_start",
         "not survivors and len(registry.ready) < self.run.size",
         "len(registry.ready) < self.run.size",
     ),
@@ -605,7 +611,7 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
     ),
     Mutant(
         "the least number holds up the end of the run",
-        "RunState.least",
+        "RunState.min_members",
         "1 if self.stop is not None else min(self.min_workers, self.size)",
         "min(self.min_workers, self.size)",
     ),
@@ -679,7 +685,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "back to the checkpoint though somebody holds the state",
-        "MembershipPlanner._has_or_finds_state",
+        "MembershipPlanner._has_state_or_checkpoint",
         "any((worker.has_state for worker in holders))",
         "False",
         {"commit_steps": 1, "kill": 3.0, "slots": 7},
@@ -692,7 +698,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "an old search for a checkpoint counts",
-        "StateLineage.formed",
+        "StateLineage.forget_checkpoint",
         "self.searched, self.checkpoint_step = (False, None)",
         "pass",
     ),
@@ -704,8 +710,8 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "a take-over renews the lease of any generation",
-        "Coordinator._heard",
-        "not self._generation.is_past(event)",
+        "Coordinator._heartbeat_received",
+        "not self._generation.is_in_earlier_generation(event)",
         "True",
     ),
     Mutant(
@@ -723,7 +729,7 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "the last who holds the state leaves in time",
         "WorkerRegistry.timer_fired",
-        "self._is_held_by_others(worker)",
+        "self._state_is_held_by_others(worker)",
         "True",
     ),
     Mutant(
@@ -735,24 +741,24 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "long steps take the time of the last checkpoint",
         "ChangePolicy._drain",
-        "self._generation.plan_end(f'{who} must leave, and too few are left', at_once=True)",
-        "self._generation.plan_end(f'{who} must leave, and too few are left')",
+        "self._generation.plan_end(f'{who} must leave, and too few workers remain', at_once=True)",
+        "self._generation.plan_end(f'{who} must leave, and too few workers remain')",
     ),
     Mutant(
         "what it ran is not heard after its death",
-        "FailurePolicy.explained",
-        "self.budgets.died_in(*event.micro_batch)",
+        "FailurePolicy.cause_learned",
+        "self.budgets.count_death_in(*event.micro_batch)",
         "pass",
     ),
     Mutant(
         "a cause that comes later is not heard",
         "WorkerRegistry.lost",
-        "self.failures.explained(event, now)",
+        "self.failures.cause_learned(event, now)",
         "pass",
     ),
     Mutant(
         "a stop is nobody's fault but its own",
-        "Coordinator._take",
+        "Coordinator._dispatch",
         "self._failures.count(worker, now, blamed='')",
         "self._failures.count(worker, now)",
     ),
@@ -770,14 +776,14 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "one for each notice of many",
-        "DrainCheckpointer.foresee",
-        "now < self._foresee_at",
+        "DrainCheckpointer.request_ahead",
+        "now < self._request_ahead_at",
         "False",
     ),
     Mutant(
         "all are asked for a checkpoint",
-        "DrainCheckpointer.foresee",
-        "sorted(members, key=lambda worker: worker.draining)[:ASKED]",
+        "DrainCheckpointer.request_ahead",
+        "sorted(members, key=lambda worker: worker.draining)[:MEMBERS_TOLD]",
         "sorted(members, key=lambda worker: worker.draining)",
     ),
     Mutant(
@@ -849,31 +855,31 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "a notice that was wrong ends each generation",
         "ChangePolicy._drain",
-        "due and run.config.keeps and made_a_step and checkpointer.in_time(due, now)",
-        "due and run.config.keeps and made_a_step",
+        "due and run.config.checkpointing and made_a_step and checkpointer.in_time(due, now)",
+        "due and run.config.checkpointing and made_a_step",
     ),
     Mutant(
         "a word that was lost is not said again",
-        "DrainCheckpointer._request",
-        "write != self._asked or now >= self._again_at",
-        "write != self._asked",
+        "DrainCheckpointer._request_write",
+        "write != self._last_write or now >= self._repeat_at",
+        "write != self._last_write",
     ),
     Mutant(
         "those who write are not told anew",
-        "DrainCheckpointer._request",
-        "write != self._asked or now >= self._again_at",
-        "now >= self._again_at",
+        "DrainCheckpointer._request_write",
+        "write != self._last_write or now >= self._repeat_at",
+        "now >= self._repeat_at",
     ),
     Mutant(
         "no checkpoint when the notice comes",
         "ChangePolicy._drain",
-        "checkpointer.foresee(now)",
+        "checkpointer.request_ahead(now)",
         "pass",
     ),
     Mutant(
         "one for each look at a notice",
-        "DrainCheckpointer.foresee",
-        "self._foreseen.update(self._generation.draining)",
+        "DrainCheckpointer.request_ahead",
+        "self._requested_for.update(self._generation.draining)",
         "pass",
     ),
     Mutant(
@@ -882,25 +888,25 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "those who must go stay to the end",
         "ChangePolicy._drain",
-        "due and run.config.keeps and made_a_step and checkpointer.in_time(due, now)",
+        "due and run.config.checkpointing and made_a_step and checkpointer.in_time(due, now)",
         "False",
     ),
     Mutant(
         "a checkpoint where there is no storage",
         "MembershipPlanner.advance",
-        "self._checkpointer.due(now) if self.run.config.keeps else []",
+        "self._checkpointer.due(now) if self.run.config.checkpointing else []",
         "self._checkpointer.due(now)",
-        climate={"commit_steps": 0, "drain": 3.0, "steps": 60, "kill_all": 0.0},
+        faults={"commit_steps": 0, "drain": 3.0, "steps": 60, "kill_all": 0.0},
     ),
     Mutant(
         "those who must go are kept though others came",
         "MembershipPlanner.advance",
-        "due and self._at_hand - len(due) < self.run.least",
+        "due and self._available - len(due) < self.run.min_members",
         "due",
     ),
     Mutant(
         "what is asked for while nobody trains is forgotten",
-        "DrainCheckpointer.ask",
+        "DrainCheckpointer.request",
         "not self.run.in_flight",
         "False",
     ),
@@ -912,14 +918,14 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "leavers wait for joiners",
-        "MembershipPlanner._earliest",
+        "MembershipPlanner._earliest_start",
         "self._generation.members or registry.retained",
         "self._generation.members",
     ),
     Mutant(
         "places of those who did not fit a lost initial_source stay empty",
         "Admission.find_initial_source",
-        "self._forget_misfits()",
+        "self._reset_rejections()",
         "pass",
     ),
     Mutant(
@@ -930,7 +936,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "who dies in a micro-batch that was passed once blames it",
-        "Budgets.died_in",
+        "Budgets.count_death_in",
         "step > self._furthest",
         "step",
     ),
@@ -940,7 +946,7 @@ self.failed('hand-over failed', (source.id,))""",
         "self._is_known(generation, number) or self.incidents < self.limit",
         "self.incidents < self.limit",
     ),
-    Mutant("other software fits", "StateLineage.differing", "{**mine, **other}", "()"),
+    Mutant("other software fits", "StateLineage.difference", "{**mine, **other}", "()"),
     Mutant(
         "a preemption counts",
         "FailurePolicy.lost",
@@ -961,7 +967,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "the error that took everyone is not told",
-        "lost_everyone",
+        "fail_without_state",
         "registry.failures.budgets.errors.incidents and user_error is not None",
         "False",
     ),
@@ -973,7 +979,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "the kind of those who are lost still counts",
-        "StateLineage.choose",
+        "StateLineage.set_initial_source",
         """if worker is None:
     self.signature = None""",
         "pass",
@@ -981,42 +987,42 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "places of those who did not fit stay empty after going back",
         "Admission.start_from_checkpoint",
-        "self._forget_misfits()",
+        "self._reset_rejections()",
         "pass",
     ),
     Mutant(
         "a joiner waits for nobody who builds",
-        "ChangePolicy._burst_over",
+        "ChangePolicy._burst_ends_at",
         "registry.building",
         "False",
     ),
     Mutant(
         "a joiner waits for a builder however long it takes",
-        "ChangePolicy._burst_over",
+        "ChangePolicy._burst_ends_at",
         "max(config.join_window_s, config.stabilization_s)",
         "math.inf",
     ),
     Mutant(
         "a joiner waits though it takes the last place",
-        "ChangePolicy._burst_over",
+        "ChangePolicy._burst_ends_at",
         "len(registry.ready) >= free",
         "False",
     ),
     Mutant(
         "joins follow each other at once",
-        "ChangePolicy._burst_over",
+        "ChangePolicy._burst_ends_at",
         "self._joined_at + config.stabilization_s",
         "-math.inf",
     ),
     Mutant(
         "an operator may need more workers than there are to be",
-        "Coordinator._resized",
+        "Coordinator._size_requested",
         "event.min_workers is not None and (not 1 <= least <= event.size)",
         "False",
     ),
     Mutant(
         "a size that is asked for alone sets the least number back",
-        "Coordinator._resized",
+        "Coordinator._size_requested",
         "self._run.min_workers",
         "self.config.min_workers",
     ),
@@ -1028,7 +1034,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "where a worker runs is not kept",
-        "Coordinator._take",
+        "Coordinator._dispatch",
         "registry.workers[worker_id].locate(location)",
         "pass",
     ),
@@ -1107,21 +1113,21 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant("standbys on a node are overlooked", "WorkerRegistry.resized", "held", "()"),
     Mutant(
         "members whose weights differ go on",
-        "MembershipPlanner.take_back",
+        "MembershipPlanner.generation_over",
         "self._generation.mismatch is not None",
         "False",
         FLIPS,
     ),
     Mutant(
         "the newest checkpoint counts, whoever made it",
-        "MembershipPlanner._has_or_finds_state",
+        "MembershipPlanner._has_state_or_checkpoint",
         "m.FindCheckpoint(lineage.at_most)",
         "m.FindCheckpoint()",
         FLIPS,
     ),
     Mutant(
         "checkpoints made after going back do not count",
-        "StateLineage.formed",
+        "StateLineage.forget_checkpoint",
         "self.at_most = None",
         "pass",
         FLIPS | {"kill_all": 3.0},
@@ -1163,8 +1169,8 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "nobody is ever stuck",
-        "HangDetector.heard",
-        "worker.progress.heard(event)",
+        "HangDetector.heartbeat_received",
+        "worker.progress.record(event)",
         "return",
         HANGS,
     ),
@@ -1178,8 +1184,8 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "who is a step behind in a collective is no suspect",
         "HangDetector._look",
-        "len(last) == len(inside) and least[2] == ORDER['collective']",
-        "least[2] == ORDER['collective']",
+        "len(last) == len(inside) and least[2] == PHASE_ORDER['collective']",
+        "least[2] == PHASE_ORDER['collective']",
     ),
     Mutant(
         "the loop's body is a hang",
@@ -1189,7 +1195,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "what is told to stop may not finish its body",
-        "HangDetector._judge",
+        "HangDetector._evict_if_stuck",
         "worker.progress.phase in UNTIMED_PHASES or not self._is_stuck(worker)",
         "not self._is_stuck(worker)",
     ),
@@ -1201,21 +1207,21 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "who does not stop when it is told is waited for",
-        "HangDetector.heard",
+        "HangDetector.heartbeat_received",
         "inside and self._generation.must_stop",
         "False",
         HANGS,
     ),
     Mutant(
         "who hangs as a new controller asks is waited for",
-        "HangDetector.heard",
+        "HangDetector.heartbeat_received",
         "worker.stage is Stage.UNREPORTED or (inside and self._generation.must_stop)",
         "inside and self._generation.must_stop",
         HANGS | {"crash_controller": 3.0},
     ),
     Mutant(
         "who has stopped waits too long",
-        "HangDetector.heard",
+        "HangDetector.heartbeat_received",
         "worker.id in self._generation.inside",
         "True",
         HANGS,
@@ -1229,7 +1235,7 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "late and doubled heartbeats count",
-        "HeartbeatProgress.heard",
+        "HeartbeatProgress.record",
         """if event.beat <= self._beat:
     return""",
         "pass",
@@ -1249,23 +1255,23 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "what was measured in an older generation counts",
-        "Balance.why_change",
+        "Balance.reason_to_rebalance",
         "any((worker.measured_in != generation.number for worker in members))",
         "False",
         SPEEDS,
     ),
     Mutant(
         "virtual workers are dealt anew again and again",
-        "Balance.why_change",
-        "self._look_at = now + REST_S",
+        "Balance.reason_to_rebalance",
+        "self._look_at = now + MIN_INTERVAL_S",
         "pass",
         SPEEDS,
     ),
-    Mutant("any gain is worth a pause", "_pays", "(1.0 - MARGIN) * now_s", "now_s"),
-    Mutant("who is not measured takes no time", "deal", "usual", "1e-09"),
+    Mutant("any gain is worth a pause", "_is_worth_a_pause", "(1.0 - MIN_GAIN) * now_s", "now_s"),
+    Mutant("who is not measured takes no time", "assign_ranges", "usual", "1e-09"),
     Mutant(
         "who has finished and is gone is dealt to",
-        "Balance.why_change",
+        "Balance.reason_to_rebalance",
         "len(members) < len(membership.members)",
         "False",
     ),
@@ -1278,52 +1284,56 @@ self.failed('hand-over failed', (source.id,))""",
     ),
     Mutant(
         "a speed is forgotten when the generation ends",
-        "Generation.heard",
+        "Generation.heartbeat_received",
         """if event.virtual_s:
     worker.measured(event.virtual_s, self.number)""",
         "worker.measured(event.virtual_s, self.number)",
     ),
     Mutant(
         "a slow worker is replaced at once",
-        "Balance.too_slow",
+        "Balance.member_to_replace",
         "slow.since + self._slow_s",
         "slow.since",
         SPEEDS,
     ),
     Mutant(
         "slow workers are replaced one after the other",
-        "Balance.too_slow",
+        "Balance.member_to_replace",
         "max(slow.since + self._slow_s, self._replaced_at + 2 * self._slow_s)",
         "slow.since + self._slow_s",
         SPEEDS,
     ),
     Mutant(
-        "who recovers stays too slow", "Balance._note_slow", "self._slow = None", "pass", SPEEDS
+        "who recovers stays too slow",
+        "Balance._track_slow_member",
+        "self._slow = None",
+        "pass",
+        SPEEDS,
     ),
     Mutant(
         "who is a little slower is too slow",
-        "Balance._note_slow",
-        "(1.0 - SLOW_MARGIN) * most_s",
+        "Balance._track_slow_member",
+        "(1.0 - SLOW_GAIN) * most_s",
         "most_s",
         SPEEDS,
     ),
     Mutant(
         "who can be given less is replaced",
-        "Balance._note_slow",
-        "last - first > 1 or next_s > (1.0 - SLOW_MARGIN) * most_s",
-        "next_s > (1.0 - SLOW_MARGIN) * most_s",
+        "Balance._track_slow_member",
+        "last - first > 1 or next_s > (1.0 - SLOW_GAIN) * most_s",
+        "next_s > (1.0 - SLOW_GAIN) * most_s",
         SPEEDS,
     ),
     Mutant(
         "who was slow in an older generation is replaced",
-        "Balance.too_slow",
+        "Balance.member_to_replace",
         "slow is None or slow.seen_in != self._generation.number",
         "slow is None",
         SPEEDS,
     ),
     Mutant(
         "another that is slow inherits the time of the one before",
-        "Balance._note_slow",
+        "Balance._track_slow_member",
         "self._slow and self._slow.worker == slowest",
         "self._slow",
         SPEEDS,
@@ -1331,8 +1341,8 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "a slow worker is replaced though nobody is ready",
         "ChangePolicy._balance_speeds",
-        "waiting and (slow := self._balance.too_slow(now)) is not None",
-        "(slow := self._balance.too_slow(now)) is not None",
+        "waiting and (slow := self._balance.member_to_replace(now)) is not None",
+        "(slow := self._balance.member_to_replace(now)) is not None",
         SPEEDS,
     ),
     Mutant(
@@ -1453,17 +1463,17 @@ def objection(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
     with broken(mutant) as world:
         for seed in seeds:
             try:
-                world.World(seed, climate=mutant.climate).run()
+                world.World(seed, faults=mutant.faults).run()
             except Exception as error:
                 return seed, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 
-def caught_in_a_scene(mutant: Mutant) -> str | None:
+def caught_in_a_scenario(mutant: Mutant) -> str | None:
     """The first scripted scene that fails."""
     with broken(mutant):
-        scenes = [importlib.import_module(f"tests.coordinator.{name}") for name in SCENES]
-        for name, function in [item for module in scenes for item in vars(module).items()]:
+        scenarios = [importlib.import_module(f"tests.coordinator.{name}") for name in SCENARIOS]
+        for name, function in [item for module in scenarios for item in vars(module).items()]:
             if not name.startswith("test_"):
                 continue
             for values in cases(function):

@@ -51,7 +51,7 @@ class Puppet:
 
 
 @dataclass
-class Scene:
+class Scenario:
     coordinator: Coordinator
     now: float = 0.0
     puppets: dict[str, Puppet] = field(default_factory=dict)
@@ -257,17 +257,19 @@ class Scene:
         return pickle.dumps((told, workers, facts, self.claims, sorted(self.dismissed)))
 
 
-def begun(scene: Scene, trains: bool) -> Scene:
+def begun(scenario: Scenario, trains: bool) -> Scenario:
     """All workers have started. `trains`: and each member has made a step, while the others wait
     for a place."""
-    scene.obey_all(scene.coordinator.start(0.0))
-    for name in list(scene.puppets):
-        scene.play("start", name)
-    while trains and len([p for p in scene.puppets.values() if p.step]) < scene.coordinator.size:
-        moves = [move for move in scene.moves() if move[0] in UNDISTURBED]
-        steps = {name: puppet.step for name, puppet in scene.puppets.items()}
-        scene.play(*min(moves, key=lambda m: (UNDISTURBED.index(m[0]), steps.get(m[1], 0))))
-    return scene
+    scenario.obey_all(scenario.coordinator.start(0.0))
+    for name in list(scenario.puppets):
+        scenario.play("start", name)
+    while (
+        trains and len([p for p in scenario.puppets.values() if p.step]) < scenario.coordinator.size
+    ):
+        moves = [move for move in scenario.moves() if move[0] in UNDISTURBED]
+        steps = {name: puppet.step for name, puppet in scenario.puppets.items()}
+        scenario.play(*min(moves, key=lambda m: (UNDISTURBED.index(m[0]), steps.get(m[1], 0))))
+    return scenario
 
 
 def explore(
@@ -279,17 +281,17 @@ def explore(
     disturbances: int = 0,
 ) -> tuple[int, int]:
     """(states, transitions) to `depth` facts after the beginning."""
-    scene = Scene(Coordinator(rules), checkpoints=checkpoints, disturbances=disturbances)
-    first = begun(scene, trains)
+    scenario = Scenario(Coordinator(rules), checkpoints=checkpoints, disturbances=disturbances)
+    first = begun(scenario, trains)
     seen, transitions, frontier = {first.key()}, 0, [first]
     for _ in range(depth):
         following = []
-        for scene in frontier:
-            kept = pickle.dumps(scene, pickle.HIGHEST_PROTOCOL)  # copied ten times as fast
-            for move in scene.moves():
-                if move[0] == "die" and len(scene.buried) >= 2:
+        for scenario in frontier:
+            kept = pickle.dumps(scenario, pickle.HIGHEST_PROTOCOL)  # copied ten times as fast
+            for move in scenario.moves():
+                if move[0] == "die" and len(scenario.buried) >= 2:
                     continue
-                child: Scene = pickle.loads(kept)
+                child: Scenario = pickle.loads(kept)
                 child.play(*move)
                 transitions += 1
                 key = child.key()

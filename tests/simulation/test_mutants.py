@@ -11,7 +11,7 @@ from tests.simulation.mutants import (
     WORKERS,
     Mutant,
     caught,
-    caught_in_a_scene,
+    caught_in_a_scenario,
     home,
     places,
 )
@@ -26,7 +26,7 @@ CONTROLS = [
 
 
 def words(mutant: Mutant) -> object:
-    in_a_scene = None if home(mutant)[0] == WORKERS else caught_in_a_scene(mutant)
+    in_a_scene = None if home(mutant)[0] == WORKERS else caught_in_a_scenario(mutant)
     return in_a_scene or caught(mutant, range(mutant.first, mutant.first + SEEDS))
 
 
@@ -38,7 +38,7 @@ def test_a_missing_guard_is_noticed(mutant: Mutant) -> None:
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda mutant: mutant.name)
 def test_unbroken_control_passes(control: Mutant) -> None:
     """Else a mutant may be caught by the way it is made, and not for what it lacks."""
-    assert caught_in_a_scene(control) is None
+    assert caught_in_a_scenario(control) is None
     assert caught(control, range(60)) is None
 
 

@@ -19,6 +19,7 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import Membership, Signature, TrainingPosition
 
 if TYPE_CHECKING:
+    from tests.simulation.group import Group
     from tests.simulation.world import World
 
 COLLECTIVES = 2  # per step
@@ -32,49 +33,6 @@ def chain(state: str, step: int) -> str:
 
 def evaluations(step: int) -> int:
     return 2 if step % 3 == 0 else 0
-
-
-class Group:
-    """One generation's process group: who entered which collective."""
-
-    def __init__(self, world: World, membership: Membership) -> None:
-        self.world, self.membership = world, membership
-        self.ids = [member.worker for member in membership.members]
-        self.members = {member.worker: member for member in membership.members}
-        self.entered: dict[Any, dict[SimWorker, int]] = {}  # with the token it had then
-        self.entered_at: dict[Any, dict[str, float]] = {}
-        self.stop: dict[int, bool] = {}
-        self.weights: dict[Any, dict[str, str]] = {}  # as each entered
-        self.formed: set[str] = set()
-        self.committed = 0  # the checkpoint that all of them read, once one has begun
-
-    def enter(self, worker: SimWorker, key: Any) -> None:
-        inside = self.entered.setdefault(key, {})
-        inside[worker] = worker.token
-        self.entered_at.setdefault(key, {})[worker.id] = self.world.now
-        self.weights.setdefault(key, {})[worker.id] = worker.state
-        if len(inside) == len(self.ids):
-            for member, token in inside.items():
-                if key == "form":
-                    member.later(0.0, member.all_entered, token)
-                elif key == "share":
-                    member.later(self.world.transfer_time(), member.restored, token)
-                else:
-                    delay = self.world.rng.choice((0.01, 0.05, 0.4))
-                    member.later(delay, member.collective_done, token, key)
-
-    def alive(self) -> list[SimWorker]:
-        workers = (self.world.workers[member] for member in self.ids)
-        here = self.membership.generation
-        return [w for w in workers if w.alive and w.inside and w.generation == here]
-
-    def reset_by(self, gone: SimWorker) -> None:
-        """A member left or died: those blocked with it may see their connection reset, or stay
-        blocked."""
-        for member in self.alive():
-            if member is not gone and self.world.rng.random() < 0.8:
-                delay = self.world.rng.uniform(0.0, 0.3)
-                member.later(delay, member.connection_reset, member.token)
 
 
 class SimWorker:
@@ -170,7 +128,7 @@ class SimWorker:
 
     @property
     def virtual_s(self) -> float:
-        known = self.world.weather.uneven and self.steps_here >= MEASURED
+        known = self.world.profile.uneven and self.steps_here >= MEASURED
         return self.world.virtual_time(self.id) if known else 0.0
 
     def receive(self, command: m.Command) -> None:
@@ -419,7 +377,7 @@ class SimWorker:
         if token != self.token:
             return
         assert self.group is not None
-        if self.world.rng.random() < self.world.weather.torn:
+        if self.world.rng.random() < self.world.profile.torn:
             self.failed("sharing failed")
             return
         self.step = self.body_begun = self.group.committed
@@ -462,7 +420,7 @@ class SimWorker:
             if not self.has_state:
                 self.state = GARBAGE
             self.failed("the source is gone", (source.id,))
-        elif self.world.rng.random() < self.world.weather.torn:
+        elif self.world.rng.random() < self.world.profile.torn:
             self.failed("hand-over failed", (source.id,))  # staged: nothing was written
         else:
             self.world.check.handed_over(self, source)
@@ -512,7 +470,7 @@ class SimWorker:
 
     def compute_time(self) -> float:
         usual = self.world.compute_time()
-        if not self.world.weather.uneven:
+        if not self.world.profile.uneven:
             return usual
         assert self.group is not None
         member = self.group.members[self.id]

@@ -145,7 +145,7 @@ def test_a_store_that_echoes_a_secret_does_not_bring_it_into_the_last_words(monk
     journal.command(Explain("nobody will read this"))
     journal.close()
     said = capsys.readouterr().err
-    assert "the record of the run is not complete" in said and "503" in said
+    assert "the journal of the run is incomplete" in said and "503" in said
     assert "canary" not in said
 
 

@@ -1,2 +1,3 @@
-"""The process side of the controller: `controller` runs the coordinator, each other module here
-owns one part of its state."""
+"""The controller process: `controller` runs the coordinator; each other module owns one part of the
+state.
+"""

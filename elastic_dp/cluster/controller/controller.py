@@ -1,9 +1,9 @@
-"""The controller's loop: one inbox, one coordinator, commands executed.
+"""The controller's loop: it takes events from an inbox, asks the coordinator, and executes its
+commands.
 
-A single thread takes events from the inbox, asks the coordinator what to do, and does it; nothing
-here decides anything. Workers, heartbeats, deaths and operators only post. What the controller
-keeps beside the coordinator is in parts with one owner each: metrics, exits of workers,
-checkpoints, the report of the run, and the state for a successor.
+A single thread does this; it decides nothing itself. Workers, heartbeats, process exits and
+operators only post events. The state beside the coordinator is in parts with one owner each:
+metrics, exits of workers, checkpoints, the report of the run, and the state for a successor.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import LastWordsWriter
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
+from elastic_dp.coordinator.coordinator_config import FailureLimits
 from elastic_dp.coordinator.messages import (
     BeginTraining,
     ClaimGeneration,
@@ -66,7 +67,7 @@ from elastic_dp.train.interruption import TIME_IS_UP
 
 
 class RendezvousService:
-    """The store at which the members of each generation meet, for the whole run."""
+    """The store through which the members of each generation find each other, for the whole run."""
 
     def __init__(self, run: str, host: str, secret: bytes) -> None:
         self._run, self._host, self._secret = run, host, secret
@@ -99,9 +100,11 @@ class Controller:
         url: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """`secret`: of the run; who has it may join, and nobody else. `state_store` outlives the
-        controller. `url`: the run's folder. `check`: whether the folder is of this job, called
-        under the run's lease before anything is trained."""
+        """`secret` is the run's: only a process that has it may join.
+
+        `state_store` outlives the controller. `url` is the run's folder. `check` raises if the
+        folder belongs to another job; it is called under the run's lease before training starts.
+        """
         self.spec, self.journal, self.url = spec, journal, url
         self.state_store = ControllerStateStore() if state_store is None else state_store
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
@@ -122,7 +125,8 @@ class Controller:
             check=check,
         )
         self.ended = threading.Event()
-        self.superseded = False  # another controller has the workers, the lease and the record
+        # another controller has the workers, the lease and the run's record
+        self.superseded = False
         self._rendezvous_service = RendezvousService(run, host, secret)
         self._last_words: LastWordsWriter | None = None
 
@@ -136,11 +140,11 @@ class Controller:
         self.inbox.put(event)
 
     def fail(self, error: Exception) -> None:
-        """A thread of this process cannot go on: the run ends with its error."""
+        """End the run with the error of a thread of this process."""
         self.inbox.put(error)
 
     def broke(self, error: Exception) -> None:
-        """`lead` raised: whoever waits for the end is released."""
+        """Handle an exception of `lead`: wake all who wait for the end."""
         if not self.outcome.error:
             self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
         self.ended.set()
@@ -150,15 +154,15 @@ class Controller:
         self.metrics.log(step, call, metrics)
 
     def say(self, text: str) -> None:
-        """Write a text to the journal, for those who follow the run."""
+        """Write a text to the journal, for clients that follow the run."""
         self.journal.command(Explain(text))
 
     def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
-        """A member's report about a checkpoint."""
+        """Take a member's report about its part of a checkpoint."""
         self.checkpoints.wrote(worker, written)
 
     def withdrawn(self, worker: WorkerId) -> None:
-        """The worker never had a node and is replaced: its end is no loss."""
+        """Note that a worker that never had a node is replaced: its end is no loss."""
         self.exits.release(worker)
 
     def skip(self, row_groups: Sequence[str]) -> None:
@@ -193,7 +197,7 @@ class Controller:
             self._last_words.keep(worker, words)
 
     def _stand_down(self, reason: str) -> None:
-        """Another cluster holds the run."""
+        """Stop leading, because another cluster holds the run."""
         self.say(reason)
         self.post(GenerationClaimLost(self.coordinator.generation + 1))
 
@@ -208,15 +212,18 @@ class Controller:
             self._last_words = LastWordsWriter(Store(self.url))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
-        """Until the run has ended, every worker is gone, or was told to go for long enough, and the
-        result is stored. `found`: the workers of a controller that led before this one."""
+        """Lead the run and return its outcome.
+
+        It returns when the run has ended, every worker is gone or has had enough time to leave, and
+        the result is stored. `found` are the workers of a previous controller.
+        """
         try:
             if not self.report.has_ended:
                 self._lead(found)
         except ElasticError as error:  # of a thread: something is wrong with the run's folder
             kind = next(c for c in type(error).__mro__ if c.__module__ == ElasticError.__module__)
             self._execute(FailRun(f"{kind.__name__}: {error}", "", facts=error.args))
-        except Exception as error:  # a bug of ours must end the run, not hang it
+        except Exception as error:  # a bug of this package must end the run, not block it
             what = f"the controller failed: {type(error).__name__}: {error}"
             self.report.fail_by_bug(what, traceback.format_exc())
         if self.superseded:  # its process is to end, and nothing else
@@ -237,7 +244,7 @@ class Controller:
         self.journal.close()
         try:
             self.report.write_result(state)
-        except Exception as error:  # whatever a store raises; who is attached still gets the result
+        except Exception as error:  # any error of a store; attached drivers still get the result
             where = redact_url(self.url or "")
             self.say(f"the result cannot be written to {where}: {error}")
 
@@ -265,8 +272,9 @@ class Controller:
             self._execute_all(self._decide(event))
 
     def _take_over(self, found: Sequence[WorkerId]) -> list[Command]:
-        """Go on where another controller led: with its workers, and with the requests that it had
-        taken."""
+        """Continue the run of a previous controller, with its workers and the requests that it had
+        accepted.
+        """
         state, now = self.state_store.state, time.monotonic()
         for worker in [worker for worker in found if worker not in state.here]:
             self.exits.release(worker)
@@ -289,7 +297,7 @@ class Controller:
         return commands
 
     def _coordinator_config(self) -> CoordinatorConfig:
-        config = coordinator_config_of(self.spec, keeps=self.url is not None)
+        config = coordinator_config_of(self.spec, checkpointing=self.url is not None)
         state = self.state_store.state
         size, least = state.size or config.size, state.min_workers or config.min_workers
         if not least <= size <= config.virtual_workers:
@@ -297,10 +305,10 @@ class Controller:
         return dataclasses.replace(config, size=size, min_workers=least)
 
     def _decide(self, event: Event) -> list[Command]:
-        """Without the garbage collector: it would visit all workers, and events leave no cycles.
+        """Handle an event without the garbage collector, which would visit all workers.
 
-        The many objects that a forming generation of thousands allocates often trigger a
-        collection; now it comes after.
+        Events leave no cycles. The many objects that a forming generation of thousands allocates
+        often trigger a collection; now it runs afterwards.
         """
         gc.disable()
         try:
@@ -312,7 +320,7 @@ class Controller:
         return self.coordinator.phase == "over" and not self.coordinator.workers
 
     def _note(self, event: Event) -> None:
-        """Write down what has happened, before it is decided upon."""
+        """Record an event before it is handled."""
         match event:
             case HeartbeatReceived(step=step):
                 self.report.heard(step)
@@ -383,14 +391,17 @@ class Controller:
         self.journal.command(command)
 
     def _release_now(self, command: ReleaseWorker) -> None:
-        """At once. The worker group is told first, so that this does not count as a failure of the
-        worker's node."""
+        """Release and kill a worker at once.
+
+        The worker group is told first, so that this does not count as a failure of the worker's
+        node.
+        """
         self._worker_group.send(command.worker, command, None)
         self._worker_group.kill(command.worker)
 
 
-def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConfig:
-    """The coordinator's rules for a job; `keeps`: it has a storage for checkpoints."""
+def coordinator_config_of(spec: JobSpec, checkpointing: bool = False) -> CoordinatorConfig:
+    """The coordinator's configuration for a job. `checkpointing`: there is storage for it."""
     scaling, failure = spec.scaling, spec.failure
     return CoordinatorConfig(
         min_workers=scaling.min_workers,
@@ -403,12 +414,14 @@ def coordinator_config_of(spec: JobSpec, keeps: bool = False) -> CoordinatorConf
         forming_timeout_s=failure.forming_timeout,
         hang_timeout_s=failure.hang_timeout_s,
         release_timeout_s=failure.release_timeout_s,
-        max_losses_without_progress=failure.max_losses_without_progress,
-        max_losses_of_micro_batch=failure.max_losses_of_micro_batch,
-        max_out_of_memory=failure.max_out_of_memory,
-        max_user_errors=failure.max_user_errors,
+        limits=FailureLimits(
+            max_losses_without_progress=failure.max_losses_without_progress,
+            max_losses_of_micro_batch=failure.max_losses_of_micro_batch,
+            max_out_of_memory=failure.max_out_of_memory,
+            max_user_errors=failure.max_user_errors,
+        ),
         stabilization_s=scaling.stabilization_s,
         min_on_demand=scaling.min_on_demand,
         exact=spec.exact,
-        keeps=keeps,
+        checkpointing=checkpointing,
     )

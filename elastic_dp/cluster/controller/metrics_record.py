@@ -10,20 +10,21 @@ from elastic_dp.telemetry.journal import Journal
 
 
 class MetricsRecord:
-    """Any thread may call it. It goes on after what a controller before this one recorded."""
+    """Records metrics from any thread, and continues what a previous controller recorded."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._lock = journal, threading.Lock()
         self.newest: dict[str, Any] = {}  # the newest value of each metric
-        self.logged_to = (0, 0)  # the last step and call that are recorded
+        self.logged_to = (0, 0)  # the last recorded step and call
         for step, metrics in self.recorded():
             last, call = self.logged_to
             self.logged_to = step, call + 1 if step == last else 1
             self.newest |= metrics
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        """Every worker sends the same, in order; the first one counts, and is written before the
-        next is."""
+        """Record a call of `ctx.log`. Every worker sends each call in order; the first report
+        counts.
+        """
         with self._lock:
             if (step, call) > self.logged_to:
                 self.logged_to = step, call
@@ -31,6 +32,6 @@ class MetricsRecord:
                 self._journal.metrics(step, metrics)
 
     def recorded(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(step, metrics) of each call that the journal has in memory."""
+        """Yield (step, metrics) of each call that the journal has in memory."""
         for line in self._journal.recorded():
             yield line["step"], {k: v for k, v in line.items() if k not in ("time", "step")}

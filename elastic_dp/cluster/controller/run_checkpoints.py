@@ -1,4 +1,4 @@
-"""The checkpoints of a run as its controller commits and finds them, on the committer's thread.
+"""Commits and finds the checkpoints of a run for its controller, on the committer's thread.
 
 A run without a folder has none: nothing is committed, and none is found.
 """
@@ -31,9 +31,12 @@ from elastic_dp.train.controller_link import WrittenParts
 
 
 class RunCheckpoints:
-    """`post`: to the controller's inbox; `say`: to the journal; `fail`: ends the run; `stand_down`:
-    another cluster has it. `check`: whether the folder is of this job, called under the run's lease
-    before anything is trained."""
+    """The controller's side of checkpoints.
+
+    `post` puts events into the controller's inbox, `say` writes to the journal, `fail` ends the
+    run, `stand_down` stops leading because another cluster has the run. `check` raises if the
+    folder belongs to another job; it is called under the run's lease before training starts.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class RunCheckpoints:
         if self._url is None:
             return
         self._committer = committer = self._open_committer(self._url, worker_group, state_store)
-        if state_store.inherited:  # a claim to commit under, before a member tells of parts
+        if state_store.inherited:  # claim the right to commit before members report parts
             if state_store.state.at_most is not None:
                 committer.reject(state_store.state.at_most, state_store.highest_claimed())
             committer.take_over()
@@ -65,8 +68,9 @@ class RunCheckpoints:
                 committer.log(step, logged)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """What a checkpoint of this step is to know; a step that is made once more has a new
-        checkpoint."""
+        """Record metrics for the checkpoint of this step. A repeated step makes a new
+        checkpoint.
+        """
         if self._committer is not None:
             self._committer.log(step, metrics)
 
@@ -79,8 +83,9 @@ class RunCheckpoints:
             self._committer.lost(worker)
 
     def find(self, at_most: int | None, generation: int) -> None:
-        """Post the newest one, of step `at_most` or earlier: later ones are wrong, and rejected
-        from now on."""
+        """Post the newest checkpoint of step `at_most` or earlier; later ones are rejected from now
+        on.
+        """
         if self._committer is None:
             self._post(CheckpointFound(None))
             return

@@ -1,5 +1,4 @@
-"""How far a run has come, whether its weights are exact, and how it ended; with its stored
-result."""
+"""How far a run has come, whether its weights are exact, how it ended, and its stored result."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from elastic_dp.train.interruption import TIME_IS_UP
 
 
 class RunReport:
-    """`outcome`: of a controller before this one, where that had ended the run already."""
+    """The report of a run. `outcome` is that of a previous controller, if it had ended the run."""
 
     def __init__(self, spec: JobSpec, url: str | None, outcome: RunOutcome | None) -> None:
         self._spec, self._url = spec, url
         self.outcome = outcome or RunOutcome()
-        self._inexact: dict[str, None] = {}  # in the order in which the reasons came
-        self._heard_step = 0  # the largest that a heartbeat told
+        self._inexact: dict[str, None] = {}  # an ordered set of reasons
+        self._heard_step = 0  # the largest step in a heartbeat
 
     @property
     def step(self) -> int:
@@ -33,7 +32,9 @@ class RunReport:
         return bool(self.outcome.reason)
 
     def inexact_because(self, kinds: Sequence[str]) -> tuple[str, ...]:
-        """`kinds`: of the machines that made steps."""
+        """Return why the weights are not exact. `kinds` are those of the machines that made
+        steps.
+        """
         return why_inexact(tuple(self._inexact), kinds)
 
     def heard(self, step: int) -> None:
@@ -43,7 +44,7 @@ class RunReport:
         self._inexact |= dict.fromkeys(reasons)
 
     def skip(self, row_groups: Sequence[str]) -> None:
-        """Each worker that finishes sends all of them."""
+        """Record skipped row groups. Each worker that finishes sends all of them."""
         self.outcome.skipped = tuple(row_groups)
 
     def end(self, command: FinishRun | FailRun | StandDown, generations: int) -> RunOutcome:
@@ -64,12 +65,11 @@ class RunReport:
         return outcome
 
     def fail_by_bug(self, error: str, traceback: str) -> None:
-        """Of this package: the run ends instead of hanging."""
+        """Record a bug of this package: the run ends instead of blocking."""
         self.outcome.error, self.outcome.traceback = error, traceback
 
     def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
-        """Everything has ended. Where the run did not fail, its outcome has a result from now
-        on."""
+        """Complete the outcome when everything has ended; it has a result unless the run failed."""
         outcome = self.outcome
         outcome.wall_s = time.time() - state.started_at
         outcome.workers_lost = state.lost
@@ -78,8 +78,10 @@ class RunReport:
             outcome.result = self._result(metrics)
 
     def write_result(self, state: ControllerState) -> None:
-        """By the controller and not by a driver: none may be attached. Raises what the store
-        raises."""
+        """Write the result to the run's folder. Raises what the store raises.
+
+        The controller does this, because no driver may be attached.
+        """
         if self.outcome.result is not None and self._url is not None:
             stopped = state.stop is not None and state.stop.reason != TIME_IS_UP
             write_result(self._url, self.outcome.result, RunLimits.of(self._spec, stopped))

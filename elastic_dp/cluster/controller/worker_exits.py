@@ -1,7 +1,7 @@
 """Which workers were told to leave, which died before that, and why.
 
-Several sources report the end of one worker: its heartbeat sidecar, its pipe or Ray. The first
-report counts as the loss; a later one is news only where it knows the cause.
+Several sources report the end of one worker: its heartbeat sidecar, its pipe, or Ray. The first
+report counts as the loss; a later one is news only if it knows the cause.
 """
 
 from __future__ import annotations
@@ -16,44 +16,49 @@ LEFT = "left, as it was asked to"
 
 class ExitReport(Enum):
     FIRST = "the worker was not known to have ended"
-    EXPLAINS = "its end was known, and not its cause"
+    EXPLAINS = "its end was known, but not its cause"
     REPEATS = "nothing new"
 
 
 class WorkerExits:
+    """The ends of workers, expected and unexpected."""
+
     def __init__(self) -> None:
         self._begun: set[WorkerId] = set()
         self._released: set[WorkerId] = set()
-        self._died: set[WorkerId] = set()  # by their sidecars, before they were released
+        self._died: set[WorkerId] = set()  # reported by their sidecars before they were released
         self._causes: dict[WorkerId, Cause] = {}
 
     def begin(self, *workers: WorkerId) -> None:
         self._begun.update(workers)
 
     def holds_nothing(self, worker: WorkerId) -> bool:
-        """Still starting, or waiting for a node: no user code to unwind, so nothing to wait for."""
+        """Whether a worker has not begun: there is no user code to unwind, so nothing to wait
+        for.
+        """
         return worker not in self._begun
 
     def release(self, worker: WorkerId) -> None:
-        """It is told to leave; its end is no loss from now on."""
+        """Record that a worker was told to leave; its end is no loss from now on."""
         self._released.add(worker)
 
     def is_released(self, worker: WorkerId) -> bool:
         return worker in self._released
 
     def heard_death(self, worker: WorkerId) -> None:
-        """From its sidecar. The event may wait in the inbox until the worker is released; the last
-        words come by then."""
+        """Record a death that a sidecar reported.
+
+        The event may wait in the inbox until the worker is released; its last output comes by then.
+        """
         if worker not in self._released:
             self._died.add(worker)
 
     def was_unasked(self, worker: WorkerId) -> bool:
-        """Whether it ended, or would end now, without having been told to."""
+        """Return whether it ended, or would end now, without having been told to."""
         return worker in self._died or worker not in self._released
 
     def relabel(self, event: Event) -> Event:
-        """The end of a worker that was told to leave is no accident, whatever its sidecar, its pipe
-        or Ray call it."""
+        """Return the event; the end of a worker that was told to leave gets the cause RELEASED."""
         match event:
             case WorkerLost(worker=worker, cause=Cause.UNKNOWN) if not self.was_unasked(worker):
                 return dataclasses.replace(event, reason=LEFT, cause=Cause.RELEASED)

@@ -1,2 +1,3 @@
-"""What shows that a worker lives: a sidecar process beside it, the memory that both share, and the
-controller's socket."""
+"""Heartbeats: a sidecar process beside each worker, the memory that both share, and the
+controller's socket.
+"""

@@ -1,5 +1,6 @@
-"""The controller's end of heartbeats: one socket, which hears the sidecars of all workers and
-answers them."""
+"""The controller's end of heartbeats: one socket that receives from all sidecars and answers
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.threads import background
 
-STACKS_S = 2.0  # a sidecar that was asked for stacks has killed its worker by then
-# The system gives what it allows: a burst of foreign datagrams must not displace heartbeats.
+STACKS_S = 2.0  # a sidecar that was asked for stack traces has killed its worker by then
+# The system may grant less. A burst of foreign datagrams must not displace heartbeats.
 _RECEIVE_BUFFER_BYTES = 8 << 20
-_SAID_EVERY_S = 60.0  # between two reports of datagrams that are not genuine
+_SAID_EVERY_S = 60.0  # between two reports of datagrams that are not authentic
 
 
 class HeartbeatServer:
-    """One UDP socket for all workers. A lost datagram costs nothing: there are several per timeout.
+    """One UDP socket for all workers. A lost datagram does no harm: there are several per timeout.
 
     Only datagrams that are signed with the run's secret are parsed, each of them once. Others are
-    counted, and reported by `say` at most once a minute; nothing that arrives ends the thread.
+    counted, and reported by `say` at most once a minute. Nothing that arrives ends the thread.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class HeartbeatServer:
         last_words: Callable[[WorkerId, str], None] = lambda worker, words: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`host`: the address of this machine at which workers reach it."""
+        """`host` is the address of this machine at which workers reach it."""
         self._secret, self._heard, self._last_words, self._say = secret, heard, last_words, say
         self._socket = socket.socket(heartbeat_sidecar.family_of(host), socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
@@ -55,7 +56,7 @@ class HeartbeatServer:
         )
         self._in = heartbeat_sidecar.Channel(secret, self.address.nonce, "")
         self._peers: dict[WorkerId, _Peer] = {}
-        self.refused = 0  # datagrams that were not genuine, or not new
+        self.refused = 0  # datagrams that were not authentic, or not new
         self._said_at = -math.inf
         self._closed = False
         self._thread = background("heartbeats", self._serve)
@@ -64,13 +65,11 @@ class HeartbeatServer:
         self._thread.start()
 
     def renew(self, worker: WorkerId, beat: int) -> None:
-        """Answer one heartbeat: the lease runs from when that was sent (`beat`, in
-        microseconds)."""
+        """Answer one heartbeat: the lease runs from its sending time (`beat`, in microseconds)."""
         self._answer(worker, {"at": beat / 1e6})
 
     def evict(self, worker: WorkerId, stuck: bool) -> None:
-        """Have the worker's sidecar kill it; of a stuck worker the sidecar sends the stacks
-        first."""
+        """Let the worker's sidecar kill it; of a stuck worker it sends the stack traces first."""
         self._answer(worker, {"die": True, "stuck": stuck})
 
     def close(self) -> None:
@@ -80,18 +79,19 @@ class HeartbeatServer:
         self._socket.close()
 
     def take(self, datagram: bytes, source: Any) -> None:
-        """Pass on the message of a genuine, new datagram. Raises nothing, whatever the datagram
-        holds."""
+        """Pass on the message of an authentic, new datagram. Never raises, whatever the datagram
+        holds.
+        """
         try:
             message = self._opened(datagram, source)
-        except Exception:  # of a worker of another version
+        except Exception:  # a worker of another version
             message = None
         if message is None:
             self._refuse(source)
             return
         try:
             message()
-        except Exception:  # a bug of ours costs this message, and not all heartbeats from now on
+        except Exception:  # a bug costs this message, not all later heartbeats
             traceback.print_exc()
 
     def _opened(self, datagram: bytes, source: Any) -> Callable[[], None] | None:
@@ -119,10 +119,8 @@ class HeartbeatServer:
             self._said_at = now
             self._say(
                 "Datagrams that no worker of this run has sent, or that repeat an earlier "
-                "one, reach the heartbeat port "
-                f"{self.address.host}:{self.address.port}: {self.refused} so far, the last "
-                f"one from {source[0]}. "
-                "They are ignored"
+                f"one, reach the heartbeat port {self.address.host}:{self.address.port}: "
+                f"{self.refused} so far, the last one from {source[0]}. They are ignored"
             )
 
     def _answer(self, worker: WorkerId, message: dict[str, object]) -> None:
@@ -144,13 +142,13 @@ class HeartbeatServer:
 
 
 class _Peer:
-    """The sidecar of one worker: its newest address, and which of its datagrams were taken."""
+    """The sidecar of one worker: its latest address, and which of its datagrams were received."""
 
     __slots__ = ("out", "replays", "source")
 
     def __init__(self, out: heartbeat_sidecar.Channel) -> None:
         self.out, self.replays = out, heartbeat_sidecar.Replays()
-        self.source: Any = None  # set by each genuine datagram
+        self.source: Any = None  # the address of the latest authentic datagram
 
 
 def _event_of(
@@ -172,7 +170,7 @@ def _event_of(
 
 
 def _lost(worker: WorkerId, message: dict[str, Any]) -> WorkerLost:
-    """The death of a worker, as its sidecar reports it."""
+    """Return the death of a worker as its sidecar reports it."""
     phase, _, number = str(message["phase"]).partition(" ")
     at = None
     if phase in ("data", "compute") and number:

@@ -1,34 +1,33 @@
-"""The heartbeat sidecar of a worker: a small process beside it that needs nothing of the worker's
-Python.
+"""The heartbeat sidecar of a worker: a small process that does not depend on the worker's Python.
 
-Run as a script with only the standard library, so it starts in milliseconds. It reads where the
-worker stands from shared memory, sends that as a datagram, and writes down when the controller
-answered, which is the worker's lease. It stays silent while the worker is stopped (SIGSTOP) and
-ends with it. A worker whose identity is no longer known is killed from here, also when it is frozen
-or holds the GIL; of one that is stuck it first sends what its threads are doing, which
-`faulthandler` writes down on SIGUSR2 without the GIL.
+It runs as a script with only the standard library, so it starts in milliseconds. It reads the
+worker's position from shared memory, sends it as a datagram, and writes down when the controller
+answered, which is the worker's lease. It is silent while the worker is stopped (SIGSTOP), and ends
+with it. When a worker's identity is no longer known, the sidecar kills the worker, even if that is
+frozen or holds the GIL. Before it kills a stuck worker, it sends the stack traces of its threads,
+which `faulthandler` writes on SIGUSR2 without the GIL.
 
 It also reports the worker's death. A killed process first gives back its memory, which takes tens
 of milliseconds, and closes its sockets only then, so its peers and Ray learn of it late. Linux
-sends PR_SET_PDEATHSIG at the beginning of that, and once all threads are exiting none of them will
-run any code of its own again.
+sends PR_SET_PDEATHSIG at the beginning of that, and once all threads are exiting, none of them will
+run its own code again.
 
-Its report has what no other process knows: which micro-batch the worker ran, whether the kernel has
-killed because memory ran out since, the fault of its device that the worker wrote down before it
-ended, and the last words that it printed (if its output is a file, which this process shares).
+The report has what no other process knows: which micro-batch the worker ran, whether the kernel has
+killed a process since because memory ran out, the fault of its device that the worker wrote down
+before it ended, and the worker's last output (if that is a file, which this process shares).
 
-Layout of the shared memory page: generation and step as int64, the phase as 16 bytes ("data 7",
-"compute 7" while virtual worker 7 is run), the seconds per virtual worker as float64, the sending
+Layout of the shared memory page: generation and step as int64; the phase as 16 bytes ("data 7",
+"compute 7" while virtual worker 7 runs); the seconds per virtual worker as float64; the sending
 time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host
-share), and the controller's address as "host port nonce" in 128 bytes: it is read for each
-heartbeat, since a controller that took over has another one. Then, where the worker's device has
-failed, the kind of that fault in 16 bytes and its text in 1024.
+share); and the controller's address as "host port nonce" in 128 bytes. The address is read for each
+heartbeat, because a controller that takes over has another one. If the worker's device has failed,
+the kind of that fault follows in 16 bytes and its text in 1024.
 
 Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
-the MAC by keyed BLAKE2b. The key of each direction is derived from the run's secret, which never
-travels, and the nonce of the controller's socket, which workers are told together with its address.
-So a datagram that was recorded under an earlier controller is refused, and one that was recorded
-under this one is refused by its counter.
+with keyed BLAKE2b as the MAC. The key of each direction is derived from the run's secret, which is
+never sent, and the nonce of the controller's socket, which workers receive with its address. So a
+datagram that was recorded under an earlier controller is refused, and one that was recorded under
+this controller is refused by its counter.
 """
 
 import contextlib
@@ -48,10 +47,10 @@ import sys
 import time
 
 PAGE = struct.Struct("<qq16sdd128s")
-FAULT = struct.Struct("<16s1024s")  # behind it
+FAULT = struct.Struct("<16s1024s")  # follows PAGE
 PAGE_BYTES = PAGE.size + FAULT.size
 WHERE = struct.Struct("<qq16s")
-SPEED = struct.Struct("<d")  # behind it
+SPEED = struct.Struct("<d")  # follows WHERE
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
 _ADDRESS, _ADDRESS_OFFSET = struct.Struct("<128s"), _RENEWED_AT_OFFSET + _RENEWED_AT.size
 
@@ -65,8 +64,9 @@ def write_renewed_at(page: mmap.mmap, at: float) -> None:
 
 
 def read_address(page: mmap.mmap) -> tuple[str, int, bytes]:
-    """Host, port, and the nonce of the socket there. Raises ValueError while it is being
-    written."""
+    """Return host, port and nonce of the controller's socket. Raises ValueError while they are
+    being written.
+    """
     host, port, nonce = _ADDRESS.unpack_from(page, _ADDRESS_OFFSET)[0].rstrip(b"\0").split(b" ")
     return host.decode(), int(port), bytes.fromhex(nonce.decode())
 
@@ -87,16 +87,17 @@ def write_fault(page: mmap.mmap, kind: str, text: str) -> None:
 
 _MAC_BYTES = 16
 _COUNTER = struct.Struct(">Q")
-_WINDOW = 64  # datagrams may overtake each other by so many
-MAX_DATAGRAM_BYTES = 65507  # UDP has no longer ones
+_WINDOW = 64  # datagrams may be out of order by so many
+MAX_DATAGRAM_BYTES = 65507  # the limit of UDP
 
 
 class Channel:
-    """One direction between the controller and one worker, or all of them: signs what is sent, and
-    tells what is genuine."""
+    """One direction between the controller and one worker, or all of them: signs and authenticates
+    messages.
+    """
 
     def __init__(self, secret: bytes, nonce: bytes, receiver: str) -> None:
-        """`receiver`: a worker, or "" for the controller; each has a key of its own."""
+        """`receiver` is a worker, or "" for the controller; each has a key of its own."""
         purpose = b"elastic_dp heartbeats to " + receiver.encode() + b"\0" + nonce
         self._key = hashlib.blake2b(purpose, key=secret, digest_size=32).digest()
 
@@ -107,8 +108,10 @@ class Channel:
         return self._mac(payload) + payload
 
     def open(self, datagram: bytes) -> tuple[int, dict[str, object]] | None:
-        """The counter and the message; None if it was not signed with this key. Nothing is parsed
-        before that is known."""
+        """Return the counter and the message, or None if the datagram was not signed with this key.
+
+        Nothing is parsed before that is known.
+        """
         payload = datagram[_MAC_BYTES:]
         if len(payload) < _COUNTER.size or not hmac.compare_digest(
             self._mac(payload), datagram[:_MAC_BYTES]
@@ -122,11 +125,12 @@ class Channel:
 
 
 class Replays:
-    """Takes each counter of one sender once; those that are overtaken by a few are taken, too (RFC
-    4303, 3.4.3)."""
+    """Accepts each counter of one sender once, also if they are slightly out of order (RFC 4303,
+    3.4.3).
+    """
 
     def __init__(self) -> None:
-        self._newest, self._seen = 0, 0  # bit i of `_seen`: newest - i was taken
+        self._newest, self._seen = 0, 0  # bit i of `_seen`: newest - i was accepted
 
     def is_new(self, counter: int) -> bool:
         ahead = counter - self._newest
@@ -141,7 +145,7 @@ class Replays:
 
 
 class _ControllerConnection:
-    """The socket to the controller, at its present address; it receives from nowhere else."""
+    """The socket to the controller at its present address; it receives from no other address."""
 
     def __init__(self, page: mmap.mmap, worker: str, secret: bytes) -> None:
         self._page, self._worker, self._secret = page, worker, secret
@@ -150,8 +154,8 @@ class _ControllerConnection:
         self.socket: socket.socket | None = None
 
     def send(self, message: dict[str, object]) -> None:
-        """Errors are ignored: a datagram may be lost anyhow."""
-        with contextlib.suppress(OSError, ValueError):  # an address that is being changed
+        """Send a message. Errors are ignored: a datagram may be lost anyway."""
+        with contextlib.suppress(OSError, ValueError):  # the address is being changed
             address = read_address(self._page)
             if address != self._address:
                 self._connect(address)
@@ -160,7 +164,7 @@ class _ControllerConnection:
             self.socket.send(self._out.sign(self._sent, {"worker": self._worker} | message))
 
     def receive(self) -> dict[str, object] | None:
-        """What the controller says; None for what is not from it."""
+        """Return a message of the controller, or None if the datagram is not from it."""
         assert self.socket is not None
         try:
             opened = self._in.open(self.socket.recv(MAX_DATAGRAM_BYTES))
@@ -196,8 +200,9 @@ _STILL_S = 0.2  # after this time without a further byte nothing is missing
 
 
 def _look_at(pid: int) -> tuple[bool, float]:
-    """(stopped or dead, processor time used) as Linux says it; elsewhere a worker always counts as
-    running."""
+    """Return (stopped or dead, processor time used), from Linux. Elsewhere a worker always counts
+    as running.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             words = file.read().rpartition(")")[2].split()
@@ -207,7 +212,7 @@ def _look_at(pid: int) -> tuple[bool, float]:
 
 
 def _take_stacks(pid: int, file: int) -> str:
-    """What all threads are doing, as far as it is written in time."""
+    """Return the stack traces of all threads, as far as they are written in time."""
     os.kill(pid, signal.SIGUSR2)
     size, grew_at = 0, math.inf
     until = time.monotonic() + _STACKS_S
@@ -221,8 +226,9 @@ def _take_stacks(pid: int, file: int) -> str:
 
 
 def _tell_when_parent_exits() -> int:
-    """A file descriptor that becomes readable when our parent's thread that started us exits; Linux
-    only."""
+    """Return a file descriptor that becomes readable when the thread that started us exits. Linux
+    only.
+    """
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -234,7 +240,7 @@ def _tell_when_parent_exits() -> int:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Whether no thread of the process will run its own code again."""
+    """Return whether no thread of the process will run its own code again."""
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/stat", encoding="utf-8", errors="replace") as file:
@@ -247,8 +253,11 @@ def _is_exiting(pid: int) -> bool:
 
 
 def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -> int:
-    """How many processes of our control group (version 2 or 1) the kernel has killed for lack of
-    memory; Linux only."""
+    """Return how many processes of our cgroup (version 2 or 1) the kernel has killed because memory
+    ran out.
+
+    Linux only.
+    """
     with contextlib.suppress(OSError, ValueError):
         with open(groups, encoding="utf-8") as file:
             lines = [line.strip().split(":", 2) for line in file]
@@ -267,8 +276,9 @@ def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -
 
 
 def last_words(limit: int = 3000) -> str:
-    """The end of what was printed to the files that standard output and standard error are; empty
-    if they are none."""
+    """Return the end of what was printed to standard output and error; empty if they are no
+    files.
+    """
     seen, words = set(), []
     for fd in (1, 2):
         with contextlib.suppress(OSError), open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
@@ -281,8 +291,9 @@ def last_words(limit: int = 3000) -> str:
 
 
 def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_pid: str) -> None:
-    """The files are the worker's own, by their descriptors; the run's secret comes on standard
-    input."""
+    """Run the sidecar. The files are inherited descriptors; the run's secret is read from standard
+    input.
+    """
     parent = int(parent_pid)  # not getppid(): the worker may be gone already
     interval = float(interval_s)
     page = mmap.mmap(int(page_file), PAGE_BYTES)
@@ -334,7 +345,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
             os.kill(parent, signal.SIGKILL)
         elif isinstance(at := answer.get("at"), float):
             write_renewed_at(page, max(at, read_renewed_at(page)))
-    report_death()  # on a busy machine it took longer than we looked
+    report_death()  # on a busy machine it took longer than the loop above
 
 
 if __name__ == "__main__":

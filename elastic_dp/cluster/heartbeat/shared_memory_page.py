@@ -1,8 +1,8 @@
 """The memory that a worker shares with its heartbeat sidecar, and the start of that process.
 
-The worker writes its step and phase there, and where its controller is; the sidecar sends them, and
-writes back when the controller last answered. `heartbeat_sidecar` has the layout, since it runs
-without this package.
+The worker writes its step, its phase and the controller's address; the sidecar sends the first two,
+and writes back when the controller last answered. The layout is described in `heartbeat_sidecar`,
+which runs without this package.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from elastic_dp.coordinator.messages import WorkerId
 
 
 class ControllerAddress(NamedTuple):
-    """Of a controller's socket. `nonce`: never used before; without it a datagram to that socket is
-    not genuine."""
+    """The address of a controller's socket. A datagram to it is only authentic with the `nonce`,
+    which is never used twice.
+    """
 
     host: str
     port: int
@@ -32,8 +33,10 @@ class ControllerAddress(NamedTuple):
 
 
 class SharedMemoryPage:
-    """Where a worker writes its step and phase for its sidecar. Implements
-    `train.controller_link.HeartbeatStatus`."""
+    """Where a worker writes its step and phase for its sidecar.
+
+    Implements `train.controller_link.HeartbeatStatus`.
+    """
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()
@@ -61,8 +64,7 @@ class SharedMemoryPage:
     def start_sidecar(
         self, worker: WorkerId, secret: bytes, interval_s: float
     ) -> subprocess.Popen[bytes]:
-        """Start the sidecar. Call `point_at` before. The sidecar ends by itself when this process
-        does."""
+        """Start the sidecar, after `point_at`. It ends by itself when this process does."""
         faulthandler.register(signal.SIGUSR2, file=self._stacks)
         files = (self._file, self._stacks)
         started = subprocess.Popen(
@@ -72,7 +74,7 @@ class SharedMemoryPage:
             ],
             stdin=subprocess.PIPE,  # `ps` shows arguments to everybody
             pass_fds=files,
-            # Ray kills the group of a worker that died, and its last words are still to be said
+            # Ray kills the process group of a worker that died, but the sidecar must still report.
             process_group=0,
         )
         assert started.stdin is not None
@@ -82,10 +84,10 @@ class SharedMemoryPage:
 
 
 def _nameless() -> int:
-    """The descriptor of a file without a name, which the sidecar inherits.
+    """Return the descriptor of an unnamed file, which the sidecar inherits.
 
     A worker that is killed before its sidecar has started leaves nothing behind. The file is in
-    memory where the system can do that: a write to a mapped page ends the process when the disk is
+    memory if the system supports that: a write to a mapped page ends the process when the disk is
     full.
     """
     if hasattr(os, "memfd_create"):

@@ -1,7 +1,7 @@
-"""The link from a worker to its controller, by actor calls that are not waited for.
+"""The link from a worker to its controller: actor calls that are not waited for.
 
-While the controller restarts, posted messages are lost; the coordinator asks again for what it
-needs. It does not ask for metrics, so they are buffered here. Each controller has a term, logged
+While the controller restarts, posted messages are lost, and the coordinator asks again for what it
+needs. It does not ask for metrics, so they are buffered here. Each controller has a term. Logged
 metrics carry the term that this worker knows, and a controller ignores those of another term. A new
 controller says how far its record goes, and is sent the rest first, in order. So no metric is
 recorded twice, and none is lost as long as one worker that logged it lives.
@@ -20,7 +20,7 @@ import ray
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.train.controller_link import WrittenParts
 
-_REMEMBERED = 10_000  # calls of ctx.log
+_REMEMBERED = 10_000  # buffered calls of ctx.log
 
 
 class ActorLink:
@@ -52,14 +52,16 @@ class ActorLink:
         self._call("skip", tuple(row_groups))
 
     def serve(self, term: int, logged_to: tuple[int, int]) -> None:
-        """A controller has taken over. Its record ends with that step and call; the link sends it
-        what it lacks."""
+        """Send a new controller what it lacks: its record ends with `logged_to`, a step and a
+        call.
+        """
         with self._lock:
             self._term = term
             for step, call, metrics in self._logged:
                 if (step, call) > logged_to:
                     self._call("log", term, step, call, metrics)
-            if self._written is not None:  # of the newest checkpoint, which may not be committed
+            # parts of the newest checkpoint, which may not be committed
+            if self._written is not None:
                 self._call("wrote", *self._written)
 
     def _call(self, method: str, *content: Any) -> None:

@@ -1,5 +1,6 @@
 """Why workers wait for a node: no node could hold one, none has room now, or what Ray's autoscaler
-says."""
+reports.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.threads import background
 
 _CHECK_EVERY_S = 5.0
-# How long a worker waits before that is said: what seems taken may be its own, while its process
-# starts.
+# How long a worker waits before this is reported: the room that seems taken may be its own, while
+# its process starts.
 _NO_ROOM_S = 30.0
 
 
 class CapacityMonitor:
-    """A thread that looks at the cluster while workers wait. `stages()`: of each worker, as the
-    controller's status has it.
+    """A thread that looks at the cluster while workers wait.
 
-    `waits_for` is the reason now, empty when no worker waits; `say` is called once for each reason.
+    `stages()` returns the stage of each worker, as in the controller's status. `waits_for` is the
+    present reason, empty if no worker waits; `say` is called once for each reason.
     """
 
     def __init__(
@@ -51,13 +52,14 @@ class CapacityMonitor:
         self.waits_for = ""
 
     def start(self, ended: threading.Event) -> None:
-        """Until the run has `ended`."""
+        """Watch until the run has `ended`."""
         background("capacity", lambda: self._watch(ended)).start()
 
     def _watch(self, ended: threading.Event) -> None:
         said = {""}
         while not ended.wait(_CHECK_EVERY_S):
-            with contextlib.suppress(Exception):  # whatever Ray raises for a head that is away
+            # any error of Ray while the head node is unavailable
+            with contextlib.suppress(Exception):
                 self._worker_group.withdraw_waiting_needlessly()
                 self.look()
             if self.waits_for not in said:
@@ -89,20 +91,21 @@ class CapacityMonitor:
 
 
 def has_room(needs: Mapping[str, float]) -> bool:
-    """Whether a node has enough free resources for a worker."""
+    """Return whether a node has enough free resources for a worker."""
     free = ray._private.state.available_resources_per_node().values()
     return any(can_hold(needs, {"Resources": resources}) for resources in free)
 
 
 def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Why no node could hold a worker of one of the kinds that the job asks for, even if it were
-    idle; empty when one could."""
+    """Return why no node could hold a worker that the job asks for, even if it were idle; empty if
+    one could.
+    """
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
         firm = [{node_labels.MARKET: "on-demand"}] * scaling.min_on_demand
-        # What those before it were asked for: the first worker, and the first that need not be
-        # firm.
+        # What earlier workers requested: for the first worker, and for the first one after
+        # `min_on_demand`.
         for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
             if why := node_labels.why_none_matches(node_labels.preferences(scaling, others), large):
                 return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
@@ -110,7 +113,6 @@ def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}
     return (
         f"no node of this cluster can hold a worker: it needs {dict(needs)}, and the most "
-        "that any node has is "
-        f"{largest}. Waiting for such a node; lower ScalingConfig.resources_per_worker if "
-        "none will come"
+        f"that any node has is {largest}. Waiting for such a node; lower "
+        "ScalingConfig.resources_per_worker if none will come"
     )

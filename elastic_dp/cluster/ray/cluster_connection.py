@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: the one that is named, or the newest on this machine."""
+"""The connection to a Ray cluster: a named one, or the newest on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from elastic_dp.errors import ClusterError
 
 
 def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> None:
-    """To `address`, or else to RAY_ADDRESS or the cluster on this machine; to none where a
-    connection is there.
+    """Connect to `address`, or to RAY_ADDRESS, or to the cluster on this machine, unless connected.
 
-    `tell`: is told which cluster was taken, where several run on this machine.
+    `tell` is called with the choice if several clusters run on this machine. Raises ClusterError if
+    the connection fails.
     """
     if ray.is_initialized():
         return
@@ -30,24 +30,21 @@ def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> 
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ClusterError(
             f"cannot connect to a Ray cluster at {address or 'this machine'}: give --address "
-            "as HOST:6379, or set "
-            "RAY_ADDRESS; one with token authentication needs RAY_AUTH_MODE=token, and its "
-            "token in RAY_AUTH_TOKEN or "
-            "~/.ray/auth_token. A run that has ended is found without a cluster: elastic-dp "
-            "status RUN --storage-path "
+            "as HOST:6379, or set RAY_ADDRESS; one with token authentication needs "
+            "RAY_AUTH_MODE=token, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token. A run "
+            "that has ended is found without a cluster: elastic-dp status RUN --storage-path "
             f"URL. Ray says: {error}"
         ) from error
 
 
 def disconnect() -> None:
-    """From the cluster, so that the next connection may be to another one."""
+    """Disconnect from the cluster, so that the next connection may be to another one."""
     ray.shutdown()
     os.environ.pop("RAY_ADDRESS", None)
 
 
 def connect_or_start() -> None:
-    """To the cluster of RAY_ADDRESS; without one, to a Ray that this process starts and that ends
-    with it."""
+    """Connect to the cluster of RAY_ADDRESS, or start a Ray that ends with this process."""
     if not ray.is_initialized():
         if "RAY_ADDRESS" in os.environ:
             ray.init(log_to_driver=False)
@@ -58,7 +55,7 @@ def connect_or_start() -> None:
 
 
 def send_token() -> None:
-    """Have Ray send this user's saved token, unless RAY_AUTH_MODE says otherwise.
+    """Let Ray send this user's saved token, unless RAY_AUTH_MODE is set.
 
     A Ray that a script starts requires the token by default, and a client sends it only if it is
     configured to. Clusters without authentication ignore it.
@@ -68,15 +65,14 @@ def send_token() -> None:
         "RAY_AUTH_TOKEN" in os.environ or os.path.exists(path)
     ):
         os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # reads it again
+        Config.initialize("")  # reads the environment again
 
 
 def newest_on_this_machine(tell: Callable[[str], None]) -> str | None:
-    """The address of the newest cluster that has a node here; None: as Ray finds it, by RAY_ADDRESS
-    first.
+    """Return the address of the newest cluster with a node on this machine.
 
-    Of several, Ray itself takes the one of the last `ray start`, also where that is gone, or else
-    any.
+    None leaves the choice to Ray, which reads RAY_ADDRESS. Among several clusters, Ray itself would
+    take that of the last `ray start`, even if that is gone.
     """
     if os.environ.get("RAY_ADDRESS"):
         return None
@@ -91,8 +87,9 @@ def newest_on_this_machine(tell: Callable[[str], None]) -> str | None:
 
 
 def _newest_first() -> list[str]:
-    """Addresses of the clusters of which a node runs here: those of this user, or, without one,
-    all."""
+    """Return the addresses of clusters with a node on this machine: this user's or, without one,
+    all.
+    """
     started: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for process in services.psutil.process_iter(["cmdline", "create_time", "uids"]):
         words = process.info["cmdline"] or [""]

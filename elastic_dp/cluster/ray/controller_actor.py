@@ -1,5 +1,6 @@
-"""The actor that leads one run. Ray restarts it; it then finds its workers by their names and leads
-on from the state in the GCS."""
+"""The actor that leads one run. Ray restarts it; it then finds its workers by name and continues
+from the state in the GCS.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +40,19 @@ from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
 
 _KEPT_S = 600.0  # how long a controller stays for drivers after its run has ended
-_PRINTED_S = 5.0  # how long workers may take to say what they printed
+_PRINTED_S = 5.0  # how long workers may take to return what they printed
 
 
-# One thread for events: messages of a worker are taken in the order in which it sent them.
+# One thread for events: the messages of a worker are handled in the order in which it sent them.
 @ray.remote(  # type: ignore[call-overload]
     num_cpus=0, max_restarts=-1, concurrency_groups={"events": 1, "follow": 16}
 )
 class ControllerActor:
-    """Leads one run until it has ended. It ends some minutes later, or when a driver has taken the
-    result.
+    """Leads one run until it has ended. The actor ends some minutes later, or when a driver has
+    taken the result.
 
-    The actor is named after the run, so two drivers cannot lead one run. Its only argument is the
-    run, since Ray passes the same arguments to its replacement; everything else is in the GCS.
+    It is named after the run, so two drivers cannot lead one run. Its only argument is the run,
+    because Ray passes the same arguments to its replacement; everything else is in the GCS.
     """
 
     def __init__(self, run: str) -> None:
@@ -91,9 +92,8 @@ class ControllerActor:
             lambda text: self._journal.command(Explain(text)),
         )
         self._controller.open(self._worker_group)
-        # What torch, ray and the job's imports made is here to stay. Where each full collection
-        # walks through it, it takes 0.1 s longer; so it walks through what came later, which grows
-        # with the workers alone.
+        # What torch, ray and the job's imports have allocated stays. A full collection that visits
+        # it takes 0.1 s longer, so it is frozen; what comes later grows with the workers alone.
         gc.collect()
         gc.freeze()
         background("controller", self._lead, self._controller.broke).start()
@@ -102,8 +102,9 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def about(self) -> tuple[JobSpec, str, bool]:
-        """The spec without the user's own objects, whose code a driver may not have; the folder;
-        whether the run has ended."""
+        """Return the spec without the user's own objects, whose code a driver may not have, the
+        run's folder, and whether the run has ended.
+        """
         data = self._spec.data
         bare = DataConfig("-", micro_batch_size=data.micro_batch_size, seed=data.seed)
         if data.epochs is not None:
@@ -117,7 +118,7 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def log(self, term: int, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        if term == self._state_store.state.term:  # else it is sent again, in order
+        if term == self._state_store.state.term:  # otherwise it is sent again, in order
             self._controller.log(step, call, metrics)
 
     @ray.method(concurrency_group="events")
@@ -154,12 +155,11 @@ class ControllerActor:
 
     @ray.method(concurrency_group="events")
     def drain(self, worker: WorkerId, within_s: float | None) -> list[WorkerId]:
-        """Returns the workers that can be drained."""
+        """Drain a worker. Returns the workers that can be drained."""
         deadline = None if within_s is None else time.monotonic() + within_s
         present = self._controller.status()["workers"]
-        workers = [
-            *(present | self._state_store.state.here)
-        ]  # a controller that takes over has not heard of them yet
+        # A controller that takes over knows them only from the stored state.
+        workers = [*(present | self._state_store.state.here)]
         if worker in workers:
             self._request(DrainNoticed(worker, deadline))
         return workers
@@ -172,17 +172,17 @@ class ControllerActor:
 
     @ray.method(concurrency_group="follow")
     def wait(self, timeout_s: float | None) -> RunOutcome | None:
-        """How the run ended, or None while it goes on."""
+        """Return how the run ended, or None while it continues."""
         return self._controller.outcome if self._controller.ended.wait(timeout_s) else None
 
     @ray.method(concurrency_group="follow")
     def forget(self) -> None:
-        """A driver has taken the result, and ends this actor next."""
+        """Delete the run's state: a driver has taken the result, and ends this actor next."""
         forget(self._run)
 
     @ray.method(concurrency_group="follow")
     def pids(self) -> dict[WorkerId, int]:
-        """The process of each worker that is up."""
+        """Return the process id of each running worker."""
         found = {}
         for worker, actor in self._worker_group.actors().items():
             with contextlib.suppress(ray.exceptions.RayError):
@@ -193,7 +193,7 @@ class ControllerActor:
     def printed(
         self, after: Mapping[WorkerId, Mapping[str, int]]
     ) -> dict[WorkerId, dict[str, tuple[int, str]]]:
-        """What each worker that is up has printed since these offsets."""
+        """Return what each running worker has printed since these offsets."""
         actors = self._worker_group.actors()
         asked = {worker: a.printed.remote(after.get(worker, {})) for worker, a in actors.items()}
         ray.wait([*asked.values()], num_returns=len(asked), timeout=_PRINTED_S)
@@ -204,7 +204,7 @@ class ControllerActor:
         return found
 
     def _request(self, event: Event) -> None:
-        """Take an operator's request; it is stored before it is acknowledged."""
+        """Accept an operator's request; it is stored before it is acknowledged."""
         self._state_store.record(event)
         self._state_store.save()
         self._controller.post(event)
@@ -212,7 +212,7 @@ class ControllerActor:
     def _lead(self) -> None:
         self._controller.lead(self._found())
         if self._controller.superseded:
-            os._exit(1)  # the run's workers, lease, record and name are another's
+            os._exit(1)  # the run's workers, lease, record and name belong to another controller
         self._drain_watcher.close()
         time.sleep(_KEPT_S)
         forget(self._run)
@@ -223,8 +223,7 @@ class ControllerActor:
             return ()
         try:
             return self._worker_group.adopt(self._controller.metrics.logged_to)
-        except (
-            Exception
-        ):  # the GCS may be away; a controller that answers and leads no worker is worse than none
+        except Exception:
+            # The GCS may be unavailable. A controller that leads no worker is worse than none.
             traceback.print_exc()
             os._exit(1)  # Ray starts it again

@@ -1,13 +1,12 @@
 """Notices that a node will be taken away: a thread polls Ray's draining nodes, and posts a notice
 for each worker there.
 
-Ray knows in advance: a SIGTERM to `ray start --block` (a pod that is deleted, a machine that is
-taken back), the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a
-deadline.
+Ray knows in advance: a SIGTERM to `ray start --block` (a pod is deleted, a machine is taken back),
+the autoscaler, and `ray drain-node` each mark a node as draining, mostly with a deadline.
 
 - A notice is posted once for each worker and deadline, also for a worker that starts on a node that
-  drains already.
-- A poll that fails (the head is away) is followed by another one soon.
+  already drains.
+- A failed poll (the head node is unavailable) is repeated soon.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _EVERY_S = 0.5
 
 
 class DrainWatcher:
-    """`draining()`: node -> deadline in milliseconds of the wall clock, 0: none is known.
-    `nodes()`: where workers are.
+    """Posts drain notices.
 
-    `nodes` is asked only while a node drains.
+    `draining()` returns node -> deadline in milliseconds of the wall clock, 0 if it is not known.
+    `nodes()` returns the node of each worker; it is called only while a node drains.
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class DrainWatcher:
         self._closed.set()
 
     def poll(self, now: float, wall: float) -> None:
-        """`now`: of the clock of the controller's deadlines (monotonic); `wall`: of the wall
-        clock."""
+        """Look once. `now` is of the clock of the controller's deadlines (monotonic), `wall` of the
+        wall clock.
+        """
         draining = self._draining()
         nodes = self._nodes() if draining else {}
         self._told = {worker: told for worker, told in self._told.items() if worker in nodes}
@@ -62,5 +62,6 @@ class DrainWatcher:
 
     def _watch(self) -> None:
         while not self._closed.wait(_EVERY_S):
-            with contextlib.suppress(Exception):  # whatever Ray raises for a head that is away
+            # any error of Ray while the head node is unavailable
+            with contextlib.suppress(Exception):
                 self.poll(time.monotonic(), time.time())

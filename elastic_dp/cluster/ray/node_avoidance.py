@@ -1,9 +1,9 @@
-"""Which nodes get no new worker: those where workers failed repeatedly.
+"""Decides which nodes get no new worker: those where workers failed repeatedly. Pure, without clock
+and Ray.
 
-Three failures on one node within 30 minutes, and it is avoided for 30 minutes from the last. If
-every node that could hold a worker is bad, none is avoided, since a run must not stop where it
-could go on (and a step that ends whoever runs it makes every node look bad). Here is no clock and
-no Ray.
+After three failures within 30 minutes, a node is avoided for 30 minutes from the last one. If every
+node that could hold a worker is bad, none is avoided, because a run must not stop where it could
+continue (and a step that kills every worker makes every node look bad).
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ WITHIN_S = 1800.0
 
 
 class NodeAvoidance:
-    """Times are of one clock, in seconds; node ids are never reused."""
+    """The recent failures by node. Times are of one clock, in seconds; node ids are never
+    reused.
+    """
 
     def __init__(self) -> None:
         self._failures: dict[str, list[float]] = {}
 
     def failed(self, node: str, now: float) -> bool:
-        """A worker was lost there. Returns whether that makes the node bad, and it was not
-        before."""
+        """Record the loss of a worker. Return whether the node becomes bad by it."""
         before = self._is_bad(node, now)
         self._failures.setdefault(node, []).append(now)
         return not before and self._is_bad(node, now)
 
     def failures(self, node: str, now: float) -> int:
-        """That still count."""
+        """Return the number of recent failures."""
         recent = [at for at in self._failures.get(node, ()) if at > now - WITHIN_S]
         self._failures[node] = recent
         return len(recent)
 
     def avoided(self, candidates: Collection[str], now: float) -> list[str]:
-        """Of the nodes that could hold a worker, those not to be used."""
+        """Return the nodes to avoid among `candidates`, the nodes that could hold a worker."""
         bad = sorted(node for node in candidates if self._is_bad(node, now))
         return bad if len(bad) < len(candidates) else []
 

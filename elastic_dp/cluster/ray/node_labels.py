@@ -1,12 +1,13 @@
-"""On which nodes a worker may run: the labels that Ray is asked for, the best first; {} is any
+"""Chooses the labels of a worker's node, as a list of selectors for Ray, the best first; {} is any
 node.
 
-Pure, from what the job says and what the run's other workers were asked for. Ray takes the first of
-them that a node fulfils, and its autoscaler adds a node for the first that some group of nodes has.
+The choice is a pure function of the job and of what the run's other workers requested. Ray takes
+the first selector that a node fulfils, and its autoscaler adds a node for the first one that some
+group of nodes has.
 
-So "spot-first" is one selector for either market, and not a list of two: the autoscaler would go on
+So "spot-first" is one selector for either market, and not a list of two: the autoscaler would keep
 asking for the first of a list however often that failed. Between the markets of one selector it
-goes by its groups' priorities and by what it got.
+follows the priorities of its groups and what it got.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from typing import Any
 
 from elastic_dp.config import ScalingConfig, label_values
 
-MARKET = "ray.io/market-type"  # of a node; Ray's own names
+MARKET = "ray.io/market-type"  # Ray's names of a node's labels
 ZONE = "ray.io/availability-zone"
 EITHER = "in(spot,on-demand)"
 Labels = dict[str, str]
 
 
 def preferences(scaling: ScalingConfig, others: Iterable[Labels]) -> list[Labels]:
-    """What a new worker asks for, in this order; `others`: what the run's present workers asked for
-    first."""
+    """Return the selectors of a new worker. `others` are the first selectors of the run's present
+    workers.
+    """
     others = list(others)
     firm = sum(labels.get(MARKET) == "on-demand" for labels in others)
     markets = _markets(scaling, firm)
@@ -44,19 +46,19 @@ def _markets(scaling: ScalingConfig, firm: int) -> list[Labels]:
 
 
 def _zone(scaling: ScalingConfig, others: list[Labels]) -> Labels:
-    """Where the fewest are; {} where the job names no zones."""
+    """Return the zone with the fewest workers; {} if the job names no zones."""
     taken = Counter(labels.get(ZONE) for labels in others)
     fewest = min(scaling.zones, key=lambda zone: taken[zone], default=None)
     return {} if fewest is None else {ZONE: fewest}
 
 
 def selectable(labels: Mapping[str, str]) -> Labels:
-    """Of the node where a worker is, what it may have asked for."""
+    """Return those of a node's labels that a worker on it may have requested."""
     return {name: labels[name] for name in (MARKET, ZONE) if name in labels}
 
 
 def actor_options(asked: list[Labels]) -> dict[str, Any]:
-    """For `Actor.options`."""
+    """Return the selectors as options of `Actor.options`."""
     if not asked:
         return {}
     fallback = [{"label_selector": labels} for labels in asked[1:]]
@@ -64,7 +66,7 @@ def actor_options(asked: list[Labels]) -> dict[str, Any]:
 
 
 def why_none_matches(asked: list[Labels], nodes: Iterable[Mapping[str, str]]) -> str:
-    """Why no node has what is asked for, by the labels of each; empty when one has."""
+    """Return why no node matches the selectors, by the labels of each; empty if one does."""
     nodes = list(nodes)
     if not asked or any(
         all(_is(has.get(name), wanted) for name, wanted in labels.items())
@@ -77,5 +79,7 @@ def why_none_matches(asked: list[Labels], nodes: Iterable[Mapping[str, str]]) ->
 
 
 def _is(value: str | None, wanted: str) -> bool:
-    """By Ray's rules: what must not be so is not so where the label is missing, too."""
+    """Return whether a label's value matches, by Ray's rules: a missing label matches a
+    negation.
+    """
     return (value in label_values(wanted)) != wanted.startswith("!")

@@ -1,10 +1,9 @@
-"""Selects nodes for the next worker: all but those where workers failed repeatedly
-(node_avoidance.py decides which).
+"""Selects nodes for the next worker: all except those that `node_avoidance` excludes.
 
-A label selector excludes a node, since Ray has no other way to say "anywhere but there". The worker
-then waits, as demand that the autoscaler sees, until another node has room. A selector is fixed
-when the actor is created, so a worker that waits because of a node that is no longer avoided is
-replaced. Ray still knows the node of an actor that has died.
+A label selector excludes a node, because Ray has no other way to say "anywhere but there". The
+worker then waits, as demand that the autoscaler sees, until another node has room. A selector is
+fixed when the actor is created, so a worker that waits because of a node that is no longer avoided
+is replaced. Ray still knows the node of an actor that has died.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ from elastic_dp.wording import counted
 
 
 class NodeSelection:
-    """Any thread may call it. `needs`: resources of one worker."""
+    """Thread-safe. `needs` are the resources of one worker."""
 
     def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
         self._needs, self._say = needs, say
         self._avoidance, self._lock = NodeAvoidance(), threading.Lock()
-        self._excluded: dict[
-            WorkerId, tuple[list[Labels], list[str]]
-        ] = {}  # its preferences, the excluded nodes
-        self.avoided: dict[str, int] = {}  # the node's failures, as of the last look
+        # The preferences of a worker, and the nodes that were excluded for it.
+        self._excluded: dict[WorkerId, tuple[list[Labels], list[str]]] = {}
+        self.avoided: dict[str, int] = {}  # node -> failures, as of the last look
 
     def without_avoided(self, worker: WorkerId, asked: list[Labels]) -> list[Labels]:
-        """The new worker's preferences, each without the nodes that are avoided."""
+        """Return the new worker's preferences, each without the avoided nodes."""
         avoided = self._avoided_nodes(asked)
         if not avoided:
             return asked
@@ -47,7 +45,9 @@ class NodeSelection:
     def waiting_needlessly(
         self, placed: Collection[WorkerId], there: Collection[WorkerId]
     ) -> list[WorkerId]:
-        """Those of `there` that wait although a node that they exclude is no longer avoided."""
+        """Return those of `there` that wait although a node that they exclude is no longer
+        avoided.
+        """
         found = []
         for worker, (asked, avoided) in list(self._excluded.items()):
             free = worker in there and not {*avoided} <= {*self._avoided_nodes(asked)}
@@ -58,10 +58,10 @@ class NodeSelection:
         return found
 
     def failed(self, actor_id: str) -> None:
-        """A worker was lost: it was not told to leave, and its node was not preempted."""
+        """Record the loss of a worker that was neither released nor preempted."""
         node = str((actors(actor_id) or {}).get("Address", {}).get("NodeID") or "")
         if not node:
-            return  # it was never placed
+            return  # the worker was never placed
         with self._lock:
             is_new = self._avoidance.failed(node, time.monotonic())
         if is_new and node in self._avoided_nodes([]):
@@ -86,5 +86,5 @@ class NodeSelection:
 
 
 def can_hold(needs: Mapping[str, float], node: Mapping[str, Any]) -> bool:
-    """Whether the node could hold a worker if it were idle."""
+    """Return whether the node could hold a worker if it were idle."""
     return all(node["Resources"].get(name, 0) >= need for name, need in needs.items())

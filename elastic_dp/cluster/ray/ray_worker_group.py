@@ -1,8 +1,8 @@
 """The worker group of a run on Ray: each worker is a detached actor.
 
-Workers are never one placement group, which cannot be resized. Each is an actor of its own that
-waits, as demand that the autoscaler sees, until it can be placed. It is named run/identity in the
-namespace "elastic_dp", so that a controller that takes over finds it.
+Workers are not a placement group, because that cannot be resized. Each actor waits, as demand that
+the autoscaler sees, until it can be placed. It is named run/identity in the namespace "elastic_dp",
+so that a controller that takes over finds it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, Work
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.threads import background
 
-_LOW_ON_MEMORY = "low on memory"  # in what Ray says of those whom its memory monitor killed
+# part of Ray's message about workers that its memory monitor killed
+_LOW_ON_MEMORY = "low on memory"
 
 
 class RayWorkerGroup:
@@ -42,7 +43,8 @@ class RayWorkerGroup:
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
         self.node_selection = NodeSelection(spec.scaling.resources_per_worker, controller.say)
-        self._asked: dict[WorkerId, node_labels.Labels] = {}  # the market and zone of each
+        # the market and zone that each worker requested
+        self._asked: dict[WorkerId, node_labels.Labels] = {}
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
         self._lock = threading.Lock()
 
@@ -66,8 +68,10 @@ class RayWorkerGroup:
         self._watch(worker, actor)
 
     def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
-        """The workers of earlier controllers that are up. Those that still wait for a node are
-        killed: they are not needed."""
+        """Return the running workers of earlier controllers, and watch them.
+
+        Workers that still wait for a node are killed: they are not needed.
+        """
         for worker, actor, _ in self._named("PENDING_CREATION", "DEPENDENCIES_UNREADY"):
             self._controller.state_store.record(ReleaseWorker(worker, "was still pending"))
             ray.kill(actor, no_restart=True)
@@ -80,7 +84,9 @@ class RayWorkerGroup:
         return [worker for worker, _, _ in found]
 
     def _named(self, *states: str) -> list[tuple[WorkerId, Any, str]]:
-        """The workers of this run that the GCS has in one of these states, and the node of each."""
+        """Return the workers of this run that the GCS has in one of these states, with the node of
+        each.
+        """
         prefix, named = f"{self._job.run}/", []
         for entry in chain(
             *(ray._private.state.actors(actor_state_name=s).values() for s in states)
@@ -106,8 +112,10 @@ class RayWorkerGroup:
             _kill(actor)
 
     def withdraw_waiting_needlessly(self) -> None:
-        """End workers that wait although a node that they exclude could be used now; the
-        coordinator replaces them."""
+        """Kill workers that wait although a node that they exclude could be used now.
+
+        The coordinator replaces them.
+        """
         for worker in self.node_selection.waiting_needlessly(self.nodes(), self.actors()):
             self._controller.withdrawn(worker)
             self._withdrawn.add(worker)
@@ -127,8 +135,10 @@ class RayWorkerGroup:
         actor.run.remote().future().add_done_callback(lambda f: self._ended(worker, actor, f))
 
     def nodes(self) -> dict[WorkerId, str]:
-        """The node of each worker that has one. It is asked for once, since the actor is never
-        restarted elsewhere."""
+        """Return the node of each worker that has one.
+
+        Each is looked up once, because the actor is never restarted on another node.
+        """
         actors = self.actors()
         known = {worker: node for worker, node in self._nodes.items() if worker in actors}
         for worker in actors.keys() - known.keys():
@@ -139,8 +149,9 @@ class RayWorkerGroup:
         return known
 
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
-        """Those for which Ray has no process yet: they wait for a node, or for their process to
-        start there."""
+        """Return the workers for which Ray has no process yet: they wait for a node, or their
+        process is starting.
+        """
         actors = self.actors()
         tables = {
             worker: ray._private.state.state.actor_table(actors[worker]._actor_id.hex())
@@ -155,12 +166,15 @@ class RayWorkerGroup:
             self._actors.pop(worker, None)
             self._asked.pop(worker, None)
         if isinstance(error, ray.exceptions.RayTaskError):
-            # It raised, and holds its node's GPU until it is killed: not here, in Ray's own thread,
-            # where that never returns.
+            # The worker raised, and holds its node's GPU until it is killed. Not in this thread of
+            # Ray, where that call never returns.
             background("kill", partial(_kill, actor)).start()
         reason, cause = _death(error)
         if worker in self._withdrawn:
-            reason, cause = "waited for a node, and is asked for anew", Cause.PREEMPTED
+            reason, cause = (
+                "waited although a node that it excludes can be used again, and is replaced",
+                Cause.PREEMPTED,
+            )
         try:
             if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
                 self.node_selection.failed(actor._actor_id.hex())  # before another is asked for
@@ -174,10 +188,10 @@ def _kill(actor: Any) -> None:
 
 
 def _death(error: BaseException | None) -> tuple[str, Cause]:
-    """Why an actor is no more, as Ray tells it."""
+    """Return why an actor ended, as Ray reports it."""
     if error is None:
         return "left", Cause.UNKNOWN
-    if isinstance(error, ray.exceptions.RayTaskError):  # its text begins with Ray's own frames
+    if isinstance(error, ray.exceptions.RayTaskError):  # the text begins with Ray's own frames
         return f"{type(error.cause).__name__}: {error.cause}"[:600], Cause.UNKNOWN
     text = str(error).strip()
     reason = text.splitlines()[0][:300]

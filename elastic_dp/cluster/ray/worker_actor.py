@@ -1,5 +1,6 @@
-"""The actor of one worker. It is detached, so it outlives its controller; Ray never restarts it,
-since an identity is used once."""
+"""The actor of one worker. It is detached, so it outlives its controller. Ray never restarts it,
+because an identity is used once.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
 from elastic_dp.distributed.process_group import Rendezvous
 
-_PRINTED_BYTES = 1 << 20  # at most so much at a time, the newest
+_PRINTED_BYTES = 1 << 20  # the newest output that one call returns
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 2})  # type: ignore[call-overload]
 class WorkerActor:
     """One worker. `run` occupies the default concurrency group for the worker's life; `deliver`
-    runs beside it."""
+    runs concurrently.
+    """
 
     def __init__(self, identity: WorkerId, job: WorkerJob, controller: Any, term: int) -> None:
         print_whatever_fits()
@@ -33,13 +35,15 @@ class WorkerActor:
         self._link.post(self._placed)
 
     def run(self) -> None:
-        """Each controller calls this to learn of the worker's end; only the first call trains."""
+        """Train, and exit. Each controller calls this to learn of the worker's end; only the first
+        call trains.
+        """
         self._worker.run()
         ray.actor.exit_actor()
 
     @ray.method(concurrency_group="control")
     def serve(self, term: int, controller: ControllerAddress, logged_to: tuple[int, int]) -> None:
-        """A controller has taken over; heartbeats go to it from now on."""
+        """Send heartbeats and messages to a controller that has taken over."""
         self._worker.hear_from(controller)
         self._link.serve(term, logged_to)
 
@@ -55,8 +59,9 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def printed(self, after: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-        """Whole lines that were printed after these offsets of standard output and error, and the
-        offsets of their end."""
+        """Return the complete lines that were printed to stdout and stderr after these offsets, and
+        their end offsets.
+        """
         own = ray._private.worker.global_worker
         paths = {"out": own.get_out_file_path(), "err": own.get_err_file_path()}
         return {name: _lines(path, after.get(name, 0)) for name, path in paths.items()}

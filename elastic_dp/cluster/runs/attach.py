@@ -1,5 +1,4 @@
-"""Attaching to a run: to the one that is live on the cluster, to one that has ended, or to one that
-is started for it.
+"""Attaches to a run that is live on the cluster, to one that has ended, or to one that is started.
 
 Starting a controller imports torch, so that import is in the function: the command line attaches
 without it.
@@ -61,7 +60,7 @@ def attach(
 
 
 def attach_live(name: str, url: str | None = None) -> Run | None:
-    """The run of that name whose controller answers; with `url`, only where that is its folder."""
+    """Return the run of that name if its controller answers and, with `url`, that is its folder."""
     live = find(name)
     if live is None or (url is not None and not _same(url, live.url)):
         return None
@@ -70,7 +69,7 @@ def attach_live(name: str, url: str | None = None) -> Run | None:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two URLs are of one folder, also where one is a relative path."""
+    """Return whether two URLs name the same folder, also if one is a relative path."""
 
     def whole(url: str) -> str:
         return url if "://" in url else os.path.abspath(url)
@@ -81,8 +80,10 @@ def _same(one: str, other: str) -> bool:
 def find_or_start(
     spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, Any]
 ) -> tuple[Any, bool]:
-    """The controller that leads this run, and whether it is a new one. Raises ClusterError where
-    another run has its name."""
+    """Return the controller that leads this run, and whether it is new.
+
+    Raises ClusterError if another run has its name.
+    """
     cluster_connection.connect_or_start()
     live = find(spec.name)
     if live is not None and not live.ended:
@@ -121,8 +122,9 @@ def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, A
 
 
 def _check_is_the_same(live: LiveController, spec: JobSpec, url: str) -> None:
-    """Raises ClusterError for a run in another folder. Warns of settings that this start would
-    change and does not."""
+    """Raise ClusterError for a run in another folder; warn of settings that this start would change
+    but does not.
+    """
     if live.url != url:
         raise ClusterError(
             f"a run named {spec.name!r} is live on this cluster, at {live.url}; wait for it, "

@@ -1,11 +1,8 @@
-"""The state that a controller leaves to its successor when its process dies, and the generations
-that it claimed.
+"""The state that a controller leaves to its successor, and the generations that it claimed.
 
-A successor learns everything else from the workers. The state is small and is written as one value
-whenever it has changed: when workers come and go, when an operator asks for something, at the first
-step, and at the end.
-
-An operator's request is stored before it is acknowledged, and the outcome before any worker is
+A successor learns everything else from the workers. The state is small, and is written as one value
+whenever it has changed: when workers come and go, on an operator's request, at the first step, and
+at the end. A request is stored before it is acknowledged, and the outcome before any worker is
 released.
 """
 
@@ -40,28 +37,31 @@ from elastic_dp.coordinator.messages import (
 
 @dataclass
 class ControllerState:
-    """What a successor must know. Times are of `time.time`: who takes over may be another
-    machine."""
+    """What a successor must know. Times are of `time.time`, because the successor may be on another
+    machine.
+    """
 
     started_at: float = field(default_factory=time.time)
     lease_token: str = field(default_factory=lambda: secrets.token_hex(8))
-    term: int = 1  # the number of the controller: of how many it is the newest
-    size: int | None = None  # what an operator asked for
+    term: int = 1  # the number of this controller among those of the run
+    size: int | None = None  # requested by an operator
     min_workers: int | None = None  # likewise
-    stop: StopRequested | None = None  # to end before the run's limits
-    checkpoint: bool = False  # one was asked for, and none was committed since
-    # The deadline, and how long it was until then when the notice came; None: none is known.
+    stop: StopRequested | None = None  # a request to end before the run's limits
+    checkpoint: bool = False  # one was requested, and none was committed since
+    # The deadline, and how far away it was when the notice came; None: not known.
     draining: dict[WorkerId, tuple[float, float] | None] = field(default_factory=dict)
-    here: dict[WorkerId, bool] = field(default_factory=dict)  # asked for, not to leave: was it up?
+    # workers that were requested and not released; whether each was up
+    here: dict[WorkerId, bool] = field(default_factory=dict)
     lost: int = 0
     stepped: bool = False  # a step was made
-    at_most: int | None = None  # later steps are wrong, and nobody has gone back yet
+    at_most: int | None = None  # later steps are wrong, and no generation has gone back yet
     outcome: Any = None  # how the run ended
 
 
 class ControllerStateStore:
     """The newest state of a run's controller, in memory: for a controller that dies with its
-    run."""
+    run.
+    """
 
     def __init__(self) -> None:
         self.state = ControllerState()
@@ -70,24 +70,23 @@ class ControllerStateStore:
 
     @property
     def inherited(self) -> bool:
-        """Whether another controller led before."""
+        """Whether another controller led the run before."""
         return self.state.term > 1
 
     def claim(self, generation: int) -> bool:
-        """Create the generation's key; whether it was not there."""
+        """Create the generation's key. Return False if another controller has created it."""
         return True
 
     def highest_claimed(self) -> int:
         return 0
 
     def record(self, message: Event | Command) -> None:
-        """Take in what has happened or is about to be done; `save` writes it if the state has
-        changed."""
+        """Update the state by a message; `save` writes it if it has changed."""
         with self._lock:
             self._changed |= _update(self.state, message)
 
     def count_loss(self) -> None:
-        """One more worker, before the end, that was not asked to leave."""
+        """Count a worker that was lost before the end without being released."""
         with self._lock:
             self.state.lost += 1
             self._changed = True
@@ -143,11 +142,10 @@ def _update(state: ControllerState, message: Event | Command) -> bool:
 
 
 def pending_requests(state: ControllerState, now: float) -> list[Event]:
-    """What is still to be done of what was asked of the controller before; `now` is of
-    `time.monotonic`."""
+    """Return the accepted requests that are not done yet; `now` is of `time.monotonic`."""
     asked: list[Event] = []
     for worker, known in state.draining.items():
-        # Never longer than it was, also where the clock was set back meanwhile.
+        # Never longer than it was at first, even if the clock was set back since.
         left_s = None if known is None else min(known[0] - time.time(), known[1])
         asked.append(DrainNoticed(worker, None if left_s is None else now + left_s))
     if state.stop is not None:

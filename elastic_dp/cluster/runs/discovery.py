@@ -1,6 +1,6 @@
-"""Which runs a Ray cluster has. A run is found by the name of its controller's actor.
+"""Finds the runs of a Ray cluster. A run is found by the name of its controller's actor.
 
-Nothing here imports torch: the command line asks without it.
+Nothing here imports torch, because the command line uses it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from elastic_dp.cluster.run_handle import ask
 from elastic_dp.config import JobSpec
 from elastic_dp.storage import StorageURL
 
-NAMESPACE = "elastic_dp"  # Ray's, of all our actors
-PATIENCE_S = 60.0  # with a controller that restarts, before anything is known of its run
-CONTROLLER = "/controller"  # behind the run's name: that of the actor
-_ANSWER_S = 10.0  # what a controller may take to say how its run stands
+NAMESPACE = "elastic_dp"  # the Ray namespace of all actors of this package
+PATIENCE_S = 60.0  # for a controller that restarts, before anything is known of its run
+CONTROLLER = "/controller"  # follows the run's name in the name of its controller's actor
+_ANSWER_S = 10.0  # for a controller's status
 
 
 @dataclass(frozen=True)
 class LiveController:
-    """A controller that is there, and what it says of itself."""
+    """A controller that answers, and what it reports of its run."""
 
     controller: Any
     spec: JobSpec
@@ -34,29 +34,31 @@ class LiveController:
 
 
 def find(name: str) -> LiveController | None:
-    """The controller of that name, if there is one."""
+    """Return the controller of that name, or None."""
     try:
         controller = controller_of(name)
         spec, url, ended = ask(controller, "about", patience_s=PATIENCE_S)
     except (ValueError, ray.exceptions.RayActorError):
-        return None  # none, or one that goes
+        return None  # there is none, or it is ending
     return LiveController(controller, spec, url, ended)
 
 
 def names() -> list[str]:
-    """Of the runs that are live, or ended so lately that their controller still answers."""
+    """Return the names of runs that are live, or whose controller still answers after their end."""
     actors = list_named_actors(all_namespaces=True)
     ours = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
     return sorted(name.removesuffix(CONTROLLER) for name in ours if name.endswith(CONTROLLER))
 
 
 def controller_of(name: str) -> Any:
-    """The actor. Raises ValueError where there is none."""
+    """Return the actor. Raises ValueError if there is none."""
     return ray.get_actor(name + CONTROLLER, namespace=NAMESPACE)
 
 
 def runs() -> list[dict[str, Any]]:
-    """The status of each; of one whose controller does not answer in time, only that."""
+    """Return the status of each run; only the phase "unknown" if a controller does not answer in
+    time.
+    """
     found = {}
     for name in names():
         with contextlib.suppress(ValueError):  # it has gone since

@@ -1,7 +1,8 @@
-"""A run that is not live, read from its folder: how it ended, its events, what its workers printed.
+"""A run that is not live, read from its folder: how it ended, its events, and what its workers
+printed.
 
-Nothing here imports ray or torch, so the command line answers in a fraction of a second, and on a
-machine that reaches the run's storage and no cluster. The lease says whether a cluster may still
+Nothing here imports ray or torch, so the command line answers in a fraction of a second, also on a
+machine that reaches the run's storage but no cluster. The lease says whether a cluster may still
 train: a run that ends releases it.
 """
 
@@ -31,7 +32,7 @@ class EndedRun:
         storage_path: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ClusterError where no run has begun."""
+        """Raises ClusterError if no run has started there."""
         self.name, self.url = name, run_url(name, storage_path, storage_options)
         self._store = Store(self.url)
         if not any(self._store.find(_inside(self._store, f"{n}.json")) for n in ("run", "result")):
@@ -41,11 +42,11 @@ class EndedRun:
 
     @property
     def may_be_live(self) -> bool:
-        """Whether a cluster has the run's lease. One that was killed has not given it up either."""
+        """Whether a cluster holds the run's lease. A killed cluster has not released it, either."""
         return bool(self.holder)
 
     def status(self) -> dict[str, Any]:
-        """As that of a live run."""
+        """Return the status, with the fields of a live run's."""
         result = read_result(self.url)
         if result is not None and not self.may_be_live:
             return status_of(result, {})
@@ -69,21 +70,22 @@ class EndedRun:
         }
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Every event, decision and metric, in the order of their time; there are no more to
-        `follow`."""
+        """Return every event, command and metric, by time. `follow` changes nothing: there are no
+        more.
+        """
         return read_events(self.url)
 
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """(worker, line) of what all workers printed."""
+        """Return (worker, line) of what all workers printed."""
         return read_logs(self._store, worker, tail)
 
 
 def runs_at(
     storage_path: str, storage_options: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """The status of each run of a storage path, by name."""
+    """Return the status of each run at a storage path, by name."""
     store = Store(storage_path, storage_options)
     found = store.find(_inside(store, "*/run.json"))
     names = sorted(entry.path.split("/")[-2] for entry in found)

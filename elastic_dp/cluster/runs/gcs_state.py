@@ -1,10 +1,10 @@
-"""What Ray's GCS keeps for a run, so that its controller may die: the job, the claims of
+"""What Ray's GCS stores for a run, so that its controller may die: the job, the claims of
 generations, and the state.
 
-The job is here and not among the actor's arguments, since those that are large live in an object
-store that dies with the driver; then Ray could not restart the controller. With GCS fault tolerance
-all of it survives the head node, too. A claim is an entry that is only ever created. Its value says
-who made it, so that asking twice does no harm.
+The job is here and not among the actor's arguments: large arguments live in an object store that
+dies with the driver, and then Ray could not restart the controller. With GCS fault tolerance all of
+it survives the head node, too. A claim is an entry that is only ever created. Its value says which
+controller created it, so claiming twice does no harm.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # they import torch, and the command line asks here who owns 
     from elastic_dp.train.fault_injection import WorkerFault
 
 _OWNED = b"elastic_dp/owned"
-_PIECE = 16 << 20  # bytes; the GCS takes no message of more than some hundred megabytes
+_PIECE = 16 << 20  # bytes; the GCS refuses messages of some hundred megabytes
 
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """What a controller needs to begin, also one that Ray starts in place of another."""
+    """What a controller needs to start, also one that Ray starts as a replacement."""
 
     pickled: bytes  # cloudpickle of (JobSpec, train function)
     index: Index | None  # of the data
@@ -55,15 +55,16 @@ def load_job(run: str) -> StoredJob:
 
 
 def forget(run: str) -> None:
-    """When the run is over. The claims stay: a controller that was frozen all the time must find
-    them."""
+    """Delete the job and the state when the run is over.
+
+    The claims stay: a controller that was frozen all the time must find them.
+    """
     internal_kv._internal_kv_del(_key(run, "job"), del_by_prefix=True)
     internal_kv._internal_kv_del(_key(run, "facts/"), del_by_prefix=True)
 
 
 def mark_owner() -> None:
-    """The cluster ends with this process, which started it: whoever connects from elsewhere can
-    know."""
+    """Record that the cluster ends with this process, for processes that connect to it."""
     internal_kv._internal_kv_put(_OWNED, b"")
 
 
@@ -72,7 +73,7 @@ def has_owner() -> bool:
 
 
 class GcsStateStore(ControllerStateStore):
-    """Of the controller that leads the run now; its term begins when this is made."""
+    """The state of the controller that leads the run now; its term begins when this is created."""
 
     def __init__(self, run: str) -> None:
         super().__init__()
@@ -94,8 +95,9 @@ class GcsStateStore(ControllerStateStore):
         return max(_numbers(self._run, "generation/"), default=0)
 
     def _write(self, state: bytes) -> None:
-        """Each term has its own entry: one who led before, and was frozen, writes where nobody
-        looks any more."""
+        """Write the state. Each term has its own entry: a frozen predecessor writes where nobody
+        reads any more.
+        """
         internal_kv._internal_kv_put(_key(self._run, f"facts/{self.state.term}"), state)
 
 

@@ -1,8 +1,8 @@
-"""What the last start of a run was like, so that the next one can report permitted changes.
+"""The previous start of a run, so that the next one can report permitted changes.
 
-`start.json` in the run's folder, written by each start that goes on. What must not change is in
-`run.json` (run_record.py); what the code gives the optimizer is found when a checkpoint is read
-(train/restoring.py).
+It is `start.json` in the run's folder, written by each start that continues the run. What must not
+change is in `run.json` (`run_record`). Changes of the optimizer are found when a checkpoint is
+read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _NAME = "start.json"
 
 @dataclass(frozen=True)
 class StartRecord:
+    """What is compared between two starts of a run."""
+
     code: str  # train.exactness.code_fingerprint
-    python: str  # another one compiles the same code differently
+    python: str  # another version compiles the same code differently
     limits: RunLimits
 
     @classmethod
@@ -35,7 +37,9 @@ class StartRecord:
         return cls(code_fingerprint(train), python, RunLimits.of(spec))
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
-        """In words: those that were raised, which is how a run is continued, or all others."""
+        """Return the changed limits in words: the raised ones, which continue a run, or all
+        others.
+        """
         names = [field.name for field in dataclasses.fields(RunLimits)]
         pairs = [(n, getattr(self.limits, n), getattr(before.limits, n)) for n in names]
         return [
@@ -45,11 +49,11 @@ class StartRecord:
         ]
 
     def code_changed(self, before: StartRecord) -> list[str]:
-        """In words."""
+        """Return changes of Python and of the code, in words."""
         if before.python != self.python:
             return [f"Python is {self.python} now, was {before.python}"]
         if before.code != self.code:
-            return ["the code of the train function, or of what it uses, is not what it was"]
+            return ["the code of the train function, or of what it uses, has changed"]
         return []
 
     def write(self, store: Store) -> None:
@@ -57,8 +61,10 @@ class StartRecord:
 
 
 def last_start(store: Store) -> StartRecord | None:
-    """None before the first, or where it cannot be read: it is for saying what has changed, no
-    more."""
+    """Return the previous start; None if there is none, or it cannot be read.
+
+    It only serves to report changes.
+    """
     try:
         stored = read_json(store, _NAME, _FORMAT, "")
         if stored is None:

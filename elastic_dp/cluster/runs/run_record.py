@@ -1,10 +1,10 @@
 """The record of a run in its folder: the job that it belongs to and, once finished, its result.
 Small JSON files.
 
-`run.json` is only ever created, so of two drivers that start at once with different jobs one is
-refused. It is compared by the driver and, once more, by whoever holds the run's lease, before
-anything is trained. What needs pyarrow is imported where it is used, since the command line reads
-results without it.
+`run.json` is only ever created, so if two drivers start at once with different jobs, one is
+refused. It is compared by the driver and, once more, by the holder of the run's lease, before
+training starts. Modules that need pyarrow are imported where they are used, because the command
+line reads results without it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ if TYPE_CHECKING:  # they import torch or pyarrow, and a stored result is read w
     from elastic_dp.checkpoint.exporting import LoadedState
     from elastic_dp.data import Index
 
-FORMAT = 1  # of the JSON files here
+FORMAT = 1  # version of the JSON files here
 _INDEX = "index.arrows"
 _RUN, _RESULT = "run.json", "result.json"
 _RUN_AGAIN = (
-    "Delete it and start the run again with the job that it was started with: it is written "
-    "anew, and the checkpoints, "
-    "which say what job they are of, are compared with it"
+    "Delete it and start the run again with the job that it was started with: the file is "
+    "written again, and the checkpoints, which name their job, are compared with it"
 )
 _RESULT_AGAIN = "Delete it and start the run again: it goes on from its newest checkpoint"
 _LIMITS = "limits"
@@ -44,12 +43,16 @@ _LIMITS = "limits"
 class Result:
     """How a run ended.
 
-    `step`: committed steps. `reason`: why it ended. `weights_sha256`: digest of names, shapes,
-    dtypes and bytes of the final parameters and buffers. `exact`: the weights do not depend on the
-    fleet; otherwise `inexact_because` says what broke it. `skipped`: row groups that could not be
-    decoded and were left out. `metrics`: the newest value of everything logged. `generations`: how
-    many groups there were. `workers_lost`: processes lost before the end, without those that were
-    asked to leave. `wall_s`: from start to end.
+    - `step`: committed steps.
+    - `reason`: why it ended.
+    - `weights_sha256`: digest of the names, shapes, dtypes and bytes of the final parameters and
+      buffers.
+    - `exact`: the weights do not depend on which workers ran; otherwise `inexact_because` says why.
+    - `skipped`: row groups that could not be decoded and were left out.
+    - `metrics`: the newest value of every logged metric.
+    - `generations`: how many generations there were.
+    - `workers_lost`: processes lost before the end, without those that were released.
+    - `wall_s`: seconds from start to end.
     """
 
     name: str
@@ -66,11 +69,11 @@ class Result:
     wall_s: float = 0.0
 
     def load_state(self) -> LoadedState:
-        """The final state, from the checkpoint of the last step; tensors on the host.
+        """Return the final state, from the checkpoint of the last step, with tensors on the host.
 
-        `model` is the model's state dict, name to tensor, for `load_state_dict`; `optimizer` and
-        `scheduler` are theirs; `user` has the state dict of each object that was given as `state=`;
-        `step`, `metrics`. Raises CheckpointError where that checkpoint is not there any more,
+        `model` is the model's state dict (name to tensor, for `load_state_dict`), `optimizer` and
+        `scheduler` are theirs, `user` has the state dict of each object that was passed as
+        `state=`; also `step` and `metrics`. Raises CheckpointError if that checkpoint was deleted,
         CheckpointDamaged, StorageError.
         """
         from elastic_dp.checkpoint.exporting import load_state
@@ -122,7 +125,7 @@ class Result:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What decides a run's result and must not change while it keeps its name."""
+    """What determines a run's result and must not change while it keeps its name."""
 
     virtual_workers: int
     micro_batch_size: int
@@ -131,9 +134,9 @@ class RunRecord:
     exact: bool
 
     def check_or_write(self, url: str, index: Index | None) -> None:
-        """The first start writes it, with the data set's index; a later one must say the same.
+        """Write the record at the first start, with the data set's index; compare it at later ones.
 
-        Raises RunMismatch, which names what of the data set has changed.
+        Raises RunMismatch, which names what has changed.
         """
         from elastic_dp.data import difference
 
@@ -142,7 +145,7 @@ class RunRecord:
         if stored is None:
             try:
                 write_json(store, _RUN, dataclasses.asdict(self), FORMAT, create_only=True)
-            except FileExistsError:  # another driver was quicker, maybe with another job
+            except FileExistsError:  # another driver was first, perhaps with another job
                 stored = _read_run(store)
                 if stored is None:
                     raise FileDamaged(
@@ -167,25 +170,24 @@ class RunRecord:
                 raise RunMismatch(
                     f"{what} is {mine!r}, but the run at {redact_url(url)} was started with "
                     f"{then!r}. "
-                    "Use a new name= for a new run, or the old value to go on with this one"
+                    "Use a new name= for a new run, or the old value to continue this one"
                 )
 
 
 def virtual_workers_of(url: str) -> int | None:
-    """What the run's first start fixed; None before it."""
+    """Return what the run's first start has fixed; None before it."""
     stored = _read_run(Store(url))
     return None if stored is None else stored.virtual_workers
 
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What ended a run: kept beside its result, which counts until one of them is raised. None: no
-    limit."""
+    """The limits of a run; None: no limit. A stored result counts until one of them is raised."""
 
     max_steps: int | None = None
     epochs: int | None = None
     max_time_s: float | None = None
-    stopped: bool = False  # by an operator; then it may go on as it is
+    stopped: bool = False  # by an operator; such a run may continue with the same limits
 
     @classmethod
     def of(cls, spec: JobSpec, stopped: bool = False) -> RunLimits:
@@ -201,8 +203,10 @@ class RunLimits:
 
 
 def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result | None:
-    """The stored result, unless `limits` let the run go on: raised, or an operator stopped it, with
-    steps to make."""
+    """Return the stored result, or None if the run may continue.
+
+    It may if a limit was raised, or an operator stopped it, and steps are left.
+    """
     result, then = _read_result(url)
     if result is None:
         return None
@@ -214,7 +218,7 @@ def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result |
         warnings.warn(
             f"the run at {redact_url(url)} ended after step {result.step} ({result.reason}) "
             "under other limits; its result is "
-            "returned, since none was raised that would let it go on",
+            "returned, because no limit was raised that would let it continue",
             stacklevel=2,
         )
     return result
@@ -222,7 +226,7 @@ def stored_result(url: str, limits: RunLimits, steps_per_epoch: int) -> Result |
 
 @dataclass
 class RunOutcome:
-    """How a run ended: `result` where it finished, `error` where it failed."""
+    """How a run ended: `result` if it finished, `error` if it failed."""
 
     result: Result | None = None
     step: int = 0
@@ -232,7 +236,7 @@ class RunOutcome:
     skipped: tuple[str, ...] = ()
     error: str | None = None
     error_worker: str = ""
-    error_facts: tuple[str | int, ...] | None = None  # what an error of ours is made of
+    error_facts: tuple[str | int, ...] | None = None  # the arguments of an error of this package
     traceback: str = ""
     generations: int = 0
     workers_lost: int = 0
@@ -277,7 +281,9 @@ def _read_result(url: str) -> tuple[Result | None, RunLimits]:
 
 
 def _read_index(store: Store) -> Index | None:
-    """To say what has changed, no more: None if it is not there, or cannot be read."""
+    """Return the stored index; None if it is missing or unreadable. It only serves to report
+    changes.
+    """
     from elastic_dp.data import Index
 
     try:

@@ -12,7 +12,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.coordinator import messages as m
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.telemetry.journal import Journal
-from tests.coordinator.scenes import Scene
+from tests.coordinator.scenarios import Scenario
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -61,12 +61,12 @@ def test_status_of_a_run_across_kinds_of_machine_says_inexact_and_why() -> None:
         name="mixed", data=edp.DataConfig("nowhere", micro_batch_size=1), max_steps=1, exact=False
     )
     controller = Controller(spec, "mixed", "127.0.0.1", b"secret", Journal(None))
-    scene = Scene(exact=False)
-    controller.coordinator = scene.coordinator
+    scenario = Scenario(exact=False)
+    controller.coordinator = scenario.coordinator
     assert (controller.status()["exact"], controller.status()["inexact_because"]) == (False, ())
-    scene.ready("w1")
-    scene.ready("w2", kind="an abacus")
-    scene.wait(0.1)
+    scenario.ready("w1")
+    scenario.ready("w2", kind="an abacus")
+    scenario.wait(0.1)
     because = "steps were made on several kinds of machine: an abacus | kind"
     assert controller.status()["inexact_because"] == (because,)
     controller.heartbeats.close()

@@ -143,7 +143,7 @@ def test_rerun_with_other_code_warns(tmp_path):
 
     fit(tmp_path)
     _, warned = fit(tmp_path, train)
-    assert len(warned) == 1 and "stored is returned" in warned[0]
+    assert len(warned) == 1 and "stored result is returned" in warned[0]
     _, warned = fit(tmp_path, train, max_steps=6)
     assert len(warned) == 1 and "the code of the train function" in warned[0]
     assert warned[0] in said(tmp_path)

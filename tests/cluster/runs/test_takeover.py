@@ -17,7 +17,7 @@ from elastic_dp.cluster.worker import Worker, WorkerJob
 from elastic_dp.coordinator import messages as m
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import ControllerLink
-from tests.coordinator.scenes import Scene
+from tests.coordinator.scenarios import Scenario
 from tests.runs import spec_of
 
 
@@ -89,7 +89,7 @@ def test_takeover_asks_the_workers_there_are():
     assert asked == ["w1", "w2"]
     assert made._worker_group.killed == ["w4"], "it was told to leave, and takes no part any more"
     assert [c.generation for c in commands if isinstance(c, m.ClaimGeneration)] == [8]
-    assert (made.coordinator.size, made.coordinator._run.least) == (3, 2)
+    assert (made.coordinator.size, made.coordinator._run.min_members) == (3, 2)
     assert made.coordinator._lineage.established
 
 
@@ -118,13 +118,13 @@ def test_worker_that_came_up_without_a_controller_begins_training_at_takeover(
     worker = Worker("w1", job, link)
     if was_begun:
         worker.deliver(m.BeginTraining("w1", True), None)
-    scene = Scene.recovered(["w1"], 0, size=1)
-    for command in scene.ever(m.ReportState):
+    scenario = Scenario.recovered(["w1"], 0, size=1)
+    for command in scenario.ever(m.ReportState):
         worker.deliver(command, None)
     for event in link.said:
-        scene.tell(event)
-    scene.hear("w1", phase="start")
-    assert scene.ever(m.BeginTraining)
+        scenario.tell(event)
+    scenario.hear("w1", phase="start")
+    assert scenario.ever(m.BeginTraining)
 
 
 def test_takeover_counts_workers_that_died_meanwhile_but_not_released_ones():

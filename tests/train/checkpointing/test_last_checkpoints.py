@@ -67,7 +67,11 @@ def test_drain_of_all_workers_repeats_no_step(tmp_path, monkeypatch):
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
     stops = [line for line in lines_of(run) if line.get("event") == "WorkerStopped"]
     last = max(line["position"].step for line in stops if line["worker"] in ("w1", "w2"))
-    told(run, "Explain", text=f"all who held the state are lost; back to step {last}")
+    told(
+        run,
+        "Explain",
+        text=f"every worker with the training state is lost; going back to step {last}",
+    )
     # At the notice one, or two if those who are told hear of it at different steps; and the end.
     assert len(steps_of(tmp_path)) <= 3 and last in steps_of(tmp_path)
     assert outcome.workers_lost == 0
@@ -78,11 +82,16 @@ def test_drain_below_min_workers_commits_the_state_and_waits(tmp_path):
     script = [(5, take_away("w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))
     assert (outcome.error, outcome.digest) == (None, calm(outcome))
-    waits = told(run, "Explain", text="w2 must leave; the state after step")
+    waits = told(
+        run, "Explain", text="w2 must leave; waiting for the commit of the state after step"
+    )
     step = int(re.search(r"after step (\d+)", lines_of(run)[waits]["text"])[1])
     committed = told(run, "Explain", text=f"checkpoint of step {step} is committed")
     assert told(run, "WriteDrainCheckpoint") < committed < told(run, "ReleaseWorker", worker="w2")
-    assert not any("all who held the state" in line.get("text", "") for line in lines_of(run))
+    assert not any(
+        "every worker with the training state is lost" in line.get("text", "")
+        for line in lines_of(run)
+    )
 
 
 @pytest.mark.parametrize("checkpoint", [NONE, CheckpointConfig(every_s=1000.0)])

@@ -72,7 +72,7 @@ def when_committed(url, step, action):
 
 
 def times_lost(run):
-    return sum("all who held the state are lost" in text for text in texts_of(run))
+    return sum("every worker with the training state is lost" in text for text in texts_of(run))
 
 
 def test_losing_everyone_costs_the_steps_since_the_newest_checkpoint(calm, tmp_path):

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 
 from elastic_dp.coordinator.messages import Member, Membership, TrainingPosition
-from tests.simulation.checkers import Violation
-from tests.simulation.workers import COLLECTIVES, Group, SimWorker
+from tests.simulation.group import Group
+from tests.simulation.invariants import Violation
+from tests.simulation.workers import COLLECTIVES, SimWorker
 from tests.simulation.world import World
 
 

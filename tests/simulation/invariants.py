@@ -1,30 +1,26 @@
-"""What must hold, seen from outside: the checkers know every worker's true state, and trust
-nobody's word.
+"""Invariants of a whole run, checked from outside: they know the true state of every worker.
 
-`Checkers` watches the workers (what they commit, receive, run) and the commands; `Watched` wraps
-one coordinator and checks what it does with each event.
+`Invariants` watches what the workers commit, receive and run, and every command.
 """
 
 from __future__ import annotations
 
 import itertools
-import pickle
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.messages import Command, Event, Membership
-from tests.coordinator.scenes import facts
+from elastic_dp.coordinator.messages import Command, Membership
 from tests.simulation.workers import COLLECTIVES, MEASURED
 
 if TYPE_CHECKING:
-    from tests.simulation.workers import Group, SimWorker
+    from tests.simulation.group import Group
+    from tests.simulation.workers import SimWorker
     from tests.simulation.world import SimController, World
 
 
 class Violation(AssertionError):
-    """The protocol broke a promise."""
+    """An invariant does not hold."""
 
 
 def must(condition: object, text: str) -> None:
@@ -32,7 +28,7 @@ def must(condition: object, text: str) -> None:
         raise Violation(text)
 
 
-class Checkers:
+class Invariants:
     def __init__(self, world: World) -> None:
         self.world = world
         self.beginnings: dict[int, dict[int, str]] = {}  # founded in -> step -> the state after it
@@ -284,7 +280,7 @@ class Checkers:
                 if "weights differed" not in reason:  # what it would take along is wrong
                     self.released(worker, by)
                 by.dismissed.add(worker)
-            case m.Explain(text=text) if "dealt by speed" in text:
+            case m.Explain(text=text) if "a split by speed" in text:
                 self.dealt_anew(by)
             case m.Explain(text=text) if text.startswith("a standby replaces "):
                 self.replaced(text.split()[3].rstrip(":"), by)
@@ -417,7 +413,7 @@ class Checkers:
         over = self.finish is not None or self.failure is not None
         if worker is None or not worker.has_state or over or by is not self.world.controllers[-1]:
             return
-        if name not in by.drained or not self.world.rules.keeps:
+        if name not in by.drained or not self.world.rules.checkpointing:
             return
         self.marks["drained"] += 1
         believed = by.coordinator.workers  # of a silent death nobody can know yet
@@ -533,109 +529,3 @@ class Checkers:
                         worker.position == self.finish.position,
                         f"{worker.id} ended at {worker.position}",
                     )
-
-
-class Watched:
-    """One coordinator, with what may be said about its single answers."""
-
-    def __init__(self, coordinator: Any, rng: Any) -> None:
-        self.coordinator, self.rng = coordinator, rng
-        self.joined_at = -1e9  # when it last formed a generation for joiners, too
-
-    def handle(self, event: Event, now: float) -> list[Command]:
-        coordinator = self.coordinator
-        out: list[Command] = []
-        if coordinator.phase == "over" and isinstance(
-            event, m.DeadlineReached | m.HeartbeatReceived
-        ):
-            return coordinator.handle(event, now)  # type: ignore[no-any-return]
-        waiting = coordinator._registry.failure_detector.waiting
-        doubt = coordinator._leadership
-        sure = doubt.deferred is None and not doubt.fell_quiet(now, waiting)
-        waits = coordinator.deadline is None or now < coordinator.deadline
-        if sure and waits and self.stale(event) and self.rng.random() < 0.3:
-            coordinator._fire_timers(now)  # whatever is due for any event
-            coordinator._proceed(now)
-            out += coordinator._run.flush()
-            if self.stale(event) and coordinator.phase != "over":
-                self.changes_nothing(event, now, "stale")
-            return out
-        deadline = coordinator.deadline
-        if self.rng.random() < 0.005 and deadline is not None and now < deadline:
-            self.changes_nothing(m.DeadlineReached(), now, "early")
-        over = coordinator.phase == "over"
-        bystander = sure and self.bystander(event)  # else what was held is taken with it
-        size = len(coordinator._registry.workers)
-        phase, members = (
-            coordinator.phase,
-            coordinator.membership and coordinator.membership.members,
-        )
-        answers: list[Command] = coordinator.handle(event, now)
-        if phase == "running" and coordinator.phase == "ending" and sure:
-            self.join_is_due(len(members), now)
-        for command in answers:
-            if isinstance(command, m.FormGeneration):
-                self.note_join(command.membership, now)
-        if coordinator.phase == "running" and sure:
-            self.no_wait_is_endless(now)
-        if bystander and not any(isinstance(c, m.EvictWorker) for c in answers):
-            aborts = [c for c in answers if isinstance(c, m.AbortGeneration)]
-            must(not aborts, f"the loss of bystander {event} broke {coordinator.generation}")
-        if over:
-            must(all(isinstance(c, m.EvictWorker) for c in answers), f"after the end: {answers}")
-        told = [c for c in answers if not isinstance(c, m.Explain | m.StartWorker)]
-        size = max(size, len(coordinator._registry.workers))
-        if len(told) > 3 * size + 6 and sure:
-            raise Violation(f"{len(told)} commands for {event}")
-        return out + answers
-
-    def note_join(self, membership: Membership, now: float) -> None:
-        if {member.has_state for member in membership.members} == {True, False}:
-            self.joined_at = now
-
-    def join_is_due(self, present: int, now: float) -> None:
-        """A burst makes one change, or two: who comes soon after a join waits for others, but not
-        for long."""
-        joining = re.search(r"(\d+) workers? joins?$", self.coordinator.reason)
-        patience_s = self.coordinator.config.stabilization_s
-        if joining is None or not patience_s or present + int(joining[1]) >= self.coordinator.size:
-            return
-        waited = now >= self.coordinator._registry.ready_since + patience_s - 1e-6
-        must(waited or now >= self.joined_at + patience_s - 1e-6, "joins follow each other at once")
-        building = "building" in self.coordinator.workers.values()
-        must(waited or not building, "a worker joins while another is about to be ready")
-
-    def no_wait_is_endless(self, now: float) -> None:
-        """Who is ready joins, unless the run is about to end."""
-        coordinator, rules = self.coordinator, self.coordinator.config
-        generation, staff = coordinator._generation, coordinator._registry
-        ends = coordinator._run.stop is not None or len(generation.not_finished) < len(
-            generation.members
-        )
-        if ends or not staff.ready or len(generation.members) >= coordinator.size:
-            return
-        until = staff.ready_since + rules.join_window_s + rules.stabilization_s
-        must(now < until + 1e-6, f"{list(staff.ready)} wait since {staff.ready_since}, free places")
-
-    def stale(self, event: Event) -> bool:
-        match event:
-            case m.WorkerStopped(generation=g) | m.WorkerFinished(generation=g):
-                return g < self.coordinator.generation
-            case m.GenerationClaimed(generation=g):
-                return g <= self.coordinator.generation
-        return False
-
-    def changes_nothing(self, event: Event, now: float, what: str) -> None:
-        before = self.snapshot()
-        answers = self.coordinator.handle(event, now)
-        must(not answers, f"{what} {event} was answered: {answers}")
-        must(self.snapshot() == before, f"{what} {event} changed something")
-
-    def snapshot(self) -> bytes:
-        return pickle.dumps(facts(self.coordinator))
-
-    def bystander(self, event: Event) -> bool:
-        if not isinstance(event, m.WorkerLost) or self.coordinator.phase != "running":
-            return False
-        membership = self.coordinator.membership
-        return event.worker not in {member.worker for member in membership.members}

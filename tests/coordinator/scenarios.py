@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.coordinator import Coordinator
-from elastic_dp.coordinator.coordinator_config import CoordinatorConfig
+from elastic_dp.coordinator.coordinator_config import CoordinatorConfig, FailureLimits
 from elastic_dp.coordinator.messages import Signature, TrainingPosition
 
 SIGNATURE = Signature("layout", "data", "kind")
 C = TypeVar("C")
+LIMITS = dataclasses.fields(FailureLimits)
 SIGNS_OF_LIFE = ("failure_detector", "heard_at")
 
 
@@ -28,12 +29,13 @@ def facts(coordinator: Coordinator) -> dict[str, Any]:
     }
 
 
-class Scene:
+class Scenario:
     """`now` is moved by `wait`; claims are granted at once unless `claims` is False."""
 
     def __init__(self, claims: bool = True, begin: bool = True, **rules: Any) -> None:
         rules = {"size": 2, "virtual_workers": 8} | rules
-        self.rules = CoordinatorConfig(**rules)
+        limits = {f.name: rules.pop(f.name) for f in LIMITS if f.name in rules}
+        self.rules = CoordinatorConfig(**rules, limits=FailureLimits(**limits))
         self.now, self.claims = 0.0, claims
         self.said: list[m.Command] = []
         self.all: list[m.Command] = []
@@ -45,11 +47,11 @@ class Scene:
             self.note(self.coordinator.start(0.0))
 
     @classmethod
-    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scene:
-        scene = cls(begin=False, **rules)
-        scene.coordinator, commands = Coordinator.recover(scene.rules, workers, highest, 0.0)
-        scene.note(commands)
-        return scene
+    def recovered(cls, workers: list[str], highest: int, **rules: Any) -> Scenario:
+        scenario = cls(begin=False, **rules)
+        scenario.coordinator, commands = Coordinator.recover(scenario.rules, workers, highest, 0.0)
+        scenario.note(commands)
+        return scenario
 
     def answer(self, event: m.Event) -> m.Event:
         """A report, unless it says otherwise, answers the newest question."""
@@ -153,8 +155,8 @@ class Scene:
         return [member.worker for member in membership.members] if membership else []
 
 
-def trio(**rules: Any) -> Scene:
+def trio(**rules: Any) -> Scenario:
     """Three members that train."""
-    scene = Scene(size=3, **rules)
-    scene.running("w1", "w2", "w3")
-    return scene
+    scenario = Scenario(size=3, **rules)
+    scenario.running("w1", "w2", "w3")
+    return scenario

@@ -1,13 +1,13 @@
 import pytest
 
-from elastic_dp.coordinator.shares import shares
+from elastic_dp.coordinator.equal_ranges import equal_ranges
 from elastic_dp.distributed.reduction_tree import cover
 
 
 @pytest.mark.parametrize("virtual_workers", range(1, 33))
 def test_every_virtual_worker_is_dealt_once_and_evenly(virtual_workers: int) -> None:
     for world_size in range(1, virtual_workers + 1):
-        ranges = shares(virtual_workers, world_size)
+        ranges = equal_ranges(virtual_workers, world_size)
         assert [v for first, last in ranges for v in range(first, last)] == [
             *range(virtual_workers)
         ]
@@ -23,11 +23,11 @@ def test_every_virtual_worker_is_dealt_once_and_evenly(virtual_workers: int) -> 
 def test_ranges_are_whole_subtrees_where_they_can_be(
     virtual_workers: int, world_size: int, pieces: int
 ) -> None:
-    ranges = shares(virtual_workers, world_size)
+    ranges = equal_ranges(virtual_workers, world_size)
     assert sum(len(cover(first, last, virtual_workers)) for first, last in ranges) == pieces
 
 
 @pytest.mark.parametrize("world_size", [0, 9])
 def test_a_world_without_work_for_each_is_refused(world_size: int) -> None:
     with pytest.raises(ValueError, match="not within"):
-        shares(8, world_size)
+        equal_ranges(8, world_size)
