@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent / "elastic_dp"
 ALLOWED = {
     "errors": set(),
     "urls": set(),
-    "shipping": set(),
+    "module_pickling": set(),
     "threads": {"errors"},
     "wording": set(),
     "config": {"errors", "urls", "config"},
@@ -34,7 +34,7 @@ ALLOWED = {
     "sampling": {"errors", "sampling"},
     "telemetry": {"errors", "storage", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
-    "data": {"errors", "config", "sampling", "shipping", "storage", "data", "threads"},
+    "data": {"errors", "config", "sampling", "module_pickling", "storage", "data", "threads"},
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint", "device"},
     "device": {"errors", "device"},
@@ -44,7 +44,7 @@ ALLOWED = {
         "config",
         "coordinator.messages",
         "sampling",
-        "shipping",
+        "module_pickling",
         "wording",
         "storage",
         "data",
@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "cluster": {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
-        *("device", "distributed", "train", "telemetry", "cluster", "shipping"),
+        *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording"),
     },
     "cli": {
@@ -255,7 +255,7 @@ def assigned_fields(tree):
 
 
 def coordinator_modules():
-    found = sorted((ROOT / "coordinator").glob("*.py"))
+    found = sorted((ROOT / "coordinator").rglob("*.py"))
     assert len(found) > 20
     return found
 

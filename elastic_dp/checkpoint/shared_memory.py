@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic_dp.checkpoint.objects import MARK
+from elastic_dp.checkpoint.python_objects import MARK
 from elastic_dp.errors import ModelError
 
 _ALIGNED_TO = 64  # kernels may choose their way by the address

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_dp.checkpoint.extra_state import unpacked
-from elastic_dp.checkpoint.objects import MISSING, Plain
+from elastic_dp.checkpoint.python_objects import MISSING, Plain
 from elastic_dp.checkpoint.shared_memory import join
 
 

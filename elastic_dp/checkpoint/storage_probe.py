@@ -12,7 +12,7 @@ from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 
 
-def prove(store: Store, token: str) -> None:
+def probe(store: Store, token: str) -> None:
     """Write, list, read, refuse, delete. `token`: never used before. Raises StorageError."""
     path = f"{store.path.rstrip('/')}/checkpoints/trial-{token}".lstrip(
         "/" if not store.path else ""

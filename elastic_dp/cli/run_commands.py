@@ -351,7 +351,7 @@ def _as_script(job: Path, arguments: list[str]) -> Iterator[None]:
 
 
 def _ray_has_owner() -> bool:
-    from elastic_dp.cluster.runs.gcs_state import has_owner
+    from elastic_dp.cluster.runs.ray_kv_state import has_owner
 
     return has_owner()
 

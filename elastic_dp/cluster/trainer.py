@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from elastic_dp.checkpoint.storage_probe import prove
+from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.cluster import console
 from elastic_dp.cluster.overrides import in_force
 from elastic_dp.cluster.run_handle import Run
@@ -43,7 +43,7 @@ from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
 from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
-from elastic_dp.shipping import shipped
+from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.loggers import log_to
@@ -166,7 +166,7 @@ class ElasticTrainer:
             if stored is not None:
                 return Run(self.spec, self.url, stored=stored)
             from elastic_dp.cluster.runs import attach  # ray, which fit(local=True) does without
-            from elastic_dp.cluster.runs.gcs_state import StoredJob
+            from elastic_dp.cluster.runs.ray_kv_state import StoredJob
 
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
@@ -287,7 +287,7 @@ class ElasticTrainer:
 
     def _pickle(self) -> bytes:
         try:
-            return shipped((self.spec, self.train))
+            return pickle_with_modules((self.spec, self.train))
         except Exception as error:  # pickling runs the user's own code
             raise SpecError(
                 f"train, config or data cannot be sent to workers: {type(error).__name__}: "
@@ -301,7 +301,7 @@ class ElasticTrainer:
         Raises RunMismatch if the run belongs to another job, StorageError if the run's folder
         cannot be used.
         """
-        prove(Store(self.url), secrets.token_hex(8))
+        probe(Store(self.url), secrets.token_hex(8))
         self._record(data).check_or_write(self.url, data.index)
         stored = stored_result(self.url, RunLimits.of(self.spec), data.steps_per_epoch)
         before = None if stored is None else last_start(Store(self.url))

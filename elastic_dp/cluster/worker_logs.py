@@ -104,7 +104,7 @@ class WorkerLogUploader:
                 self._sizes = sizes
 
 
-class LastWordsWriter:
+class CrashLogWriter:
     """Writes the last output of workers that died, as their sidecars send it.
 
     While the store is unavailable, it is lost.

@@ -34,7 +34,7 @@ Each part owns its state and knows only the parts before it. No part assigns ano
     failure_policy       what failures cost: budgets and pauses
     worker_registry      every worker, from its request to its confirmed end
     hang_detector        workers that are alive and make no progress
-    closing              how a run ends
+    run_termination              how a run ends
     replica_mismatch     what follows when the weights of members differ
     admission            which workers may become members, and whose initial weights count
     drain_checkpointer   checkpoints on request, and the last one before draining workers leave
@@ -46,24 +46,24 @@ Each part owns its state and knows only the parts before it. No part assigns ano
 import math
 from collections.abc import Iterable
 
-from elastic_dp.coordinator import closing
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.admission import Admission
-from elastic_dp.coordinator.change_policy import ChangePolicy
+from elastic_dp.coordinator import run_termination
 from elastic_dp.coordinator.coordinator_config import CoordinatorConfig as CoordinatorConfig
 from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
-from elastic_dp.coordinator.failure_policy import FailurePolicy
 from elastic_dp.coordinator.generation import Generation
-from elastic_dp.coordinator.hang_detector import HangDetector
 from elastic_dp.coordinator.leadership import Leadership
-from elastic_dp.coordinator.membership_planner import MembershipPlanner
 from elastic_dp.coordinator.messages import Command, Event, Membership, WorkerId
 from elastic_dp.coordinator.phases import Phase as Phase
+from elastic_dp.coordinator.planning.admission import Admission
+from elastic_dp.coordinator.planning.change_policy import ChangePolicy
+from elastic_dp.coordinator.planning.membership_planner import MembershipPlanner
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.takeover import Takeover
-from elastic_dp.coordinator.worker_registry import DEPARTED_STAGES, WorkerRegistry
-from elastic_dp.coordinator.worker_state import Identities, Stage, WorkerState
+from elastic_dp.coordinator.workers.failure_policy import FailurePolicy
+from elastic_dp.coordinator.workers.hang_detector import HangDetector
+from elastic_dp.coordinator.workers.worker_registry import DEPARTED_STAGES, WorkerRegistry
+from elastic_dp.coordinator.workers.worker_state import Identities, Stage, WorkerState
 from elastic_dp.wording import counted
 
 FROM_WORKERS = (
@@ -157,7 +157,7 @@ class Coordinator:
     def start(self, now: float) -> list[Command]:
         """Return the first commands of a new run."""
         self._run.set_reason(f"starting {counted(self._registry.target_size, 'worker')}")
-        self._proceed(now)
+        self._advance_phase(now)
         return self._run.flush()
 
     @classmethod
@@ -194,33 +194,33 @@ class Coordinator:
         if self._run.phase is Phase.OVER:
             self._dispatch_when_over(event, now)
         elif leadership.is_unconfirmed:
-            self._defer(event, now)
+            self._defer_event(event, now)
         elif leadership.in_doubt(event, now, self._registry.failure_detector.watches_any):
-            self._confirm(event, now, deadline)
+            self._confirm_leadership(event, now, deadline)
         elif leadership.deferred is not None:
             leadership.enqueue(event)
-            self._release(now)
+            self._release_deferred(now)
         else:
             self._dispatch(event, now)
-            self._settle(event, now)
+            self._react(event, now)
         return self._run.flush()
 
-    def _confirm(self, event: Event, now: float, deadline: float | None) -> None:
+    def _confirm_leadership(self, event: Event, now: float, deadline: float | None) -> None:
         on_time = deadline is None or now <= deadline + self.config.heartbeat_interval_s
         slept = not (isinstance(event, m.DeadlineReached) and on_time)
         self._leadership.confirm(self.generation, now, slept)
-        self._defer(event, now)
+        self._defer_event(event, now)
 
-    def _defer(self, event: Event, now: float) -> None:
+    def _defer_event(self, event: Event, now: float) -> None:
         if isinstance(event, m.GenerationClaimLost):
             self._leadership.abandon()
             self._stand_down(event)
         elif self._leadership.defer(event, now):
             if self._leadership.was_away(now):
                 self._registry.failure_detector.was_away(now)
-            self._release(now)
+            self._release_deferred(now)
 
-    def _release(self, now: float) -> None:
+    def _release_deferred(self, now: float) -> None:
         """Handle the deferred events, or a part of them; a deadline brings the coordinator back for
         the rest.
         """
@@ -233,7 +233,7 @@ class Coordinator:
             if self._run.phase is not Phase.OVER:
                 break
         if leadership.deferred is None:
-            self._settle(m.GenerationClaimed(leadership.claimed), now)
+            self._react(m.GenerationClaimed(leadership.claimed), now)
 
     def _dispatch(self, event: Event, now: float) -> None:
         registry, worker = self._registry, None
@@ -284,19 +284,19 @@ class Coordinator:
             case m.DeadlineReached() | m.StackTracesCaptured():
                 pass
 
-    def _settle(self, event: Event, now: float) -> None:
+    def _react(self, event: Event, now: float) -> None:
         """Act on the time, and on whatever the event now allows."""
         self._fire_timers(now)
         self._evict_silent(event, now)
-        self._proceed(now)
+        self._advance_phase(now)
 
-    def _proceed(self, now: float) -> None:
+    def _advance_phase(self, now: float) -> None:
         """Go through the phases as far as possible. O(1) unless a generation ends or forms."""
         run = self._run
         if run.phase is Phase.OVER:
             return
         if error := self._failures.exhausted():
-            closing.fail(self._registry, error, "", now)
+            run_termination.fail(self._registry, error, "", now)
             return
         if run.phase is Phase.TAKING_OVER:
             self._takeover.end(now)
@@ -370,7 +370,7 @@ class Coordinator:
         if event.facts is None and self._failures.allows_user_error(worker):
             self._registry.failed(worker, event, now)
         else:
-            closing.fail_by_worker(self._registry, event, now)
+            run_termination.fail_by_worker(self._registry, event, now)
 
     def _size_requested(self, event: m.SizeRequested, now: float) -> None:
         most = self.config.virtual_workers
@@ -410,7 +410,7 @@ class Coordinator:
         """Handle an event after the end of the run: only workers that do not leave matter."""
         if isinstance(event, m.WorkerLost):
             self._registry.forget(event.worker)
-        closing.evict_remaining(self._registry, now)
+        run_termination.evict_remaining(self._registry, now)
 
     # ------------------------------------------------------------------------------- time
 

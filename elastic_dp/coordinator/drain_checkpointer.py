@@ -23,8 +23,8 @@ from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import START, WorkerId
 from elastic_dp.coordinator.run_state import RunState
-from elastic_dp.coordinator.worker_registry import WorkerRegistry
-from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import first_few
 
 NOTICE_WINDOW_S = 1.0  # notices within one second cause one checkpoint

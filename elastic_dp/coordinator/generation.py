@@ -14,7 +14,7 @@ from elastic_dp.coordinator.messages import Membership, WorkerId
 from elastic_dp.coordinator.phases import Phase, Transition
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import counted, first_few
 
 BEFORE_TRAINING = frozenset({"start", "wait", "form", "give", "receive", "restore"})

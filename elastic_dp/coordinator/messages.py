@@ -9,15 +9,15 @@ out of order. Identities (`worker`) are never used twice.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_dp.coordinator.membership import START as START
-from elastic_dp.coordinator.membership import UNKNOWN_LOCATION as UNKNOWN_LOCATION
-from elastic_dp.coordinator.membership import Member as Member
-from elastic_dp.coordinator.membership import Membership as Membership
-from elastic_dp.coordinator.membership import ReplicaMismatch as ReplicaMismatch
-from elastic_dp.coordinator.membership import Signature as Signature
-from elastic_dp.coordinator.membership import TrainingPosition as TrainingPosition
-from elastic_dp.coordinator.membership import WorkerId as WorkerId
-from elastic_dp.coordinator.membership import WorkerLocation as WorkerLocation
+from elastic_dp.coordinator.planning.membership import START as START
+from elastic_dp.coordinator.planning.membership import UNKNOWN_LOCATION as UNKNOWN_LOCATION
+from elastic_dp.coordinator.planning.membership import Member as Member
+from elastic_dp.coordinator.planning.membership import Membership as Membership
+from elastic_dp.coordinator.planning.membership import ReplicaMismatch as ReplicaMismatch
+from elastic_dp.coordinator.planning.membership import Signature as Signature
+from elastic_dp.coordinator.planning.membership import TrainingPosition as TrainingPosition
+from elastic_dp.coordinator.planning.membership import WorkerId as WorkerId
+from elastic_dp.coordinator.planning.membership import WorkerLocation as WorkerLocation
 
 # ------------------------------------------------------------------------------------------------
 # events

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable
 
 from elastic_dp.coordinator.messages import Signature, WorkerId
-from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.coordinator.workers.worker_state import WorkerState
 
 
 class StateLineage:

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.generator import derive, mix64_words
-from elastic_dp.sampling.line import Ints
+from elastic_dp.sampling.epoch_order import Ints
+from elastic_dp.sampling.keyed_permutation import derive, mix64_words
 from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
 
 SLOTS = 1 << 16  # least number of slots in a period, so weights are exact to 1/65,536
@@ -51,7 +51,7 @@ class MixtureSource:
 
 
 @dataclass(frozen=True)
-class _Circle:
+class _Cycle:
     """The slots of one period, numbered by source, and by their position on the circle."""
 
     slot_at: Ints  # [position]
@@ -95,7 +95,7 @@ class Mixture:
             for number, (source, quota) in enumerate(zip(sources, self.quotas, strict=True))
         ]
         self.num_rows = sum(order.num_rows for order in self._orders)
-        self._circles: dict[int, _Circle] = {}
+        self._circles: dict[int, _Cycle] = {}
 
     @property
     def identity(self) -> str:
@@ -139,7 +139,7 @@ class Mixture:
         b = self.micro_batch_size
         period, first = divmod((step - 1) * b, self.period)
         positions = (np.arange(first, first + b) + virtual_worker * b) % self.period
-        slots = self._circle(period).slot_at[positions]
+        slots = self._cycle(period).slot_at[positions]
         sources = np.searchsorted(self._first_slot, slots, side="right") - 1
 
         groups, rows = np.empty(b, dtype=np.int64), np.empty(b, dtype=np.int64)
@@ -168,14 +168,14 @@ class Mixture:
         """Return how many of the virtual worker's first `slots` slots belong to the source."""
         period, rest = divmod(slots, self.period)
         low, behind = self._first_slot[source : source + 2]
-        positions = self._circle(period).position_of[low:behind]
+        positions = self._cycle(period).position_of[low:behind]
         start = virtual_worker * self.micro_batch_size % self.period
         stop = start + rest
         passed = np.searchsorted(positions, stop % self.period) - np.searchsorted(positions, start)
         quota = self.quotas[source]
         return np.asarray(period * quota + passed + np.where(stop >= self.period, quota, 0))
 
-    def _circle(self, period: int) -> _Circle:
+    def _cycle(self, period: int) -> _Cycle:
         circle = self._circles.get(period)
         if circle is None:
             circle = self._circles[period] = self._lay_out(period)
@@ -184,7 +184,7 @@ class Mixture:
                 self._circles.pop(old, None)  # another thread may have been here first
         return circle
 
-    def _lay_out(self, period: int) -> _Circle:
+    def _lay_out(self, period: int) -> _Cycle:
         """Place the slots of a period on its circle, in integers: an arc is measured in 2^-24
         slots.
         """
@@ -199,7 +199,7 @@ class Mixture:
         slot_at = np.argsort(number * arc + inside, kind="stable")
         position_of = np.empty_like(slot_at)
         position_of[slot_at] = slot
-        return _Circle(slot_at, position_of)
+        return _Cycle(slot_at, position_of)
 
 
 def _quotas(weights: Sequence[float], period: int) -> tuple[int, ...]:

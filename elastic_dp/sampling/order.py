@@ -42,12 +42,12 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_dp.errors import DataError
-from elastic_dp.sampling.generator import derive, permute
-from elastic_dp.sampling.line import Ints, Line, bounds_of
+from elastic_dp.sampling.epoch_order import EpochOrder, Ints, bounds_of
+from elastic_dp.sampling.keyed_permutation import derive, permute
 
 STREAMS = 8  # per virtual worker, at most
 OPEN_BYTES = 512 << 20  # row groups that all streams have open together; changes the order
-_ROWS = 4  # the purpose of a key; 1 to 3 are used by `Line`
+_ROWS = 4  # the purpose of a key; 1 to 3 are used by `EpochOrder`
 _LINES_KEPT = 2  # of this epoch, and of the next one where they meet
 
 Shuffle = Literal["none", "rows", "full"]
@@ -83,7 +83,7 @@ class Order:
             self.streams = _count_streams(virtual_workers, group_bytes, open_bytes)
         else:
             self._file_bounds = bounds_of(self._group_rows)
-        self._lines: dict[int, Line] = {}
+        self._lines: dict[int, EpochOrder] = {}
 
     @property
     def identity(self) -> str:
@@ -194,10 +194,10 @@ class Order:
             return full
         return full + min(virtual_worker * self.micro_batch_size, rest)
 
-    def _line(self, epoch: int) -> Line:
+    def _line(self, epoch: int) -> EpochOrder:
         line = self._lines.get(epoch)
         if line is None:
-            line = self._lines[epoch] = Line(self._group_rows, seed=self.seed, epoch=epoch)
+            line = self._lines[epoch] = EpochOrder(self._group_rows, seed=self.seed, epoch=epoch)
             near = sorted(list(self._lines), key=lambda other: abs(other - epoch))
             for old in near[_LINES_KEPT:]:
                 self._lines.pop(old, None)  # another thread may have been here first

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elastic_dp.sampling.generator import derive
+from elastic_dp.sampling.keyed_permutation import derive
 
 _FORWARD, _BODY, _TRANSFORM, _BATCH = 1, 2, 3, 4
 

@@ -35,7 +35,7 @@ from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.job_match import job_identity
-from elastic_dp.train.checkpointing.loop_head_checkpoints import LoopHeadCheckpoints
+from elastic_dp.train.checkpointing.step_boundary_checkpoints import StepBoundaryCheckpoints
 from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointer
 from elastic_dp.train.controller_link import ControllerLink, GenerationTiming, HeartbeatStatus
 from elastic_dp.train.exactness.machine_kind import machine_kind, software_versions, why_inexact
@@ -98,7 +98,7 @@ class Session:
         self.progress = WorkerProgress()
         self._groups = GenerationGroups(self.worker, self.device, self.backend, self.control)
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
-        self._checkpoints_at_head: LoopHeadCheckpoints | None = None
+        self._checkpoints_at_head: StepBoundaryCheckpoints | None = None
 
     # ------------------------------------------------------------------------ facts for the user
 
@@ -321,7 +321,7 @@ class Session:
             call = self.control.wait()
             if isinstance(call, Orphaned):
                 if self._checkpoints_at_head is not None:
-                    self._checkpoints_at_head.take_alone()
+                    self._checkpoints_at_head.take_without_controller()
                 raise Released(ORPHANED)
             if isinstance(call, ConfirmLeft):
                 self._post_stopped(call.generation, "asked")
@@ -463,7 +463,7 @@ class Session:
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:
         told = self.total_steps if self.loop.read_total_steps else None
         checkpoints.open(self.state, self._signature, job_identity(self.spec), told)
-        self._checkpoints_at_head = LoopHeadCheckpoints(
+        self._checkpoints_at_head = StepBoundaryCheckpoints(
             checkpoints,
             self.state,
             self.weights,

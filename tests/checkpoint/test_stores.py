@@ -6,7 +6,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import load_newest
-from elastic_dp.checkpoint.storage_probe import prove
+from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.errors import StorageError
 from elastic_dp.storage import Store
 from tests.checkpoint.states import big_tree, checkpoint, memory_store, same
@@ -27,8 +27,8 @@ def store(request, tmp_path):
 
 
 def test_everywhere_the_same(store):
-    prove(store, "a1")
-    prove(store, "a2")
+    probe(store, "a1")
+    probe(store, "a2")
     catalog = Catalog(store)
     assert catalog.names() == []
     catalog.claim(1, None)
@@ -43,7 +43,7 @@ def test_everywhere_the_same(store):
 def test_checkpoint_at_the_root_of_a_bucket_is_read_back(bucket):  # noqa: F811
     endpoint, name = bucket
     store = Store(f"s3://{name}", s3_options(endpoint))
-    prove(store, "a1")
+    probe(store, "a1")
     checkpoint(Catalog(store), 1, {"x": 1})
     assert load_newest(Catalog(store), on_damage=pytest.fail)[1] == {"x": 1}
 
@@ -69,19 +69,19 @@ def test_a_store_that_overwrites_is_found_out(monkeypatch, pipe, words):
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)
     store = memory_store()
     with pytest.raises(StorageError, match=words):
-        prove(store, "a1")
+        probe(store, "a1")
     assert store.find(f"{store.path}/checkpoints/") == []
 
 
 def test_a_store_that_cannot_create_only_is_refused(tmp_path):
     with pytest.raises(StorageError, match="cannot create an object only if there is none"):
-        prove(Store(f"dir::file://{tmp_path}"), "a1")
+        probe(Store(f"dir::file://{tmp_path}"), "a1")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file"):
-        prove(Store(str(tmp_path / "file" / "run")), "a1")
+        probe(Store(str(tmp_path / "file" / "run")), "a1")
 
 
 def test_checkpoints_through_a_faulty_store_are_complete(bucket):  # noqa: F811

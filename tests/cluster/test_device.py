@@ -73,7 +73,7 @@ def test_an_actor_that_raised_is_lost_for_that_reason_and_holds_its_gpu_no_longe
         {},
     )
     worker_group._withdrawn, worker_group._told_to_go = set(), set()
-    worker_group.node_selection = types.SimpleNamespace(failed=lambda actor: None)
+    worker_group.node_avoidance = types.SimpleNamespace(failed=lambda actor: None)
     worker_group._controller = types.SimpleNamespace(post=lost.append)
 
     def kill(actor, no_restart):

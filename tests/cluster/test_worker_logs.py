@@ -138,7 +138,7 @@ def test_log_copy_of_a_live_worker_is_at_most_ten_seconds_old(tmp_path):
 
 @pytest.mark.parametrize("worker", ["../../etc/x", "/etc/x", "s3://x", "a\0b", "..", ""])
 def test_a_worker_s_name_leads_nowhere_else(tmp_path, worker):
-    words = worker_logs.LastWordsWriter(Store(str(tmp_path / "run")))
+    words = worker_logs.CrashLogWriter(Store(str(tmp_path / "run")))
     words.keep(worker, "owned")
     words.keep("w1", "ended")
     words.close()

@@ -6,10 +6,15 @@ from unittest import mock
 
 import pytest
 
-from elastic_dp.coordinator import balance
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.balance import MIN_GAIN, MIN_INTERVAL_S, assign_ranges, longest_s
-from elastic_dp.coordinator.equal_ranges import equal_ranges
+from elastic_dp.coordinator.planning import balance
+from elastic_dp.coordinator.planning.balance import (
+    MIN_GAIN,
+    MIN_INTERVAL_S,
+    assign_ranges,
+    longest_s,
+)
+from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
 from tests.coordinator.scenarios import Scenario
 
 

@@ -3,8 +3,8 @@ back."""
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import WorkerLocation
-from elastic_dp.coordinator.scale_down import choose_departing
-from elastic_dp.coordinator.worker_state import Stage, WorkerState
+from elastic_dp.coordinator.planning.scale_down import choose_departing
+from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 from tests.coordinator.scenarios import Scenario
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from elastic_dp.coordinator.equal_ranges import equal_ranges
+from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
 from elastic_dp.distributed.reduction_tree import cover
 
 

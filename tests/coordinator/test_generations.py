@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
-from elastic_dp.coordinator.worker_state import Stage
+from elastic_dp.coordinator.workers.worker_state import Stage
 from tests.coordinator.scenarios import Scenario, trio
 
 

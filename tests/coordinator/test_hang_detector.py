@@ -3,9 +3,9 @@
 from typing import Any
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.hang_detector import MIN_LIMIT_S, SLOW_FACTOR, STEPS
 from elastic_dp.coordinator.messages import TrainingPosition
-from elastic_dp.coordinator.worker_state import HeartbeatProgress
+from elastic_dp.coordinator.workers.hang_detector import MIN_LIMIT_S, SLOW_FACTOR, STEPS
+from elastic_dp.coordinator.workers.worker_state import HeartbeatProgress
 from tests.coordinator.scenarios import Scenario
 
 LIMIT_S = 30.0

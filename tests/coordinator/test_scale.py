@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.coordinator_scale import Life
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.worker_registry import MAX_RELEASED_PER_STEP
+from elastic_dp.coordinator.workers.worker_registry import MAX_RELEASED_PER_STEP
 from tests.coordinator.scenarios import Scenario
 
 # as shares of the size: members of generations that end, of those that are formed, and who comes or

@@ -23,7 +23,7 @@ from ray.autoscaler.v2.instance_manager.cloud_providers.kuberay import cloud_pro
 from ray.core.generated import autoscaler_pb2 as pb
 from ray.core.generated.common_pb2 import LabelSelector, LabelSelectorOperator
 
-from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.config import label_values
 from tests.k8s.emulator import NAME, NAMESPACE, Kubernetes
 from tests.k8s.pods import HEAD, Pod
@@ -152,7 +152,9 @@ class Cluster:
 
 
 def _may_run(wishes: Sequence[Labels], group: str) -> bool:
-    return not wishes or any(group in label_values(labels[node_labels.MARKET]) for labels in wishes)
+    return not wishes or any(
+        group in label_values(labels[worker_placement.MARKET]) for labels in wishes
+    )
 
 
 def _request(needs: Mapping[str, float], wishes: Sequence[Labels]) -> pb.ResourceRequest:

@@ -8,7 +8,7 @@ import time
 import pytest
 from ray._private import ray_constants
 
-from elastic_dp.cluster.ray import autoscaler_status, node_labels
+from elastic_dp.cluster.ray import autoscaler_status, worker_placement
 from elastic_dp.config import ScalingConfig
 from tests.k8s.autoscaler import Cluster
 from tests.k8s.manifests import build, cluster
@@ -24,7 +24,7 @@ def spec():
 def wants(market, workers=1, needs=NEEDS):
     """What that many waiting workers of a job ask Ray for."""
     return [
-        (needs, node_labels.preferences(ScalingConfig(max_workers=1, market=market), []))
+        (needs, worker_placement.preferences(ScalingConfig(max_workers=1, market=market), []))
     ] * workers
 
 
@@ -35,7 +35,7 @@ def told(caplog):
 
     def told(state, needs=NEEDS):
         return autoscaler_status.told(
-            state, needs, time.time(), autoscaler_status.last_words(log_of(caplog))
+            state, needs, time.time(), autoscaler_status.last_launch_failure(log_of(caplog))
         )
 
     return told
@@ -91,7 +91,7 @@ def test_autoscaler_without_a_token_says_so_in_its_log(spec, monkeypatch, caplog
     there.gcs.demand = wants("spot-first")
     there.kubernetes.refuses["GET"] = 401
     assert there.look() is None  # it has nothing to report, so its log is what there is
-    said = autoscaler_status.last_words(log_of(caplog))
+    said = autoscaler_status.last_launch_failure(log_of(caplog))
     assert "401 Client Error: Unauthorized for url: https://kubernetes/apis/" in said
 
 
@@ -147,11 +147,15 @@ def test_the_last_words_of_a_log():
     )
     calm = "2026-11-21 21:18:57,715\tINFO a.py:1 -- Fetched\n"
     assert (
-        autoscaler_status.last_words(failed + calm)
+        autoscaler_status.last_launch_failure(failed + calm)
         == "launch failed with Failed to launch 2 nodes of type spot: 403"
     )
     error = "2026-11-21 21:18:58,000\tERROR b.py:2 -- it broke\n"
-    assert autoscaler_status.last_words(failed + error + calm) == "it broke"
+    assert autoscaler_status.last_launch_failure(failed + error + calm) == "it broke"
     trace = "Traceback (most recent call last):\n  x\nKeyError: 'spot'\n"
-    assert autoscaler_status.last_words(error + trace + calm) == "KeyError: 'spot'"
-    assert autoscaler_status.last_words(calm) == autoscaler_status.last_words("") == ""
+    assert autoscaler_status.last_launch_failure(error + trace + calm) == "KeyError: 'spot'"
+    assert (
+        autoscaler_status.last_launch_failure(calm)
+        == autoscaler_status.last_launch_failure("")
+        == ""
+    )

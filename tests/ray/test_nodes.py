@@ -137,11 +137,11 @@ def test_a_node_where_three_workers_died_is_avoided(two, monkeypatch):
         return actor, actors(actor)["Address"]["NodeID"]
 
     actor, bad = dies("w1")
-    worker_group.node_selection.failed(actor)
+    worker_group.node_avoidance.failed(actor)
     assert said == []
-    worker_group.node_selection.failed(actor)
+    worker_group.node_avoidance.failed(actor)
     assert said == [f"node {bad} is avoided for now: 3 workers failed on it within 30 minutes"]
-    assert worker_group.node_selection.avoided == {bad: 3}
+    assert worker_group.node_avoidance.avoided == {bad: 3}
     assert {dies("w2")[1]} == there() - {bad}
 
 

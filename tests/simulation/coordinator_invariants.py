@@ -32,7 +32,7 @@ class CoordinatorInvariants:
         waits = coordinator.deadline is None or now < coordinator.deadline
         if sure and waits and self.stale(event) and self.rng.random() < 0.3:
             coordinator._fire_timers(now)  # whatever is due for any event
-            coordinator._proceed(now)
+            coordinator._advance_phase(now)
             out += coordinator._run.flush()
             if self.stale(event) and coordinator.phase != "over":
                 self.changes_nothing(event, now, "stale")

@@ -23,10 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 import elastic_dp.coordinator
-from elastic_dp.coordinator import membership, messages
+from elastic_dp.coordinator import messages
+from elastic_dp.coordinator.planning import membership
 
 WORKERS = "tests.simulation.workers"
 SCENARIOS = (
@@ -281,13 +283,13 @@ order += [worker for worker in stopped if worker in chosen]""",
     ),
     Mutant(
         "sleep is taken for their silence",
-        "Coordinator._defer",
+        "Coordinator._defer_event",
         "self._registry.failure_detector.was_away(now)",
         "pass",
     ),
     Mutant(
         "judged by a heartbeat behind which others wait",
-        "Coordinator._release",
+        "Coordinator._release_deferred",
         "self._hang_detector.catch_up(now)",
         "pass",
     ),
@@ -300,7 +302,7 @@ order += [worker for worker in stopped if worker in chosen]""",
     ),
     Mutant(
         "a run that is over leaves held facts",
-        "Coordinator._release",
+        "Coordinator._release_deferred",
         """if self._run.phase is not Phase.OVER:
     break""",
         "break",
@@ -326,7 +328,7 @@ order += [worker for worker in stopped if worker in chosen]""",
     ),
     Mutant(
         "what was held is dropped",
-        "Coordinator._release",
+        "Coordinator._release_deferred",
         "leadership.release(now)",
         "leadership.release(now)[:1]",
     ),
@@ -1358,7 +1360,7 @@ self.failed('hand-over failed', (source.id,))""",
 @contextmanager
 def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
     """The simulator over modules of which one is broken; everything is put back afterwards."""
-    ours = [name for name in sys.modules if name.startswith(RELOADED)]
+    ours = reloaded()
     shared = {
         __name__,
         messages.__name__,
@@ -1373,7 +1375,7 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
         exec(compile(mutated(mutant), path, "exec"), vars(module))
         yield importlib.import_module("tests.simulation.world")
     finally:
-        for name in [n for n in sys.modules if n.startswith(RELOADED)]:
+        for name in reloaded():
             if name not in shared:
                 forget(name)
         for name, module in kept.items():
@@ -1385,10 +1387,8 @@ def broken(mutant: Mutant) -> Iterator[types.ModuleType]:
 @cache
 def places() -> dict[str, list[tuple[str, Path]]]:
     """Of each function and constant: the modules that have one of this name."""
-    (package,) = elastic_dp.coordinator.__path__
-    names = [
-        f"{elastic_dp.coordinator.__name__}.{path.stem}" for path in Path(package).glob("*.py")
-    ]
+    package = elastic_dp.coordinator
+    names = [found.name for found in walk_packages(package.__path__, f"{package.__name__}.")]
     found: dict[str, list[tuple[str, Path]]] = {}
     for name in [*names, WORKERS]:
         spec = importlib.util.find_spec(name)
@@ -1439,6 +1439,13 @@ def mutated(mutant: Mutant) -> ast.Module:
                         found += 1
     assert found == 1, f"{mutant.name}: {found} times in {mutant.where}: {mutant.code}"
     return ast.fix_missing_locations(tree)
+
+
+def reloaded() -> list[str]:
+    """The modules that are imported anew for each mutant; packages stay, since they hold none of
+    the names that a mutant changes."""
+    found = [name for name in sys.modules if name.startswith(RELOADED)]
+    return [name for name in found if not hasattr(sys.modules[name], "__path__")]
 
 
 def forget(name: str) -> types.ModuleType:

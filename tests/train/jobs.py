@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from elastic_dp.distributed import gradient_buckets
-from elastic_dp.distributed.gradient_exchange import BucketExchange
+from elastic_dp.distributed.cross_worker_reduction import BucketReduction
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 
@@ -83,7 +83,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
         session = ctx._session
         for method, point in {"launch": "sent", "add_up": "gather"}.items():
             setattr(
-                BucketExchange, method, _passing(point, session, getattr(BucketExchange, method))
+                BucketReduction, method, _passing(point, session, getattr(BucketReduction, method))
             )
         train(ctx)
         assert len(session.step_runner.gradients._layout.buckets) >= 3
@@ -92,7 +92,7 @@ def in_small_buckets(train: Callable[..., None]) -> Callable[..., None]:
 
 
 def _passing(point: str, session: Any, method: Any) -> Any:
-    def passes(exchange: BucketExchange) -> Any:
+    def passes(exchange: BucketReduction) -> Any:
         if exchange.bucket.first:
             session.pass_point(point, session.position.step + 1)
         return method(exchange)

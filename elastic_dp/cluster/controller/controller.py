@@ -29,7 +29,7 @@ from elastic_dp.cluster.runs.controller_state import (
 )
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker_group import WorkerGroup
-from elastic_dp.cluster.worker_logs import LastWordsWriter
+from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.coordinator import Coordinator, CoordinatorConfig
 from elastic_dp.coordinator.coordinator_config import FailureLimits
@@ -109,9 +109,7 @@ class Controller:
         self.state_store = ControllerStateStore() if state_store is None else state_store
         self.inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self.coordinator = Coordinator(self._coordinator_config())
-        self.heartbeats = HeartbeatServer(
-            secret, host, self._hear, self._write_last_words, self.say
-        )
+        self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
         self.metrics = MetricsRecord(journal)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
@@ -128,7 +126,7 @@ class Controller:
         # another controller has the workers, the lease and the run's record
         self.superseded = False
         self._rendezvous_service = RendezvousService(run, host, secret)
-        self._last_words: LastWordsWriter | None = None
+        self._crash_logs: CrashLogWriter | None = None
 
     @property
     def outcome(self) -> RunOutcome:
@@ -192,9 +190,9 @@ class Controller:
             self.exits.heard_death(event.worker)
         self.post(event)
 
-    def _write_last_words(self, worker: WorkerId, words: str) -> None:
-        if self._last_words is not None and words and self.exits.was_unasked(worker):
-            self._last_words.keep(worker, words)
+    def _write_crash_log(self, worker: WorkerId, words: str) -> None:
+        if self._crash_logs is not None and words and self.exits.was_unasked(worker):
+            self._crash_logs.keep(worker, words)
 
     def _stand_down(self, reason: str) -> None:
         """Stop leading, because another cluster holds the run."""
@@ -209,7 +207,7 @@ class Controller:
         self.heartbeats.start()
         self.checkpoints.open(worker_group, self.state_store, self.metrics)
         if self.url is not None:
-            self._last_words = LastWordsWriter(Store(self.url))
+            self._crash_logs = CrashLogWriter(Store(self.url))
 
     def lead(self, found: Sequence[WorkerId] = ()) -> RunOutcome:
         """Lead the run and return its outcome.
@@ -237,8 +235,8 @@ class Controller:
         self.heartbeats.close()
         self._rendezvous_service.close()
         self.checkpoints.close()
-        if self._last_words is not None:
-            self._last_words.close()
+        if self._crash_logs is not None:
+            self._crash_logs.close()
         state = self.state_store.state
         self.report.close(state, self.coordinator.generation, self.metrics.newest)
         self.journal.close()

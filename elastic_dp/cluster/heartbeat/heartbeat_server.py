@@ -43,11 +43,11 @@ class HeartbeatServer:
         secret: bytes,
         host: str,
         heard: Callable[[HeartbeatReceived | WorkerLost | StackTracesCaptured], None],
-        last_words: Callable[[WorkerId, str], None] = lambda worker, words: None,
+        log_tail: Callable[[WorkerId, str], None] = lambda worker, words: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`host` is the address of this machine at which workers reach it."""
-        self._secret, self._heard, self._last_words, self._say = secret, heard, last_words, say
+        self._secret, self._heard, self._crash_logs, self._say = secret, heard, log_tail, say
         self._socket = socket.socket(heartbeat_sidecar.family_of(host), socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         self._socket.bind((host, 0))
@@ -109,7 +109,7 @@ class HeartbeatServer:
             return None
         peer.source = source
         if "words" in message:
-            return functools.partial(self._last_words, worker, str(message["words"]))
+            return functools.partial(self._crash_logs, worker, str(message["words"]))
         return functools.partial(self._heard, _event_of(worker, message))
 
     def _refuse(self, source: Any) -> None:

@@ -275,7 +275,7 @@ def oom_kills(root: str = "/sys/fs/cgroup", groups: str = "/proc/self/cgroup") -
     return 0
 
 
-def last_words(limit: int = 3000) -> str:
+def log_tail(limit: int = 3000) -> str:
     """Return the end of what was printed to standard output and error; empty if they are no
     files.
     """
@@ -305,7 +305,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
         gone = {"exits": True, "step": step, "phase": phase.rstrip(b"\0").decode()}
         gone["fault"] = read_fault(page)
         controller.send(gone | {"out_of_memory": oom_kills() > killed_before})
-        controller.send({"words": last_words()})
+        controller.send({"words": log_tail()})
 
     killed_before = oom_kills()
     due = time.monotonic()

@@ -90,7 +90,7 @@ def told(state: Any, needs: Mapping[str, float], now: float, words: str) -> str:
     return "; ".join(sentences)
 
 
-def last_words(log: str) -> str:
+def last_launch_failure(log: str) -> str:
     """Return the last error in a log of Ray (its exception, if there is one), or why a node was
     refused.
     """
@@ -133,7 +133,7 @@ def _read_on_head() -> str:
     there = NodeAffinitySchedulingStrategy(heads[0], soft=False)
     answer = _tail.options(num_cpus=0, scheduling_strategy=there).remote()
     try:
-        return last_words(ray.get(answer, timeout=_READ_S))
+        return last_launch_failure(ray.get(answer, timeout=_READ_S))
     except ray.exceptions.RayError:
         return ""
 

@@ -13,9 +13,9 @@ from typing import Any
 import ray
 import ray._private.state
 
-from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.autoscaler_status import AutoscalerStatus
-from elastic_dp.cluster.ray.node_selection import can_hold
+from elastic_dp.cluster.ray.node_avoidance import can_hold
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.config import ScalingConfig
 from elastic_dp.coordinator.messages import WorkerId
@@ -103,11 +103,13 @@ def no_room(scaling: ScalingConfig, nodes: Sequence[Mapping[str, Any]]) -> str:
     alive, needs = [node for node in nodes if node["Alive"]], scaling.resources_per_worker
     totals = [node["Resources"] for node in alive]
     if large := [node["Labels"] for node in alive if can_hold(needs, node)]:
-        firm = [{node_labels.MARKET: "on-demand"}] * scaling.min_on_demand
+        firm = [{worker_placement.MARKET: "on-demand"}] * scaling.min_on_demand
         # What earlier workers requested: for the first worker, and for the first one after
         # `min_on_demand`.
         for others in [[], firm] if scaling.max_workers > scaling.min_on_demand else [[]]:
-            if why := node_labels.why_none_matches(node_labels.preferences(scaling, others), large):
+            if why := worker_placement.why_none_matches(
+                worker_placement.placement_preferences(scaling, others), large
+            ):
                 return f"{why} and large enough, as ScalingConfig asks. Waiting for such a node"
         return ""
     largest = {name: max((has.get(name, 0) for has in totals), default=0) for name in needs}

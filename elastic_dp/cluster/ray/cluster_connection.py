@@ -11,7 +11,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 
 from elastic_dp.cluster.console import warn_at_call
 from elastic_dp.cluster.run_handle import ray_ends_with_us
-from elastic_dp.cluster.runs.gcs_state import mark_owner
+from elastic_dp.cluster.runs.ray_kv_state import mark_owner
 from elastic_dp.errors import ClusterError
 
 

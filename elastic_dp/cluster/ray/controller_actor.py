@@ -22,7 +22,7 @@ from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
-from elastic_dp.cluster.runs.gcs_state import GcsStateStore, forget, load_job
+from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
@@ -59,7 +59,7 @@ class ControllerActor:
         job = load_job(run)
         self._run, self._url = run, job.url
         self._spec: JobSpec = cloudpickle.loads(job.pickled)[0]
-        self._state_store = state_store = GcsStateStore(run)
+        self._state_store = state_store = RayKvStateStore(run)
         host = ray.util.get_node_ip_address()
         since = state_store.state.started_at if state_store.inherited else None
         self._journal = Journal(job.url, since=since)
@@ -141,7 +141,7 @@ class ControllerActor:
     def status(self) -> dict[str, Any]:
         own = {
             "waits_for": self._capacity_monitor.waits_for,
-            "avoided_nodes": self._worker_group.node_selection.avoided,
+            "avoided_nodes": self._worker_group.node_avoidance.avoided,
         }
         return self._controller.status() | own | {"labels": dict(self._spec.labels)}
 

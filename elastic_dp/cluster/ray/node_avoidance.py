@@ -1,43 +1,90 @@
-"""Decides which nodes get no new worker: those where workers failed repeatedly. Pure, without clock
-and Ray.
+"""Selects nodes for the next worker: all except those that `node_avoidance` excludes.
 
-After three failures within 30 minutes, a node is avoided for 30 minutes from the last one. If every
-node that could hold a worker is bad, none is avoided, because a run must not stop where it could
-continue (and a step that kills every worker makes every node look bad).
+A label selector excludes a node, because Ray has no other way to say "anywhere but there". The
+worker then waits, as demand that the autoscaler sees, until another node has room. A selector is
+fixed when the actor is created, so a worker that waits because of a node that is no longer avoided
+is replaced. Ray still knows the node of an actor that has died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-FAILURES = 3
-WITHIN_S = 1800.0
+import ray
+from ray._private.state import actors
+
+from elastic_dp.cluster.ray import worker_placement
+from elastic_dp.cluster.ray.node_failure_history import NodeFailureHistory
+from elastic_dp.cluster.ray.worker_placement import Labels
+from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.wording import counted
 
 
 class NodeAvoidance:
-    """The recent failures by node. Times are of one clock, in seconds; node ids are never
-    reused.
-    """
+    """Thread-safe. `needs` are the resources of one worker."""
 
-    def __init__(self) -> None:
-        self._failures: dict[str, list[float]] = {}
+    def __init__(self, needs: Mapping[str, float], say: Callable[[str], None]) -> None:
+        self._needs, self._say = needs, say
+        self._avoidance, self._lock = NodeFailureHistory(), threading.Lock()
+        # The placement_preferences of a worker, and the nodes that were excluded for it.
+        self._excluded: dict[WorkerId, tuple[list[Labels], list[str]]] = {}
+        self.avoided: dict[str, int] = {}  # node -> failures, as of the last look
 
-    def failed(self, node: str, now: float) -> bool:
-        """Record the loss of a worker. Return whether the node becomes bad by it."""
-        before = self._is_bad(node, now)
-        self._failures.setdefault(node, []).append(now)
-        return not before and self._is_bad(node, now)
+    def without_avoided(self, worker: WorkerId, asked: list[Labels]) -> list[Labels]:
+        """Return the new worker's placement_preferences, each without the avoided nodes."""
+        avoided = self._avoided_nodes(asked)
+        if not avoided:
+            return asked
+        self._excluded[worker] = asked, avoided
+        elsewhere = {"ray.io/node-id": f"!in({','.join(avoided)})"}
+        return [labels | elsewhere for labels in asked or [{}]]
 
-    def failures(self, node: str, now: float) -> int:
-        """Return the number of recent failures."""
-        recent = [at for at in self._failures.get(node, ()) if at > now - WITHIN_S]
-        self._failures[node] = recent
-        return len(recent)
+    def waiting_needlessly(
+        self, placed: Collection[WorkerId], there: Collection[WorkerId]
+    ) -> list[WorkerId]:
+        """Return those of `there` that wait although a node that they exclude is no longer
+        avoided.
+        """
+        found = []
+        for worker, (asked, avoided) in list(self._excluded.items()):
+            free = worker in there and not {*avoided} <= {*self._avoided_nodes(asked)}
+            if free and worker not in placed:
+                found.append(worker)
+            if free or worker in placed or worker not in there:
+                del self._excluded[worker]
+        return found
 
-    def avoided(self, candidates: Collection[str], now: float) -> list[str]:
-        """Return the nodes to avoid among `candidates`, the nodes that could hold a worker."""
-        bad = sorted(node for node in candidates if self._is_bad(node, now))
-        return bad if len(bad) < len(candidates) else []
+    def failed(self, actor_id: str) -> None:
+        """Record the loss of a worker that was neither released nor preempted."""
+        node = str((actors(actor_id) or {}).get("Address", {}).get("NodeID") or "")
+        if not node:
+            return  # the worker was never placed
+        with self._lock:
+            is_new = self._avoidance.failed(node, time.monotonic())
+        if is_new and node in self._avoided_nodes([]):
+            self._say(
+                f"node {node} is avoided for now: {counted(self.avoided[node], 'worker')} "
+                "failed on it within 30 minutes"
+            )
 
-    def _is_bad(self, node: str, now: float) -> bool:
-        return self.failures(node, now) >= FAILURES
+    def _avoided_nodes(self, asked: list[Labels]) -> list[str]:
+        candidates = {
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"]
+            and can_hold(self._needs, node)
+            and not worker_placement.why_none_matches(asked, [node["Labels"]])
+        }
+        with self._lock:
+            now = time.monotonic()
+            avoided = self._avoidance.avoided(candidates, now)
+            self.avoided = {node: self._avoidance.failures(node, now) for node in avoided}
+        return avoided
+
+
+def can_hold(needs: Mapping[str, float], node: Mapping[str, Any]) -> bool:
+    """Return whether the node could hold a worker if it were idle."""
+    return all(node["Resources"].get(name, 0) >= need for name, need in needs.items())

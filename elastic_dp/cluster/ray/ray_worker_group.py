@@ -18,8 +18,8 @@ import ray
 import ray._private.state
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.ray import node_labels
-from elastic_dp.cluster.ray.node_selection import NodeSelection
+from elastic_dp.cluster.ray import worker_placement
+from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
 from elastic_dp.cluster.runs.discovery import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
@@ -42,15 +42,15 @@ class RayWorkerGroup:
         self._actors: dict[WorkerId, Any] = {}
         self._told_to_go: set[WorkerId] = set()
         self._withdrawn: set[WorkerId] = set()
-        self.node_selection = NodeSelection(spec.scaling.resources_per_worker, controller.say)
+        self.node_avoidance = NodeAvoidance(spec.scaling.resources_per_worker, controller.say)
         # the market and zone that each worker requested
-        self._asked: dict[WorkerId, node_labels.Labels] = {}
+        self._asked: dict[WorkerId, worker_placement.Labels] = {}
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
         self._lock = threading.Lock()
 
     def start(self, worker: WorkerId) -> None:
         resources = dict(self._spec.scaling.resources_per_worker)
-        asked = node_labels.preferences(self._spec.scaling, self._asked.values())
+        asked = worker_placement.placement_preferences(self._spec.scaling, self._asked.values())
         environment: dict[str, str] = {}
         prepare_environment(environment, self._spec.scaling.num_threads)
         actor = WorkerActor.options(  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class RayWorkerGroup:
             memory=resources.pop("memory", None),
             resources=resources or None,
             runtime_env={"env_vars": environment},
-            **node_labels.actor_options(self.node_selection.without_avoided(worker, asked)),
+            **worker_placement.actor_options(self.node_avoidance.without_avoided(worker, asked)),
         ).remote(worker, self._stored, self._handle, self._term)
         self._asked[worker] = asked[0] if asked else {}
         self._watch(worker, actor)
@@ -78,7 +78,7 @@ class RayWorkerGroup:
         found = self._named("ALIVE")
         labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         for worker, actor, node in found:
-            self._asked[worker] = node_labels.selectable(labels.get(node, {}))
+            self._asked[worker] = worker_placement.selectable(labels.get(node, {}))
             actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
         return [worker for worker, _, _ in found]
@@ -116,7 +116,7 @@ class RayWorkerGroup:
 
         The coordinator replaces them.
         """
-        for worker in self.node_selection.waiting_needlessly(self.nodes(), self.actors()):
+        for worker in self.node_avoidance.waiting_needlessly(self.nodes(), self.actors()):
             self._controller.withdrawn(worker)
             self._withdrawn.add(worker)
             self.kill(worker)
@@ -177,7 +177,7 @@ class RayWorkerGroup:
             )
         try:
             if worker not in self._told_to_go and cause is not Cause.PREEMPTED:
-                self.node_selection.failed(actor._actor_id.hex())  # before another is asked for
+                self.node_avoidance.failed(actor._actor_id.hex())  # before another is asked for
         finally:  # the GCS may be away
             self._controller.post(WorkerLost(worker, reason, cause))
 

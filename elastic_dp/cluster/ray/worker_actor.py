@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from elastic_dp.cluster.heartbeat.shared_memory_page import ControllerAddress
-from elastic_dp.cluster.ray import node_labels
+from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.actor_link import ActorLink
 from elastic_dp.cluster.worker import Request, Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
@@ -70,7 +70,7 @@ class WorkerActor:
 def _home() -> WorkerLocation:
     context = ray.get_runtime_context()
     return WorkerLocation(
-        context.get_node_id(), context.get_node_labels().get(node_labels.MARKET) == "spot"
+        context.get_node_id(), context.get_node_labels().get(worker_placement.MARKET) == "spot"
     )
 
 

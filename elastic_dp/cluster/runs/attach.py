@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from elastic_dp.cluster.console import warn_at_call
-from elastic_dp.cluster.ray import cluster_connection, node_labels
+from elastic_dp.cluster.ray import cluster_connection, worker_placement
 from elastic_dp.cluster.run_handle import Run, ask
 from elastic_dp.cluster.runs.discovery import (
     CONTROLLER,
@@ -26,7 +26,7 @@ from elastic_dp.cluster.runs.discovery import (
     find,
     names,
 )
-from elastic_dp.cluster.runs.gcs_state import StoredJob, forget, store_job
+from elastic_dp.cluster.runs.ray_kv_state import StoredJob, forget, store_job
 from elastic_dp.cluster.runs.run_record import RunLimits, read_result, run_url
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError
@@ -105,7 +105,7 @@ def _start_controller(spec: JobSpec, job: StoredJob, runtime_env: Mapping[str, A
         namespace=NAMESPACE,
         lifetime="detached",
         runtime_env=dict(runtime_env) or None,
-        **node_labels.actor_options([{node_labels.MARKET: "!in(spot)"}, {}]),
+        **worker_placement.actor_options([{worker_placement.MARKET: "!in(spot)"}, {}]),
     ).remote(run)
     try:
         ask(controller, "about", patience_s=PATIENCE_S)

@@ -27,8 +27,8 @@ from elastic_dp.data.pipeline.micro_batches import MicroBatches
 from elastic_dp.data.pipeline.row_group_reader import Key
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import DataError, UserCodeError
+from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.sampling import Order, batch_seed
-from elastic_dp.shipping import shipped
 
 Ints = npt.NDArray[np.int64]
 
@@ -126,7 +126,7 @@ class MapStyleDataset(_NoRowGroups):
 
     def _start_processes(self) -> None:
         if self._processes[0].pid is None:
-            pickled = shipped(_ItemsCall(self._config))
+            pickled = pickle_with_modules(_ItemsCall(self._config))
             for process in self._processes:
                 process.start(pickled)
 

@@ -32,9 +32,9 @@ from elastic_dp.data.pipeline.row_group_reader import READ_THREADS, Columns, Key
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
 from elastic_dp.errors import BadShard, UserCodeError
+from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.sampling import Mixture, Order, batch_seed
 from elastic_dp.sampling.mixture import row_groups_at_once
-from elastic_dp.shipping import shipped
 from elastic_dp.storage import Store
 
 PRODUCERS = 2  # threads that make micro-batches, unless user code runs in processes
@@ -399,7 +399,7 @@ class _Stream:
 
     def _start_processes(self) -> None:
         if self._processes and self._processes[0].pid is None:
-            pickled = shipped(_StreamCall(self._collator, self._seed))
+            pickled = pickle_with_modules(_StreamCall(self._collator, self._seed))
             for process in self._processes:
                 process.start(pickled)
 

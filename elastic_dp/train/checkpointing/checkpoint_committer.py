@@ -106,18 +106,18 @@ class CheckpointCommitter:
         """Call with the step of the newest checkpoint, or None, however long the storage takes. The
         run goes on from it."""
         self._tasks.put(
-            lambda: found(self._persist("the checkpoints cannot be listed", self._go_on))
+            lambda: found(self._persist("the checkpoints cannot be listed", self._resume))
         )
 
     def take_over(self) -> None:
         """Go on in place of one that is gone: what it committed last is committed, though members
         tell of it once more."""
 
-        def go_on() -> None:
-            newest: int | None = self._persist("the checkpoints cannot be listed", self._go_on)
+        def resume() -> None:
+            newest: int | None = self._persist("the checkpoints cannot be listed", self._resume)
             self._pending.committed(newest or 0)
 
-        self._tasks.put(go_on)
+        self._tasks.put(resume)
 
     def reject(self, after_step: int, lineage_id: int) -> None:
         """What was made after this step, by those who began in generation `lineage_id` or before,
@@ -199,8 +199,8 @@ class CheckpointCommitter:
                 metadata = newest.metadata
                 self._schedule.resume(metadata.losses, metadata.observed_s, time.monotonic())
 
-    def _go_on(self) -> int | None:
-        newest = self._claim.go_on()
+    def _resume(self) -> int | None:
+        newest = self._claim.resume()
         if newest.after_loss:
             self._schedule.lost(time.monotonic())
         self._pending.restart()

@@ -29,7 +29,7 @@ from elastic_dp.checkpoint.uploader import WRITES_IN_FLIGHT
 from elastic_dp.errors import LeaseLost, StorageError
 
 
-def commit_alone(
+def commit_without_controller(
     catalog: Catalog,
     snapshot: Snapshot,
     metadata: Callable[[CommitMetadata | None], CommitMetadata],

@@ -18,7 +18,7 @@ _HOST = socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
-class GoingOn:
+class ResumePoint:
     """`step`: of the newest checkpoint, None: there is none. `after_loss`: everyone was lost, so it
     is gone on from."""
 
@@ -78,7 +78,7 @@ class RunClaim:
     def release(self) -> None:
         self._holder.release()
 
-    def go_on(self) -> GoingOn:
+    def resume(self) -> ResumePoint:
         """From the newest checkpoint, under a claim of our own: what is committed from now on
         descends from it."""
         self.fence = self._holder.renew().number
@@ -86,7 +86,7 @@ class RunClaim:
         self._at_most = sys.maxsize
         self._catalog.claim(self.fence, names[-1] if names else None)
         after_loss, self._was_lost = self._was_lost and bool(names), True
-        return GoingOn(names[-1].step if names else None, after_loss)
+        return ResumePoint(names[-1].step if names else None, after_loss)
 
     def reject_after(self, step: int) -> None:
         """The run goes on from a checkpoint of this step or before."""

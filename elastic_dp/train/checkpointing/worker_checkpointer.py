@@ -42,7 +42,7 @@ from elastic_dp.train.checkpointing.job_match import (
     check_job,
     hyperparameters_of,
 )
-from elastic_dp.train.checkpointing.orphan_checkpoint import commit_alone
+from elastic_dp.train.checkpointing.orphan_checkpoint import commit_without_controller
 from elastic_dp.train.controller_link import ControllerLink, WrittenParts
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import TrainState, types_of
@@ -170,7 +170,7 @@ class WorkerCheckpointer:
         """Write these parts, too, in place of a member that is lost."""
         self._uploader.write(step, parts, writer=self._worker)
 
-    def commit_alone(
+    def commit_without_controller(
         self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
     ) -> None:
         """At the head of the loop, when no controller has answered for long: see
@@ -183,7 +183,7 @@ class WorkerCheckpointer:
         except StateError as error:
             self._link.say(f"{self._worker}: no last checkpoint: {error}")
             return
-        said = commit_alone(
+        said = commit_without_controller(
             self._catalog,
             snapshot,
             self._about,

@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from elastic_dp.shipping import is_installed
+from elastic_dp.module_pickling import is_installed
 
 
 def code_fingerprint(train: Any, *, constants: bool = True) -> str:

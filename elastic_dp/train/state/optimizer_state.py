@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_dp.checkpoint.objects import MISSING, Capture, References, Restore, held_in
+from elastic_dp.checkpoint.python_objects import MISSING, Capture, References, Restore, held_in
 from elastic_dp.errors import LoopError, ModelError
 
 _OF_TORCH = ("defaults", "state", "param_groups")  # attributes that every optimizer has

@@ -21,7 +21,7 @@ from torch import nn
 
 from elastic_dp.checkpoint.encoding import types_in
 from elastic_dp.checkpoint.extra_state import extra_states
-from elastic_dp.checkpoint.objects import References
+from elastic_dp.checkpoint.python_objects import References
 from elastic_dp.checkpoint.shared_memory import join, split
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
-from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Node, fold
@@ -80,7 +80,7 @@ class StepRunner:
     _gradients: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.gradients = GradientSum(self.state.parameters)
+        self.gradients = GradientReducer(self.state.parameters)
         self.buffers = StepBuffers(self.state.model)
 
     def open(self, group: ProcessGroup, shares: Sequence[Node]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elastic_dp.device.faults import suppress_errors_of_code
-from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.train.exactness.purity_probe import (
     Facts,
     ProbeOutcome,
@@ -32,7 +32,7 @@ class TrialRun:
         loss_fn: LossFn,
         data: BatchSource,
         micro_batches: MicroBatchRunner,
-        gradients: GradientSum,
+        gradients: GradientReducer,
         buffers: StepBuffers,
         virtual_workers: int,
         device: torch.device,

@@ -91,14 +91,14 @@ def test_last_words_are_kept_of_who_died_before_it_was_told_to_go() -> None:
     controller = Controller(spec, "talks", "127.0.0.1", b"secret", Journal(None))
     controller._worker_group = Told()
     kept: list[tuple[str, str]] = []
-    controller._last_words = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
+    controller._crash_logs = types.SimpleNamespace(keep=lambda *of: kept.append(of))  # type: ignore[assignment]
     dies, leaves = (m.WorkerLost(worker, "its process exits") for worker in ("w1", "w2"))
     controller.heartbeats._heard(dies)
     for worker in ("w1", "w2"):
         controller._execute(m.ReleaseWorker(worker, "the size is 0 now"))
     controller.heartbeats._heard(leaves)
     for worker in ("w1", "w2", "w3"):
-        controller._write_last_words(worker, "words")
+        controller._write_crash_log(worker, "words")
     assert kept == [("w1", "words"), ("w3", "words")]
     controller.heartbeats.close()
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from elastic_dp.cluster.ray import node_selection
+from elastic_dp.cluster.ray import node_avoidance
 
 
 @pytest.fixture
 def nodes(monkeypatch):
     there = []
-    monkeypatch.setattr(node_selection.ray, "nodes", lambda: there)
-    monkeypatch.setattr(node_selection, "actors", lambda actor: {"Address": {"NodeID": "bad"}})
+    monkeypatch.setattr(node_avoidance.ray, "nodes", lambda: there)
+    monkeypatch.setattr(node_avoidance, "actors", lambda actor: {"Address": {"NodeID": "bad"}})
     return there
 
 
@@ -18,7 +18,7 @@ def node(name):
 
 
 def test_worker_that_waits_only_to_avoid_a_node_is_requested_again_without_the_avoidance(nodes):
-    made = node_selection.NodeSelection({"CPU": 1}, print)
+    made = node_avoidance.NodeAvoidance({"CPU": 1}, print)
     nodes += [node("bad"), node("good")]
     for _ in range(3):
         made.failed("01")

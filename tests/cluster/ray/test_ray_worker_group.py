@@ -37,7 +37,7 @@ def died(worker_group, worker):
 
 
 def test_a_loss_is_told_where_its_node_cannot_be_asked_for(worker_group, monkeypatch):
-    monkeypatch.setattr(worker_group.node_selection, "failed", raises)
+    monkeypatch.setattr(worker_group.node_avoidance, "failed", raises)
     with pytest.raises(ConnectionError):
         died(worker_group, "w1")()
     assert worker_group._controller.posted == [WorkerLost("w1", "died", Cause.UNKNOWN)]
@@ -47,7 +47,7 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
     worker_group, monkeypatch
 ):
     failed = []
-    monkeypatch.setattr(worker_group.node_selection, "failed", failed.append)
+    monkeypatch.setattr(worker_group.node_avoidance, "failed", failed.append)
     dies = died(worker_group, "w1")
     worker_group.kill("w1")
     dies()
@@ -59,9 +59,9 @@ def test_an_eviction_counts_against_the_node_and_the_end_of_the_run_does_not(
 
 
 def test_withdrawn_worker_counts_as_no_failure(worker_group, monkeypatch):
-    monkeypatch.setattr(worker_group.node_selection, "failed", raises)
+    monkeypatch.setattr(worker_group.node_avoidance, "failed", raises)
     monkeypatch.setattr(
-        worker_group.node_selection, "waiting_needlessly", lambda placed, there: [*there]
+        worker_group.node_avoidance, "waiting_needlessly", lambda placed, there: [*there]
     )
     monkeypatch.setattr(worker_group, "nodes", dict)
     withdrawn = []

@@ -15,7 +15,7 @@ from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing import orphan_checkpoint
-from elastic_dp.train.checkpointing.orphan_checkpoint import commit_alone
+from elastic_dp.train.checkpointing.orphan_checkpoint import commit_without_controller
 from tests.patience import PATIENCE_S
 from tests.train.checkpointing.test_checkpoint_committer import TREE, Stage
 
@@ -26,7 +26,7 @@ TOKEN = "of-the-controller"
 def orphan(tmp_path, step, worker="w1", lease_s=LEASE_S):
     catalog, snapshot = Catalog(Store(str(tmp_path))), Snapshot()
     snapshot.take(step, {"weights": TREE["weights"] + step})
-    return commit_alone(
+    return commit_without_controller(
         catalog,
         snapshot,
         lambda before: CommitMetadata(losses=0 if before is None else before.losses),

@@ -72,7 +72,7 @@ def has_owner() -> bool:
     return bool(internal_kv._internal_kv_exists(_OWNED))
 
 
-class GcsStateStore(ControllerStateStore):
+class RayKvStateStore(ControllerStateStore):
     """The state of the controller that leads the run now; its term begins when this is created."""
 
     def __init__(self, run: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_dp.distributed import gradient_exchange, process_group
-from elastic_dp.distributed.gradient_sum import GradientSum
+from elastic_dp.distributed import cross_worker_reduction, process_group
+from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
     Forming,
     ProcessGroup,
@@ -73,7 +73,7 @@ def summed(
     """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones
     only."""
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
-    gradients, count = GradientSum(named(parameters)), shares[-1][1]
+    gradients, count = GradientReducer(named(parameters)), shares[-1][1]
     gradients.open(group, shares, count, exact)
     for _ in range(2):  # buffers are used again
         gradients.begin()
@@ -109,14 +109,16 @@ def test_all_members_see_that_the_sum_is_not_finite(
 ) -> None:
     def finite(group: ProcessGroup) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(5))
-        gradients = GradientSum(named([parameter]))
+        gradients = GradientReducer(named([parameter]))
         one_each(gradients, group, lambda: parameter[3] * value)
         return gradients.complete(factor)
 
     assert of_each(members, finite) == [False] * members
 
 
-def one_each(gradients: GradientSum, group: ProcessGroup, loss: Callable[[], torch.Tensor]) -> None:
+def one_each(
+    gradients: GradientReducer, group: ProcessGroup, loss: Callable[[], torch.Tensor]
+) -> None:
     """A step of one virtual worker a member, up to what `complete` waits for."""
     shares = [(rank, rank + 1) for rank in range(group.world_size)]
     gradients.open(group, shares, len(shares), exact=True)
@@ -144,13 +146,13 @@ def test_a_bucket_is_looked_at_while_the_next_one_is_on_its_way(
 
     def complete(group: ProcessGroup) -> list[str]:
         two = [torch.nn.Parameter(torch.ones(5, dtype=x)) for x in (torch.float32, torch.float64)]
-        gradients = GradientSum(named(two))
+        gradients = GradientReducer(named(two))
         one_each(gradients, group, lambda: two[0].sum() + two[1].sum())
         group.wait = told("arrived", group.wait)  # type: ignore[method-assign]
         assert gradients.complete(0.5)
         return order[threading.get_ident()]
 
-    monkeypatch.setattr(gradient_exchange, "_sum", told("summed", gradient_exchange._sum))
+    monkeypatch.setattr(cross_worker_reduction, "_sum", told("summed", cross_worker_reduction._sum))
     assert of_each(3, complete) == [["arrived", "summed"] * 2] * 3
 
 
@@ -188,7 +190,7 @@ def replaying() -> type[torch.autograd.Function]:
 def sum_of_replays(leaves: int, exact: bool) -> list[float]:
     """Of `leaves` virtual workers of one worker, whose gradients are 1, 2, …"""
     weight = torch.nn.Parameter(torch.zeros(3))
-    gradients, function = GradientSum({"weight": weight}), replaying()
+    gradients, function = GradientReducer({"weight": weight}), replaying()
     gradients.open(ProcessGroup(None, 0, 1, CPU), [(0, leaves)], leaves, exact)
     gradients.begin()
     mine = fold(0, leaves, leaves)

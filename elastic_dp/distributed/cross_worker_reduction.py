@@ -21,7 +21,7 @@ from elastic_dp.distributed.reduction_tree import Node, add_up, cover
 _PIECE_NUMEL = 1 << 18  # added, and looked at while it is in the cache
 
 
-class ExchangePlan:
+class ReductionPlan:
     """Which collectives a generation uses, the same for all of its buckets. `shares[r]` is the
     range of virtual workers of rank r."""
 
@@ -50,7 +50,7 @@ class ExchangePlan:
         return [[r for r, n in enumerate(counts) if n > j] for j in range(max(counts))]
 
 
-class BufferPool:
+class GradientBufferPool:
     """Memory that serves the next generation, too: touching new memory costs more than a
     collective."""
 
@@ -92,11 +92,13 @@ class BufferPool:
         self._free += memory
 
 
-class BucketExchange:
+class BucketReduction:
     """One bucket within one generation. `views[j][i]`: where the sum of subtree j for parameter i
     of the bucket goes, and in `views[0]` the finished one is found."""
 
-    def __init__(self, plan: ExchangePlan, bucket: GradientBucket, pool: BufferPool) -> None:
+    def __init__(
+        self, plan: ReductionPlan, bucket: GradientBucket, pool: GradientBufferPool
+    ) -> None:
         self.bucket, self._plan = bucket, plan
         self._memory: list[torch.Tensor] = []  # what the buffers below are cut from
         self._waiting = 0  # parameters that have not fired yet in this leaf
@@ -116,7 +118,7 @@ class BucketExchange:
             ]
         self.begin()
 
-    def _buffer(self, pool: BufferPool, numel: int) -> torch.Tensor:
+    def _buffer(self, pool: GradientBufferPool, numel: int) -> torch.Tensor:
         memory = pool.take(self.bucket, numel, self._plan.virtual_workers)
         self._memory.append(memory)
         return memory[:numel]
@@ -221,7 +223,7 @@ class BucketExchange:
 
     # ----------------------------------------------------------------------------- end
 
-    def release(self, pool: BufferPool) -> None:
+    def release(self, pool: GradientBufferPool) -> None:
         """A buffer of an operation that was walked away from is never used again, since that may
         still write into it."""
         operations = [

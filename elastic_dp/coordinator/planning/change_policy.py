@@ -10,11 +10,11 @@ ones wait for some time. No worker waits for one that has not started, because i
 
 import math
 
-from elastic_dp.coordinator.balance import Balance
 from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
 from elastic_dp.coordinator.generation import Generation
+from elastic_dp.coordinator.planning.balance import Balance
 from elastic_dp.coordinator.run_state import RunState
-from elastic_dp.coordinator.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.wording import counted, first_few
 
 

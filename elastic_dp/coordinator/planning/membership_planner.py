@@ -11,26 +11,26 @@ import math
 from dataclasses import dataclass
 from itertools import chain
 
-from elastic_dp.coordinator import closing
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.admission import Admission
-from elastic_dp.coordinator.assignment import (
-    Assignment,
-    assign_members,
-    members_to_exclude,
-    membership,
-)
-from elastic_dp.coordinator.change_policy import ChangePolicy
+from elastic_dp.coordinator import run_termination
 from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.phases import Phase, Transition
-from elastic_dp.coordinator.replica_mismatch import reject
+from elastic_dp.coordinator.planning.admission import Admission
+from elastic_dp.coordinator.planning.assignment import (
+    Assignment,
+    assign_members,
+    members_to_exclude,
+    membership,
+)
+from elastic_dp.coordinator.planning.change_policy import ChangePolicy
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.worker_registry import WorkerRegistry
-from elastic_dp.coordinator.worker_state import Stage, WorkerState
+from elastic_dp.coordinator.workers.replica_mismatch import reject
+from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 from elastic_dp.wording import counted
 
 
@@ -74,7 +74,7 @@ class MembershipPlanner:
         """Act on the end of a generation: every member has left, finished, or is gone."""
         finished = self._generation.finished
         if finished and not self._generation.not_finished:
-            closing.finish(self._registry, finished, now)
+            run_termination.finish(self._registry, finished, now)
             return
         if not self._generation.formed:
             self._exclude_unreachable(now)
@@ -189,7 +189,7 @@ class MembershipPlanner:
             self.run.set_reason("looking for a checkpoint")
             return False
         if lineage.established and lineage.checkpoint_step is None:
-            closing.fail_without_state(self._registry, lineage.at_most, now)
+            run_termination.fail_without_state(self._registry, lineage.at_most, now)
             return False
         if lineage.established:
             step = lineage.checkpoint_step
@@ -204,10 +204,10 @@ class MembershipPlanner:
         lineage, generation = self._lineage, self._generation
         if self.run.stop is not None and not lineage.established:
             step, reason = lineage.checkpoint_step, self.run.stop.reason
-            closing.stop_before_first_step(self._registry, step, reason, now)
+            run_termination.stop_before_first_step(self._registry, step, reason, now)
             return True
         if generation.members and not generation.not_finished:
-            closing.finish(self._registry, [*generation.members.values()], now)
+            run_termination.finish(self._registry, [*generation.members.values()], now)
             return True
         return False
 

@@ -24,8 +24,8 @@ pickled.
 
 from __future__ import annotations
 
-from elastic_dp.checkpoint.objects.capture import Capture, held_in
-from elastic_dp.checkpoint.objects.object_kinds import MARK, MISSING, References
-from elastic_dp.checkpoint.objects.restore import Plain, Restore
+from elastic_dp.checkpoint.python_objects.capture import Capture, held_in
+from elastic_dp.checkpoint.python_objects.object_kinds import MARK, MISSING, References
+from elastic_dp.checkpoint.python_objects.restore import Plain, Restore
 
 __all__ = ["MARK", "MISSING", "Capture", "Plain", "References", "Restore", "held_in"]

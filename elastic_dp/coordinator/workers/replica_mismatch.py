@@ -7,10 +7,10 @@ decides whether to start from the beginning. It also fails if the weights differ
 all are equal once more, because then the job is the cause.
 """
 
-from elastic_dp.coordinator import closing
+from elastic_dp.coordinator import run_termination
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 
 MAX_IN_A_ROW = 3  # mismatches without a step in between after which all weights were equal
 
@@ -30,7 +30,7 @@ def reject(
             f"{what}; this is time {times} in a row: does something in the job differ between "
             "workers?"
         )
-        closing.fail(registry, error, "", now)
+        run_termination.fail(registry, error, "", now)
         return
     for worker in [*generation.members.values(), *registry.retained.values()]:
         if worker.has_state and worker.id in mismatch.odd:

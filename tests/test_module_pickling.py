@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import elastic_dp as edp
-from elastic_dp import shipping
-from elastic_dp.shipping import shipped
+from elastic_dp import module_pickling
+from elastic_dp.module_pickling import pickle_with_modules
 
 _MODULE = """
     from __future__ import annotations
@@ -44,8 +44,8 @@ _CHILD = """
 import pickle, sys
 found = pickle.load(sys.stdin.buffer)
 print(found(), file=sys.stderr)
-from elastic_dp.shipping import shipped
-sys.stdout.buffer.write(shipped(found))
+from elastic_dp.module_pickling import pickle_with_modules
+sys.stdout.buffer.write(pickle_with_modules(found))
 """
 
 
@@ -80,7 +80,7 @@ def in_another_process(pickled, **environment):
 
 
 def test_a_module_of_the_users_own_goes_along_and_further(module):
-    first = in_another_process(shipped(module.found))
+    first = in_another_process(pickle_with_modules(module.found))
     assert first.stderr.decode().strip() == "[2, 'as it was sent']"
     second = in_another_process(first.stdout)
     assert second.stderr == first.stderr
@@ -94,12 +94,12 @@ def test_a_module_of_a_package_that_is_none(module, monkeypatch):
     job = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, job)
     spec.loader.exec_module(job)
-    there = in_another_process(shipped(job.found))
+    there = in_another_process(pickle_with_modules(job.found))
     assert there.stderr.decode().strip() == "[2, 'as it was sent']"
 
 
 def test_a_file_that_was_edited_since_is_not_what_runs(module, tmp_path):
-    pickled = shipped(module.found)
+    pickled = pickle_with_modules(module.found)
     (tmp_path / "ours_to_send.py").write_text("found = broken")
     (tmp_path / "ours_by_folder" / "part" / "__init__.py").write_text("def ours(): return 'edited'")
     there = in_another_process(pickled, PYTHONPATH=f"{tmp_path}{os.pathsep}{os.getcwd()}")
@@ -109,7 +109,7 @@ def test_a_file_that_was_edited_since_is_not_what_runs(module, tmp_path):
 def test_a_job_goes_with_the_modules_of_its_train_function(module, monkeypatch):
     data = edp.MapStyleData([1, 2], micro_batch_size=1)
     pickled = edp.ElasticTrainer(module.train, name="n", data=data, max_steps=1)._pickle()
-    monkeypatch.setattr(shipping._finder, "modules", {})
+    monkeypatch.setattr(module_pickling._finder, "modules", {})
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != os.path.dirname(module.__file__)])
     monkeypatch.delitem(sys.modules, module.__name__)
@@ -122,13 +122,13 @@ def test_a_package_with_a_compiled_part_is_left_to_the_others_disk(module, monke
     compiled = ModuleType("ours_by_folder.fast")
     compiled.__loader__ = importlib.machinery.ExtensionFileLoader(compiled.__name__, "fast.so")
     monkeypatch.setitem(sys.modules, compiled.__name__, compiled)
-    sent = {name for name in shipping._own_modules() if name.startswith("ours_")}
+    sent = {name for name in module_pickling._own_modules() if name.startswith("ours_")}
     assert sent == {"ours_to_send"}
 
 
 def test_module_that_is_imported_already_stays(module):
-    assert pickle.loads(shipped(module.found)) is module.found
+    assert pickle.loads(pickle_with_modules(module.found)) is module.found
     assert (
         importlib.import_module("ours_by_folder.part").__loader__.__module__
-        != "elastic_dp.shipping"
+        != "elastic_dp.module_pickling"
     )

@@ -9,11 +9,11 @@ import math
 from dataclasses import replace
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.budget import Budget, Budgets
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.coordinator.run_state import RunState
-from elastic_dp.coordinator.worker_state import Identities, WorkerState
+from elastic_dp.coordinator.workers.budget import Budget, Budgets
+from elastic_dp.coordinator.workers.worker_state import Identities, WorkerState
 
 NOBODY: tuple[WorkerId, int] = ("", -1)
 

@@ -20,8 +20,8 @@ from statistics import median
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import HeartbeatReceived
 from elastic_dp.coordinator.run_state import RunState
-from elastic_dp.coordinator.worker_registry import WorkerRegistry
-from elastic_dp.coordinator.worker_state import Stage, WorkerState
+from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 
 MIN_LIMIT_S = 300.0  # the default limit, or so many median steps if that is longer:
 STEPS = 20

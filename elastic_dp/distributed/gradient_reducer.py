@@ -2,8 +2,8 @@
 runs.
 
 Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world
-size. A worker adds its own subtrees as it goes, each gradient in its own hook (`SubtreeSums`). In
-the backward pass of its last leaf, every bucket that is complete is sent (`BucketExchange`).
+size. A worker adds its own subtrees as it goes, each gradient in its own hook (`LocalReduction`).
+In the backward pass of its last leaf, every bucket that is complete is sent (`BucketReduction`).
 
 What always holds:
 - User code never meets the gradient of another micro-batch: `p.grad` is None when a loss function
@@ -25,15 +25,19 @@ from typing import Any
 
 import torch
 
+from elastic_dp.distributed.cross_worker_reduction import (
+    BucketReduction,
+    GradientBufferPool,
+    ReductionPlan,
+)
 from elastic_dp.distributed.gradient_buckets import GradientLayout
-from elastic_dp.distributed.gradient_exchange import BucketExchange, BufferPool, ExchangePlan
+from elastic_dp.distributed.local_reduction import LocalReduction
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node
-from elastic_dp.distributed.subtree_sums import SubtreeSums
 from elastic_dp.errors import GroupError, LossError, ModelError
 
 
-class GradientSum:
+class GradientReducer:
     """Adds gradients for one model; buffers and collectives are those of the generation it was
     opened for."""
 
@@ -42,10 +46,10 @@ class GradientSum:
         self._all = list(self._names)
         self._layout = GradientLayout([])
         self._hooks: list[Any] = []
-        self._plan: ExchangePlan | None = None  # of the present generation
-        self._exchanges: list[BucketExchange] = []  # by the number of the bucket
-        self._pool = BufferPool()
-        self._sums = SubtreeSums(lambda index: self._names[self._layout.parameters[index]])
+        self._plan: ReductionPlan | None = None  # of the present generation
+        self._exchanges: list[BucketReduction] = []  # by the number of the bucket
+        self._pool = GradientBufferPool()
+        self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
         self.sequential = self.late = False
         self._running = False  # hooks act only within a step's backward passes
@@ -59,7 +63,7 @@ class GradientSum:
         self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
     ) -> None:
         """Work for this generation. `shares[r]` is the range of virtual workers of rank r."""
-        self._plan = ExchangePlan(group, shares, virtual_workers, exact)
+        self._plan = ReductionPlan(group, shares, virtual_workers, exact)
         self._lay_out()
 
     def close(self) -> None:
@@ -80,7 +84,7 @@ class GradientSum:
         assert self._plan is not None
         self._arrange()
         self._exchanges = [
-            BucketExchange(self._plan, bucket, self._pool) for bucket in self._layout.buckets
+            BucketReduction(self._plan, bucket, self._pool) for bucket in self._layout.buckets
         ]
         self._pool.keep_host_memory_only()
 
@@ -263,7 +267,7 @@ class GradientSum:
 
         return fired
 
-    def _flush(self, exchange: BucketExchange) -> None:
+    def _flush(self, exchange: BucketReduction) -> None:
         """Write this worker's sums of one bucket into its buffers and launch its exchange."""
         bucket, sums = exchange.bucket, self._sums
         for views, complete in zip(exchange.views, sums.complete(), strict=False):
@@ -280,7 +284,7 @@ class GradientSum:
         except GroupError as error:  # must not pass through autograd; `send` raises it
             self._error = error
 
-    def _write_last(self, exchange: BucketExchange, index: int, p: torch.Tensor) -> None:
+    def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
         """This parameter's gradient of the last subtree, added up with the sums that wait for
         it."""
         view = exchange.views[-1][index - exchange.bucket.first]

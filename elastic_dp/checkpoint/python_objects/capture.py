@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elastic_dp.checkpoint.encoding import FACTORIES, type_name
-from elastic_dp.checkpoint.objects.object_kinds import (
+from elastic_dp.checkpoint.python_objects.object_kinds import (
     CONSTANTS,
     FOREIGN,
     FUNCTIONS,

@@ -1,6 +1,10 @@
 """What Ray is asked for each worker, by market and zone."""
 
-from elastic_dp.cluster.ray.node_labels import actor_options, preferences, why_none_matches
+from elastic_dp.cluster.ray.worker_placement import (
+    actor_options,
+    placement_preferences,
+    why_none_matches,
+)
 from elastic_dp.config import ScalingConfig
 
 SPOT, FIRM = {"ray.io/market-type": "spot"}, {"ray.io/market-type": "on-demand"}
@@ -16,40 +20,45 @@ def in_turn(count, **fields):
     """The first wish of each, one after the other."""
     asked = []
     for _ in range(count):
-        asked.append(preferences(scaling(**fields), asked)[0])
+        asked.append(placement_preferences(scaling(**fields), asked)[0])
     return asked
 
 
 def test_a_job_that_does_not_care_asks_for_nothing():
-    assert preferences(scaling(), []) == [] and actor_options([]) == {}
+    assert placement_preferences(scaling(), []) == [] and actor_options([]) == {}
 
 
 def test_spot_first_is_one_wish():
     """A second one would never be asked for: the autoscaler stays with the first that a group
     has."""
-    asked = preferences(scaling(market="spot-first"), [])
+    asked = placement_preferences(scaling(market="spot-first"), [])
     assert asked == [EITHER]
     assert actor_options(asked) == {"label_selector": EITHER, "fallback_strategy": None}
-    assert preferences(scaling(market="spot"), []) == [SPOT]
-    assert preferences(scaling(market="on-demand"), []) == [FIRM]
+    assert placement_preferences(scaling(market="spot"), []) == [SPOT]
+    assert placement_preferences(scaling(market="on-demand"), []) == [FIRM]
 
 
 def test_a_floor_of_on_demand_workers_is_kept_when_one_is_lost():
     assert in_turn(4, market="spot-first", min_on_demand=2) == [FIRM, FIRM, EITHER, EITHER]
-    assert preferences(scaling(market="spot-first", min_on_demand=2), [FIRM, SPOT]) == [FIRM]
+    assert placement_preferences(scaling(market="spot-first", min_on_demand=2), [FIRM, SPOT]) == [
+        FIRM
+    ]
 
 
 def test_workers_are_spread_over_zones_where_these_have_room():
     assert in_turn(3, zones=["a", "b"]) == [A, B, A]
-    assert preferences(scaling(zones=["a", "b"]), [A]) == [B, {}]
-    assert preferences(scaling(zones=["a"], market="spot-first"), []) == [EITHER | A, EITHER]
+    assert placement_preferences(scaling(zones=["a", "b"]), [A]) == [B, {}]
+    assert placement_preferences(scaling(zones=["a"], market="spot-first"), []) == [
+        EITHER | A,
+        EITHER,
+    ]
 
 
 def test_label_selector_and_accelerator_are_part_of_every_node_request():
     """The kind also where it is a resource, as Ray counts it."""
     h100 = {"ray.io/accelerator-type": "H100"}
-    assert preferences(scaling(label_selector=h100), []) == [h100]
-    asked = preferences(scaling(label_selector=h100, market="spot", zones=["a"]), [])
+    assert placement_preferences(scaling(label_selector=h100), []) == [h100]
+    asked = placement_preferences(scaling(label_selector=h100, market="spot", zones=["a"]), [])
     assert asked == [h100 | SPOT | A, h100 | SPOT]
     assert actor_options(asked)["fallback_strategy"] == [{"label_selector": h100 | SPOT}]
     assert (

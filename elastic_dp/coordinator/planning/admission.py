@@ -7,14 +7,14 @@ not count, one is released so that a fresh worker can be the source.
 
 import math
 
-from elastic_dp.coordinator import closing
 from elastic_dp.coordinator import messages as m
+from elastic_dp.coordinator import run_termination
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import Signature
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.worker_registry import WorkerRegistry
-from elastic_dp.coordinator.worker_state import Stage, WorkerState
+from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
+from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 
 
 class Admission:
@@ -84,7 +84,7 @@ class Admission:
                 "over a set, whose order differs between processes): "
                 f"{lineage.layout_difference(worker)}"
             )
-            closing.fail(self._registry, error, "", now)
+            run_termination.fail(self._registry, error, "", now)
             return False
         what = lineage.difference(worker, self.run.config.exact)
         if not what:

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from elastic_dp.coordinator.balance import assign_ranges
 from elastic_dp.coordinator.messages import Member, Membership, WorkerId
-from elastic_dp.coordinator.scale_down import choose_departing
-from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.coordinator.planning.balance import assign_ranges
+from elastic_dp.coordinator.planning.scale_down import choose_departing
+from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import counted
 
 

@@ -39,7 +39,7 @@ class CheckpointDecision(enum.Enum):
     LEAVE_OUT = enum.auto()  # the controller asks again, if it still wants one
 
 
-class LoopHeadCheckpoints:
+class StepBoundaryCheckpoints:
     def __init__(
         self,
         checkpointer: WorkerCheckpointer,
@@ -67,11 +67,11 @@ class LoopHeadCheckpoints:
             self._weights.compare_after(request.step)  # others may have taken it
         self._control.upload_is_late(self._checkpointer.late)
 
-    def take_alone(self) -> None:
+    def take_without_controller(self) -> None:
         """A last checkpoint without a controller, where a body has ended and nothing is newer."""
         if self._has_right_state():
             progress = self._progress
-            self._checkpointer.commit_alone(
+            self._checkpointer.commit_without_controller(
                 self._state, progress.position.step, progress.evaluations
             )
 

@@ -10,7 +10,7 @@ on-demand nodes stays as long as others can leave instead.
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.coordinator.workers.worker_state import WorkerState
 
 
 def choose_departing(

@@ -8,15 +8,20 @@ until its death is confirmed; until then the fence of its generation counts it.
 import math
 
 from elastic_dp.coordinator import messages as m
-from elastic_dp.coordinator.budget import Budget
-from elastic_dp.coordinator.failure_detector import FailureDetector
-from elastic_dp.coordinator.failure_policy import FailurePolicy
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.coordinator.planning.scale_down import choose_departing
 from elastic_dp.coordinator.run_state import RunState
-from elastic_dp.coordinator.scale_down import choose_departing
 from elastic_dp.coordinator.state_lineage import StateLineage
-from elastic_dp.coordinator.worker_state import PROVISIONED_STAGES, Identities, Stage, WorkerState
+from elastic_dp.coordinator.workers.budget import Budget
+from elastic_dp.coordinator.workers.failure_detector import FailureDetector
+from elastic_dp.coordinator.workers.failure_policy import FailurePolicy
+from elastic_dp.coordinator.workers.worker_state import (
+    PROVISIONED_STAGES,
+    Identities,
+    Stage,
+    WorkerState,
+)
 
 # Workers in these stages hold nothing that others need.
 EXPENDABLE_STAGES = frozenset({Stage.STARTING, Stage.BUILDING, Stage.READY})

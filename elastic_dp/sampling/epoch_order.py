@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from elastic_dp.sampling.generator import derive, mix64_words, permute
+from elastic_dp.sampling.keyed_permutation import derive, mix64_words, permute
 
 Ints = npt.NDArray[np.int64]
 
@@ -20,7 +20,7 @@ _GROUPS, _OFFSET, _BLOCK = 1, 2, 3  # the purposes of keys
 _AT_ONCE = 1 << 14  # row groups that are permuted at once, so that the arrays stay in the cache
 
 
-class Line:
+class EpochOrder:
     """The line of `epoch` for row groups with `group_rows` rows, in an order with this `seed`."""
 
     def __init__(self, group_rows: Ints, *, seed: int, epoch: int) -> None:

@@ -1,10 +1,10 @@
 """A node where workers fail again and again is left alone, as long as there is another."""
 
-from elastic_dp.cluster.ray.node_avoidance import WITHIN_S, NodeAvoidance
+from elastic_dp.cluster.ray.node_failure_history import WITHIN_S, NodeFailureHistory
 
 
 def test_three_failures_and_it_is_avoided_until_they_are_old():
-    avoidance = NodeAvoidance()
+    avoidance = NodeFailureHistory()
     assert [avoidance.failed("a", now) for now in (0.0, 10.0, 20.0, 30.0)] == [0, 0, 1, 0]
     assert avoidance.avoided({"a", "b"}, 30.0) == ["a"]
     assert avoidance.failures("a", 30.0) == 4
@@ -13,12 +13,12 @@ def test_three_failures_and_it_is_avoided_until_they_are_old():
 
 
 def test_failures_that_lie_far_apart_are_none():
-    avoidance = NodeAvoidance()
+    avoidance = NodeFailureHistory()
     assert not any(avoidance.failed("a", now) for now in (0.0, 1000.0, 1801.0, 2801.0))
 
 
 def test_avoided_node_is_used_if_there_is_no_other():
-    avoidance = NodeAvoidance()
+    avoidance = NodeFailureHistory()
     for node in ("a", "b") * 3:
         avoidance.failed(node, 0.0)
     assert avoidance.avoided({"a", "b"}, 1.0) == []

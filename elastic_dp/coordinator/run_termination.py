@@ -6,8 +6,8 @@ The first decision counts. A worker that is still there `release_timeout_s` late
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator.messages import TrainingPosition
 from elastic_dp.coordinator.phases import Phase
-from elastic_dp.coordinator.worker_registry import DEPARTED_STAGES, WorkerRegistry
-from elastic_dp.coordinator.worker_state import Stage, WorkerState
+from elastic_dp.coordinator.workers.worker_registry import DEPARTED_STAGES, WorkerRegistry
+from elastic_dp.coordinator.workers.worker_state import Stage, WorkerState
 
 
 def finish(registry: WorkerRegistry, finished: list[WorkerState], now: float) -> None:

@@ -42,10 +42,10 @@ class _Module:
     path: list[str] | None  # where else the modules of a package are looked for
 
 
-def shipped(value: Any) -> bytes:
+def pickle_with_modules(value: Any) -> bytes:
     """Return `value` and the user's modules as a pickle. Raises what pickling raises."""
     pickled = cloudpickle.dumps(value)
-    return pickle.dumps(_Parcel(zlib.compress(pickle.dumps(_own_modules())), pickled))
+    return pickle.dumps(_PickledWithModules(zlib.compress(pickle.dumps(_own_modules())), pickled))
 
 
 def is_installed(file: str) -> bool:
@@ -55,7 +55,7 @@ def is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
 
 
-class _Parcel:
+class _PickledWithModules:
     def __init__(self, modules: bytes, pickled: bytes) -> None:
         self._parts = modules, pickled
 

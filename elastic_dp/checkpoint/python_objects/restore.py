@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_dp.checkpoint.encoding import FACTORIES, type_name
 from elastic_dp.checkpoint.extra_state import unpacked
-from elastic_dp.checkpoint.objects.object_kinds import (
+from elastic_dp.checkpoint.python_objects.object_kinds import (
     MARK,
     MISSING,
     References,

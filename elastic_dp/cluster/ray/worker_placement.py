@@ -24,7 +24,7 @@ EITHER = "in(spot,on-demand)"
 Labels = dict[str, str]
 
 
-def preferences(scaling: ScalingConfig, others: Iterable[Labels]) -> list[Labels]:
+def placement_preferences(scaling: ScalingConfig, others: Iterable[Labels]) -> list[Labels]:
     """Return the selectors of a new worker. `others` are the first selectors of the run's present
     workers.
     """

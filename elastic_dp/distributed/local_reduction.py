@@ -18,7 +18,7 @@ from elastic_dp.errors import ModelError
 Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
 
 
-class SubtreeSums:
+class LocalReduction:
     """`fired[i]`: whether parameter i has got its gradient in the present leaf. `name`: of a
     parameter, by its number."""
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_dp.sampling import batch_seed, body_seed, generator_for, seed_for
-from elastic_dp.sampling.generator import derive, mix64, mix64_words, permute
+from elastic_dp.sampling.keyed_permutation import derive, mix64, mix64_words, permute
 
 
 def permutation(size: int, key: int) -> list[int]:

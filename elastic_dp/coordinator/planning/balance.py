@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
-from elastic_dp.coordinator.equal_ranges import equal_ranges
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.coordinator.worker_state import WorkerState
+from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
+from elastic_dp.coordinator.workers.worker_state import WorkerState
 
 MIN_GAIN = 0.1  # fraction by which a step must get shorter
 MIN_INTERVAL_S = 60.0  # least time between two generations that were ended for a better split
