@@ -240,7 +240,7 @@ self._form(self._assign(source, now), now)""",
     Mutant(
         "losing everyone goes unnoticed",
         "MembershipPlanner._has_state_or_checkpoint",
-        "closing.fail_without_state(self._registry, lineage.at_most, now)",
+        "run_termination.fail_without_state(self._registry, lineage.at_most, now)",
         "self.run.set_reason('?')",
     ),
     Mutant(
