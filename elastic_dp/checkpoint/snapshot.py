@@ -82,7 +82,7 @@ class Snapshot:
         return self._copies.copied_s
 
     def close(self) -> None:
-        """Releases the memory. No method may be called afterwards."""
+        """Unregisters the memory. Nothing may be taken or read afterwards."""
         with self._room:
             self._copies.unregister()
 
