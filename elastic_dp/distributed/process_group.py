@@ -1,16 +1,19 @@
-"""The process group of one generation: formed under its own prefix, left at any instant.
+"""The process group of one generation: formed under its own prefix, abortable at any time.
 
-Three things always hold. Every operation is launched asynchronously and waited for on an event that
-either its completion or `abort()` sets, so a control thread can free the training thread from a
-collective whose peer is gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is
-empty and whose destructor blocks until its last operation ends. An abandoned operation may still
-write into its buffers: group, operations and buffers are handed together to a background thread,
-which drops them when they have ended. And forming happens on a thread that can be abandoned, too,
-with a store client of its own, since an absent peer blocks the constructor.
+Three invariants hold:
 
-A stranger who reaches one of our ports cannot join: addresses are exchanged in a store that accepts
-only holders of the run's secret, each two members prove to each other that they hold it before the
-group is used, and Gloo's port is shut while no group forms.
+- Every operation is launched asynchronously and waited for on an event that either its completion
+  or `abort()` sets. A control thread can therefore free the training thread from a collective whose
+  peer is gone, frozen, or late. Nothing else can for Gloo, whose own `abort()` is empty and whose
+  destructor blocks until its last operation ends.
+- An abandoned operation may still write to its buffers: group, operations and buffers are handed
+  together to a background thread, which drops them when they have ended.
+- Forming happens on a thread that can be abandoned, too, with a store client of its own, since an
+  absent peer blocks the constructor.
+
+A process without the run's secret cannot join: addresses are exchanged in a store that accepts only
+holders of the secret, each two members prove to each other that they hold it before the group is
+used, and Gloo's port is closed while no group forms.
 """
 
 from __future__ import annotations
