@@ -1,12 +1,13 @@
-"""Checkpoints: for when everyone is gone, for the user, and for the next run.
+"""Checkpoints, for the restart of a run, for the user, and for other runs.
 
-In the order of their life:
+The modules, in the order in which a checkpoint passes through them:
 
-    encoding, decoding   the state as JSON and tensors, and back
-    layout               where the tensors' bytes lie: parts and blocks
-    snapshot, uploader   a copy in host memory, written in the background
-    writing, commit record        parts aside, then one small conditional write
-    catalog, lease       which checkpoints count, who may write, what is deleted
-    reading, exporting   back into a group of any size, or into other formats
-    interval, proving    when to take one; whether a store can be trusted with it
+    encoding, decoding               state as JSON and tensors, and back
+    layout                           where the tensors' bytes lie: parts and blocks
+    snapshot, uploader               a copy in host memory, written in the background
+    checkpoint_writer, commit_record the parts, then one small conditional write
+    catalog, lease                   which checkpoints count, who may write, what is deleted
+    checkpoint_reader, exporting     loads state into a group of any size, or into other formats
+    checkpoint_interval              how long to train between two checkpoints
+    storage_probe                    whether a store can be trusted with checkpoints
 """

@@ -1,21 +1,20 @@
-"""Which checkpoints a run has: its commit records by name, in the order of its history, and what
-may be deleted.
+"""The catalog of a run's checkpoints: its commit records, their history, and what may be deleted.
 
-    <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 went on from
+    <run>/checkpoints/seals/claim-00000007.from-00000003-000000000900.json  claim 7 continues from
                                                                             step 900 of claim 3
     <run>/checkpoints/seals/step-000000001000.claim-00000007.json           the commit record
     <run>/checkpoints/step-000000001000/<digest>/part-00000.safetensors
 
-- Only what is committed is listed; one listing tells it all, and a commit record is read when it is
-  asked for.
-- History is a chain of claims. A claim is created once, by who holds the run's lease (lease.py),
-  before it trains; the lease's number is its fence. What another claim committed beyond the step
-  from which the next one went on is not part of history: that is a controller which was frozen, and
-  did not know yet.
-- Parts lie below the digest of the whole state, so parts of two states never meet, and the same
-  state written twice, by whomever, is the same objects with the same bytes.
-- Deleting begins with the commit record. So a crash between any two deletions leaves no checkpoint
-  that is half there.
+- Only committed checkpoints are listed. One listing finds them all; a commit record is read when it
+  is needed.
+- The history of a run is a chain of claims. The holder of the run's lease (lease.py) creates a
+  claim once, before it trains; the lease's number is the fence of the claim. A controller that was
+  suspended may commit steps after its successor continued from an earlier one. Such commits are not
+  part of the history.
+- Parts are stored under the digest of the whole state. Parts of different states never collide, and
+  the same state always gives the same objects with the same bytes.
+- A deletion starts with the commit record, so a crash between two deletions never leaves a
+  committed checkpoint without its parts.
 """
 
 from __future__ import annotations
@@ -37,6 +36,8 @@ _PART = re.compile(r"step-(\d{12})/([0-9a-f]{32})/")
 
 
 class CommitName(NamedTuple):
+    """The name of a commit record: its step and the fence of its claim."""
+
     step: int
     fence: int
 
@@ -45,7 +46,11 @@ class CommitName(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Who holds `fence` went on from `step` of the claim `base`; both 0 at the run's start."""
+    """The start of a controller's part of the history.
+
+    The holder of `fence` continued from `step` of the claim `base`. Both are 0 at the start of the
+    run.
+    """
 
     fence: int
     base: int
@@ -57,11 +62,14 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept: the newest `num_to_keep` (None: all), or the best ones where `score_attribute`
-    names a metric; the newest in any case; and, for ever, each whose step `keep_every` divides.
+    """The retention policy.
 
-    A checkpoint is ranked by the value that its own step logged. One without a value, or with NaN,
-    is never the best; it ranks behind all that have one.
+    The newest `num_to_keep` checkpoints stay (None: all of them), or the best ones if
+    `score_attribute` names a metric. The newest one always stays, and so does each one whose step
+    is a multiple of `keep_every`.
+
+    A checkpoint is ranked by the value that its own step logged. A checkpoint without a value, or
+    with NaN, ranks behind all others and is never the best.
     """
 
     num_to_keep: int | None = 3
@@ -71,26 +79,31 @@ class Keep:
 
 
 class Catalog:
-    """The checkpoints of the run at a store's URL. Reads nothing until it is asked."""
+    """The checkpoints of the run in a store. The constructor reads nothing."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.folder = f"{store.path.rstrip('/')}/checkpoints".lstrip("/" if not store.path else "")
 
     def path(self, name: CommitName | Claim) -> str:
+        """Returns the path of a commit record or claim in the store."""
         return f"{self.folder}/seals/{name}"
 
     def highest_fence(self) -> int:
-        """Of all claims and commits; 0 before the first."""
+        """Returns the highest fence of all claims and commit records, 0 if there are none."""
         names, claims = self._listed()
         return max([*(name.fence for name in names), *(claim.fence for claim in claims)], default=0)
 
     def names(self) -> list[CommitName]:
-        """Of the committed checkpoints of this history, oldest first."""
+        """Returns the names of the committed checkpoints in the history, oldest first."""
         return history(*self._listed())
 
     def read(self, name: CommitName) -> CommitRecord:
-        """Raises CheckpointDamaged, or CheckpointError if it is of a later format."""
+        """Reads a commit record.
+
+        Raises CheckpointDamaged if it cannot be read, and CheckpointError if it was deleted or its
+        format is a later one.
+        """
         try:
             content = self.store.read_all(self.path(name))
         except ObjectMissing:
@@ -100,11 +113,14 @@ class Catalog:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path(name)}: {error}") from None
         if commit.fence != name.fence:
-            raise CheckpointDamaged(name.step, f"its commit record is that of claim {commit.fence}")
+            raise CheckpointDamaged(name.step, f"its commit record belongs to claim {commit.fence}")
         return commit
 
     def commits(self, damaged: list[CheckpointDamaged] | None = None) -> Iterator[CommitRecord]:
-        """Newest first. Damaged ones are left out, and put into `damaged`."""
+        """Yields the commit records, newest first.
+
+        Damaged ones are skipped, and their errors are appended to `damaged`.
+        """
         for name in reversed(self.names()):
             try:
                 yield self.read(name)
@@ -115,25 +131,29 @@ class Catalog:
     def find(
         self, step: int | Literal["latest", "best"] = "latest", keep: Keep | None = None
     ) -> CommitRecord:
-        """The commit record of that step, the newest, or the best by `keep`. Raises CheckpointError
-        if there is none."""
+        """Returns the commit record of a step, of the newest checkpoint, or of the best one by
+        `keep`.
+
+        Raises CheckpointError if there is none.
+        """
         if step == "best":
             return self.best(keep or Keep())
         names = self.names()
         wanted = [name for name in names if step in ("latest", name.step)]
         if wanted:
             return self.read(wanted[-1])
-        steps = ", ".join(str(name.step) for name in names) or "none at all"
+        steps = ", ".join(str(name.step) for name in names) or "none"
         what = "checkpoint" if step == "latest" else f"checkpoint of step {step}"
         raise CheckpointError(f"{self.store.url} has no committed {what}; it has: {steps}")
 
     def best(self, keep: Keep) -> CommitRecord:
-        """By the metric that `keep` names. Raises CheckpointError if no checkpoint has it."""
+        """Returns the best commit record by the metric of `keep`. Raises CheckpointError if none
+        has it."""
         name = keep.score_attribute
         if name is None:
             raise CheckpointError(
                 'step="best" needs a metric: set '
-                "CheckpointConfig.checkpoint_score_attribute, or name it here"
+                "CheckpointConfig.checkpoint_score_attribute, or pass the metric"
             )
         commits = list(self.commits())
         scored = [
@@ -148,11 +168,13 @@ class Catalog:
         return max(scored, key=lambda commit: _score(keep, commit.step, commit.metadata.metrics))
 
     def claim(self, fence: int, base: CommitName | None) -> Claim:
-        """Begin to write under `fence`, going on from `base` (None: from the start). Raises
-        LeaseLost if others do."""
+        """Starts to write under `fence`, continuing from `base` (None: from the start of the run).
+
+        Raises LeaseLost if another controller holds the same or a later fence.
+        """
         assert base is None or base.fence < fence, (base, fence)
         claim = Claim(fence, *((base.fence, base.step) if base else (0, 0)))
-        with contextlib.suppress(FileExistsError):  # ours, from before: a fence is held by one
+        with contextlib.suppress(FileExistsError):  # our own: a fence has one holder
             content = json.dumps(claim._asdict()).encode()
             self.store.write(self.path(claim), content, create_only=True)
         _, claims = self._listed()
@@ -162,14 +184,16 @@ class Catalog:
         return claim
 
     def retain(self, keep: Keep, fence: int, *, writing: Iterable[int] = ()) -> list[int]:
-        """Delete what is not kept, and what was never committed, except of the steps in `writing`.
-        Returns the steps whose commit records went. Raises LeaseLost if `fence` is no longer the
-        newest claim, and deletes nothing."""
+        """Deletes checkpoints that `keep` does not retain and parts that were never committed.
+
+        Steps in `writing` are left alone. Returns the steps whose commit records were deleted.
+        Raises LeaseLost, before it deletes anything, if there is a later claim than `fence`.
+        """
         metrics: dict[CommitName, Mapping[str, float]] = {}
         names, claims = self._listed()
         fences = [name.fence for name in names] + [claim.fence for claim in claims]
         if max(fences, default=0) > fence:
-            raise LeaseLost(f"{self.store.url} was claimed by others after claim {fence}")
+            raise LeaseLost(f"{self.store.url} was claimed again after claim {fence}")
         valid = history(names, claims)
         if keep.score_attribute is not None:
             for commit in self.commits():
@@ -183,8 +207,11 @@ class Catalog:
         return [name.step for name in gone]
 
     def _sweep(self, kept: set[CommitName], busy: set[int]) -> None:
-        """Delete the parts that no kept commit record names, and what a killed writer left beside
-        them; but nothing of later steps than the newest commit's, which may be being written."""
+        """Deletes the parts that no retained commit record names, and temporary files of killed
+        writers.
+
+        Parts of steps after the newest commit stay, because a worker may still be writing them.
+        """
         newest = max((name.step for name in kept), default=0)
         folders = {name.step: self._digests(kept, name.step) for name in kept}
         for entry in self.store.find(f"{self.folder}/"):
@@ -202,14 +229,17 @@ class Catalog:
                 self.store.delete(entry.path)
 
     def _digests(self, kept: Iterable[CommitName], step: int) -> set[str] | None:
-        """The folders of a step that commits name. None if one cannot be read: then all may be
-        needed."""
+        """Returns the names of the folders that the commit records of a step use.
+
+        Returns None if one of the records cannot be read: then any folder may be in use.
+        """
         try:
             return {self.read(name).digest[:32] for name in kept if name.step == step}
         except (CheckpointDamaged, CheckpointError):
             return None
 
     def _listed(self) -> tuple[list[CommitName], list[Claim]]:
+        """Lists the store and returns all commit records and claims, sorted."""
         names, claims = [], []
         for entry in self.store.find(f"{self.folder}/seals/"):
             inner = entry.path.rpartition("/")[2]
@@ -221,12 +251,16 @@ class Catalog:
 
 
 def part_path(folder: str, step: int, digest: str, number: int) -> str:
+    """Returns the path of a part in the store."""
     return f"{folder}/step-{step:012}/{digest[:32]}/part-{number:05}.safetensors"
 
 
 def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[CommitName]:
-    """The commit records that count, oldest first: of the newest claim all, of the one it went on
-    from those up to there, and so on back to the start."""
+    """Returns the commit records that belong to the history, oldest first.
+
+    All records of the newest claim count. Of the claim from which it continued, the records up to
+    that step count, and so on back to the start of the run.
+    """
     committed, by_fence = set(names), {claim.fence: claim for claim in claims}
     fence = max([*by_fence, *(name.fence for name in committed)], default=0)
     found: list[CommitName] = []
@@ -243,6 +277,7 @@ def history(names: Iterable[CommitName], claims: Iterable[Claim]) -> list[Commit
 def to_keep(
     names: list[CommitName], keep: Keep, metrics: Mapping[CommitName, Mapping[str, float]]
 ) -> set[CommitName]:
+    """Returns the names that the retention policy `keep` retains."""
     if keep.num_to_keep is None or not names:
         return set(names)
     ranked = sorted(names, key=lambda name: _score(keep, name.step, metrics.get(name, {})))
@@ -253,7 +288,7 @@ def to_keep(
 
 
 def _score(keep: Keep, step: int, metrics: Mapping[str, float]) -> tuple[bool, float, int]:
-    """To sort by, best last; one without the metric, or with NaN, is behind all others."""
+    """Returns a sort key, best last. Checkpoints without the metric, or with NaN, come first."""
     value = metrics.get(keep.score_attribute or "")
     if value is None or value != value:
         return False, 0.0, step

@@ -1,13 +1,13 @@
-"""Bytes of a committed checkpoint: each block read once by the group, and not a byte used that its
-digest does not cover.
+"""Reads committed checkpoints: a group reads each block once, and a digest covers every byte it
+uses.
 
-A group restores so: every member reads the same commit record and makes room for the line
-(`Layout.total` bytes), reads its share into it with `read_share`, gives it to the others, and has
-the tree by `whole_tree`. One alone calls `load`.
+A group restores a checkpoint in four steps. Every member reads the same commit record and allocates
+memory for the line (`Layout.total` bytes); reads its share into it with `read_share`; sends the
+share to the others; and decodes the state with `whole_tree`. A process alone calls `load`.
 
-- Requests are whole blocks, many at once, so that latency does not count.
-- What is missing, cut off, swapped or changed raises CheckpointDamaged, which names the object.
-- torch is imported where tensors are made: `verify` and `missing_parts` only compare bytes.
+- A request reads one whole block. Many run concurrently, which hides latency.
+- A missing, truncated, swapped or changed object raises CheckpointDamaged, which names it.
+- Only functions that make tensors import torch: `verify` and `missing_parts` only compare bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from elastic_dp.storage import ObjectMissing
 if TYPE_CHECKING:
     import torch
 
-IN_FLIGHT = 32  # requests for blocks at once
-_CACHED_BYTES = 1 << 20  # of a file, at once: with smaller pieces threads wait for the interpreter
+IN_FLIGHT = 32  # concurrent requests for blocks
+_CACHED_BYTES = 1 << 20  # bytes per read; smaller reads make threads wait for the GIL
 
 
 def read_share(
@@ -37,8 +37,11 @@ def read_share(
     line: torch.Tensor,
     executor: Executor | None = None,
 ) -> tuple[int, int]:
-    """Read one of `world_size` shares into its place in `line`, bytes on the host. Returns the
-    place, (start, end)."""
+    """Reads the share of worker `rank` of `world_size` into its place in `line`.
+
+    `line` is a uint8 tensor on the host with `Layout.total` elements. Returns where the share
+    starts and ends in it, in bytes. Raises CheckpointDamaged.
+    """
     layout = commit.manifest.layout
     assert line.numel() == layout.total and line.element_size() == 1, (line.shape, line.dtype)
     parts = layout.share(rank, world_size)
@@ -53,8 +56,11 @@ def whole_tree(
     types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
-    """The state, its tensors on the memory of `line`, also those that were on a device: from there
-    each is copied to its place at once (`device_types`)."""
+    """Returns the state, whose tensors are views of `line`, also those that were on a device.
+
+    The caller copies the latter directly from there (`device_types`). `types` and `plain`: see
+    `decode`.
+    """
     from elastic_dp.checkpoint.decoding import decode
 
     tensors = commit.manifest.layout.views(line)
@@ -62,13 +68,16 @@ def whole_tree(
 
 
 def device_types(commit: CommitRecord) -> dict[str, str]:
-    """The type of the device on which each tensor was, "cpu" or "cuda", by its name."""
+    """Returns the type of the device that each tensor was on, "cpu" or "cuda", by the tensor's
+    name."""
     return {spec.name: spec.device for spec in commit.manifest.layout.specs}
 
 
 def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:
-    """The whole state, read by this process alone, each tensor in memory of its own. `how`: see
-    `whole_tree`."""
+    """Returns the whole state, read by this process alone. Each tensor has its own memory.
+
+    `how`: the arguments `types` and `plain` of `decode`. Raises CheckpointDamaged.
+    """
     import torch
 
     from elastic_dp.checkpoint.decoding import decode
@@ -87,8 +96,11 @@ def load_newest(
     on_damage: Callable[[CheckpointDamaged], None],
     **how: Any,
 ) -> tuple[CommitRecord, Any]:
-    """The newest checkpoint that is whole; each that is not is told. With a step, or "best", that
-    one or none."""
+    """Loads the newest checkpoint that is not damaged, or the one that `step` names.
+
+    `on_damage` is called with the error of each damaged checkpoint that is skipped. If `step` is a
+    number or "best", no other checkpoint is tried. Raises CheckpointDamaged, CheckpointError.
+    """
     if step != "latest":
         commit = catalog.find(step, keep)
         return commit, load(catalog, commit, **how)
@@ -103,8 +115,11 @@ def load_newest(
 def newest_first(
     catalog: Catalog, on_damage: Callable[[CheckpointDamaged], None]
 ) -> Iterator[CommitRecord]:
-    """Those whose commit records can be read; the others are told. Raises CheckpointError where no
-    more are to be had."""
+    """Yields the commit records that can be read, newest first.
+
+    `on_damage` is called with the error of each one that cannot be read. Raises CheckpointError
+    after the last one.
+    """
     names = catalog.names()
     for name in reversed(names):
         try:
@@ -112,13 +127,15 @@ def newest_first(
         except CheckpointDamaged as error:
             on_damage(error)
     if not names:
-        catalog.find()  # which says that there is none
+        catalog.find()  # raises: there is none
     raise CheckpointError(f"none of the {len(names)} checkpoints of {catalog.store.url} is whole")
 
 
 def missing_parts(catalog: Catalog, commit: CommitRecord) -> list[str]:
-    """What is wrong with the parts as far as a listing tells: names and sizes. Cheap, to choose a
-    checkpoint by."""
+    """Returns what is wrong with the names and sizes of the parts in a listing.
+
+    It reads no part, so it is cheap enough to choose a checkpoint by.
+    """
     folder = part_path(catalog.folder, commit.step, commit.digest, 0).rpartition("/")[0]
     sizes = {
         entry.path.rpartition("/")[2]: entry.size for entry in catalog.store.find(f"{folder}/")
@@ -134,7 +151,8 @@ def missing_parts(catalog: Catalog, commit: CommitRecord) -> list[str]:
 
 
 def verify(catalog: Catalog, name: CommitName) -> list[str]:
-    """Read everything, headers too; what is wrong, or nothing."""
+    """Reads a whole checkpoint, headers included, and returns what is wrong: an empty list if
+    nothing is."""
     try:
         commit = catalog.read(name)
     except CheckpointDamaged as error:
@@ -155,6 +173,7 @@ def verify(catalog: Catalog, name: CommitName) -> list[str]:
 
 
 def _wrong(catalog: Catalog, commit: CommitRecord, block: int) -> str:
+    """Returns what is wrong with a block, or an empty text."""
     start, end = commit.manifest.layout.block_span(block)
     try:
         _read_block(catalog, commit, block, memoryview(bytearray(end - start)))
@@ -211,8 +230,12 @@ def _read_block(catalog: Catalog, commit: CommitRecord, block: int, target: memo
 
 
 def _read_file(path: str, at: int, target: memoryview) -> str:
-    """Straight into its place, and its digest, taken while it is in the cache. "" if it could not
-    be read like that: then the store is asked, which tries again and says what is wrong."""
+    """Reads a block straight into `target` and returns its digest, computed while the data is in
+    the cache.
+
+    Returns "" if that fails. Then the caller reads through the store, which retries and reports
+    errors.
+    """
     digest = block_digester()
     try:
         with open(path, "rb", buffering=0, opener=_without_waiting) as file:
@@ -228,12 +251,13 @@ def _read_file(path: str, at: int, target: memoryview) -> str:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """For the other end of a named pipe, if that is what has the name of a file."""
+    """Opens a file without waiting for the other end, in case it is a named pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _threads(catalog: Catalog, block_bytes: int) -> int:
-    """Local files wait for processors, everything else for answers."""
+    """Returns the number of threads: reading local files is CPU-bound, everything else waits for
+    answers."""
     local = catalog.store.local_path(catalog.folder) is not None
     return min(IN_FLIGHT, (os.cpu_count() or 1)) if local else IN_FLIGHT
 

@@ -1,10 +1,9 @@
-"""Parts aside, then the commit record: one small conditional write makes a checkpoint of what lies
-there.
+"""Writes checkpoints: first the parts, then the commit record, one small conditional write.
 
-- Every member writes its share of the parts; who wrote what does not show in them. A member that is
-  lost leaves its parts to others: each has the whole state.
-- A commit record is written only when every part was, and only when all members hold the same
-  state, by its digest.
+- Every member writes its share of the parts. The parts do not depend on which member wrote them. If
+  a member is lost, others write its parts: each member holds the whole state.
+- The commit record is written only after every part is, and only if all members hold the same state
+  by its digest.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ from elastic_dp.errors import LeaseLost, StateError
 
 @dataclass(frozen=True)
 class Share:
-    """What one member tells the committer: the state that it holds, and the numbers of the parts
-    that it has written."""
+    """What one member reports to the committer.
+
+    `digest` is the digest of the state that it holds; `parts` are the numbers of the parts that it
+    wrote.
+    """
 
     writer: str
     step: int
@@ -39,7 +41,10 @@ def write_share(
     *,
     writer: str = "",
 ) -> Share:
-    """Write one of `world_size` shares of the snapshot. Written again it gives the same objects."""
+    """Writes the share of worker `rank` of `world_size`.
+
+    Writing a share again creates the same objects with the same bytes.
+    """
     manifest = snapshot.manifest(executor)
     numbers = manifest.layout.share(rank, world_size)
     return write_parts(catalog, snapshot, numbers, executor, writer=writer or str(rank))
@@ -53,7 +58,7 @@ def write_parts(
     *,
     writer: str = "",
 ) -> Share:
-    """Write these parts: the rest of a checkpoint, where one who should have is lost."""
+    """Writes these parts, for example those that a lost member did not write."""
     manifest = snapshot.manifest(executor)
 
     def write(number: int) -> int:
@@ -65,7 +70,7 @@ def write_parts(
 
 
 def missing(manifest: Manifest, shares: Iterable[Share]) -> list[int]:
-    """The parts that nobody has written yet."""
+    """Returns the numbers of the parts that no member has written yet."""
     written = {number for share in shares for number in share.parts}
     return [part.number for part in manifest.layout.parts if part.number not in written]
 
@@ -77,19 +82,19 @@ def write_commit(
     fence: int,
     metadata: CommitMetadata,
 ) -> CommitRecord:
-    """Make it a checkpoint. Raises StateError if the members' states differ, LeaseLost if the run
-    is another's.
+    """Commits the checkpoint.
 
-    The same state committed twice under one claim is one checkpoint; another state is refused.
+    Committing the same state twice under one claim gives one checkpoint; a different state is
+    refused. Raises StateError if the members' states differ, and LeaseLost if another controller
+    committed another state.
     """
     odd = [share for share in shares if share.digest != manifest.digest]
     if odd:
         raise StateError(
             "the state",
             f"not the same on all members at step {manifest.step}: "
-            f"{', '.join(s.writer for s in odd)} hold another "
-            "one. What state= gives must follow from the steps alone (no clocks, no own "
-            "random numbers)",
+            f"it differs on {', '.join(s.writer for s in odd)}. What is passed as state= must "
+            "follow from the steps alone (no clocks, no random numbers of its own)",
         )
     assert all(share.step == manifest.step for share in shares), shares
     assert not missing(manifest, shares), missing(manifest, shares)
@@ -100,16 +105,14 @@ def write_commit(
     except FileExistsError:
         if catalog.read(name).digest != made.digest:
             raise LeaseLost(
-                f"step {manifest.step} of claim {fence} is committed already, with another "
-                "state: two controllers "
-                "write under one claim"
+                f"step {manifest.step} of claim {fence} is already committed with another "
+                "state: two controllers write under one claim"
             ) from None
     return made
 
 
 def differences(one: Manifest, other: Manifest) -> list[str]:
-    """In what two members' states may differ: the names of the tensors with bytes in a block that
-    does."""
+    """Returns the names of the tensors in which two members' states may differ, by their blocks."""
     if one.layout != other.layout:
         return ["the tensors' names, types or shapes"]
     layout = one.layout

@@ -1,13 +1,13 @@
-"""The small JSON that makes parts a checkpoint: what the state is, where its bytes are, their
-digests, and whose it is.
+"""The commit record: the small JSON file that makes written parts a checkpoint.
 
-- `Manifest` is what every member of the group computes alike from its own copy of the state. Its
-  digest covers every byte of the state, so two members with the same digest hold the same state.
-- `CommitRecord` is one manifest with what only the committer knows. It is written last, once, and
-  never changed.
-- A file of an earlier format is brought up to this one when it is read; one of a later format is
-  refused by its number.
-- Reading one imports no torch, see layout.py.
+- A `Manifest` describes the state: its structure, where its bytes are and their digests. Every
+  member of the group computes it from its own copy of the state. Its digest covers every byte of
+  the state, so members with the same digest hold the same state.
+- A `CommitRecord` is one manifest and what only the committer knows. It is written last, once, and
+  never changes.
+- A file of an earlier format is upgraded when it is read. A file of a later format is refused by
+  its number.
+- Reading a commit record does not import torch (see layout.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Manifest:
-    """`tree`: the encoded state. `blocks`: the digest of each block of the layout's line."""
+    """The description of a state: its structure, layout and digests.
+
+    `tree` is the encoded state (encoding.py). `blocks` holds the digest of each block of the
+    layout.
+    """
 
     step: int
     tree: Any
@@ -39,10 +43,11 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over everything here, and so over every byte of the state."""
+        """The SHA-256 of the manifest, which covers every byte of the state through its blocks."""
         return hashlib.sha256(_canonical(self.to_json())).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the manifest as JSON values."""
         return {
             "step": self.step,
             "tree": self.tree,
@@ -54,22 +59,25 @@ class Manifest:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Manifest:
+        """Returns the manifest that `to_json` described. Raises ValueError or KeyError if it is
+        invalid."""
         specs = tuple(_spec_from_json(spec) for spec in stored["tensors"])
         layout = Layout(specs, stored["part_bytes"], stored["block_bytes"])
         made = cls(stored["step"], stored["tree"], layout, tuple(stored["blocks"]))
         _check(made)
-        if set(stored) - set(made.to_json()):  # of a later version, whose digest covers them
+        if set(stored) - set(made.to_json()):  # fields of a later version: the digest covers them
             made.__dict__["digest"] = hashlib.sha256(_canonical(stored)).hexdigest()
         return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitMetadata:
-    """What the committer adds.
+    """What the committer adds to a manifest.
 
-    `job`, `data`: fingerprints. `versions`: of Python, torch and so on, by name. `metrics`: to
-    choose the best by. `saved_at`: seconds of the wall clock. `naming`: see `naming.py`. `losses`,
-    `observed_s`: how often everyone was lost, and in how much time, for the choice of the interval.
+    `job` and `data` are fingerprints. `versions` maps names such as "torch" to versions. `metrics`
+    holds the values by which the best checkpoint is chosen. `saved_at` is the wall clock in
+    seconds. `naming`: see state_dict_names.py. `losses` counts how often all workers were lost in
+    `observed_s` seconds; the checkpoint interval depends on both.
     """
 
     job: str = ""
@@ -84,7 +92,10 @@ class CommitMetadata:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """`fence`: the number of the claim on the run under which it was written (claims.py)."""
+    """A manifest and the committer's metadata.
+
+    `fence` is the number of the claim on the run under which the record was written (catalog.py).
+    """
 
     manifest: Manifest
     fence: int
@@ -92,20 +103,24 @@ class CommitRecord:
 
     @property
     def step(self) -> int:
+        """The number of the step after which the state was taken."""
         return self.manifest.step
 
     @property
     def digest(self) -> str:
+        """The digest of the whole state."""
         return self.manifest.digest
 
     @property
     def nbytes(self) -> int:
+        """The size of the state's tensors in bytes."""
         return self.manifest.layout.total
 
     def to_bytes(self) -> bytes:
+        """Returns the content of the commit record's file."""
         from elastic_dp.checkpoint.encoding import encode
 
-        metrics = encode(dict(self.metadata.metrics))[0]  # NaN has no word in JSON
+        metrics = encode(dict(self.metadata.metrics))[0]  # JSON has no NaN
         body = {
             "fence": self.fence,
             "about": {**dataclasses.asdict(self.metadata), "metrics": metrics},
@@ -116,14 +131,17 @@ class CommitRecord:
 
     @classmethod
     def from_bytes(cls, content: bytes, step: int) -> CommitRecord:
-        """`step`: the one that its name says. Raises CheckpointDamaged; CheckpointError if it is of
-        a later format."""
+        """Parses the content of a commit record's file. `step` is the step in the file's name.
+
+        Raises CheckpointDamaged if it cannot be read, and CheckpointError if its format is a later
+        one.
+        """
         body = _upgraded(_checked(content, step), step)
         try:
             told = {**body["about"], "metrics": _decoded(body["about"]["metrics"])}
             known = {
                 field.name for field in dataclasses.fields(CommitMetadata)
-            }  # not those of a later version
+            }  # without fields of a later version
             metadata = CommitMetadata(
                 **{name: value for name, value in told.items() if name in known}
             )
@@ -136,18 +154,18 @@ class CommitRecord:
 
 
 def _check(manifest: Manifest) -> None:
-    """What is computed with is what it must be. Raises ValueError."""
+    """Raises ValueError unless every value that later code computes with is valid."""
     layout = manifest.layout
     _whole(manifest.step)
     if min(_whole(layout.part_bytes), _whole(layout.block_bytes)) < 1:
-        raise ValueError("parts of no bytes")
+        raise ValueError("a part or a block has no bytes")
     for spec in layout.specs:
         for n in (*spec.shape, *(spec.stride or ())):
             _whole(n)
         if not isinstance(spec.name, str) or not _is_dtype(spec.dtype):
-            raise ValueError(f"{spec.name!r} of {spec.dtype!r} is no tensor")
+            raise ValueError(f"{spec.name!r} of {spec.dtype!r} is not a tensor")
     if len(manifest.blocks) != layout.blocks:
-        raise ValueError(f"{len(manifest.blocks)} digests of {layout.blocks} blocks")
+        raise ValueError(f"{len(manifest.blocks)} digests for {layout.blocks} blocks")
 
 
 def _is_dtype(word: Any) -> bool:
@@ -160,39 +178,42 @@ def _is_dtype(word: Any) -> bool:
 
 def _whole(number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{number!r} is no number")
+        raise ValueError(f"{number!r} is not a whole number")
     return number
 
 
 def block_digest(content: Any) -> str:
-    """XXH3, 128 bits: it runs at the speed of memory, and is no defence against who means to
-    deceive."""
+    """Returns the digest of a block: XXH3 with 128 bits, which is fast but not cryptographic."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def block_digester() -> Any:
-    """The same, piece by piece."""
+    """Returns a hash object that computes `block_digest` incrementally."""
     return xxhash.xxh3_128()
 
 
 def _checked(content: bytes, step: int) -> dict[str, Any]:
+    """Parses the file and compares its digest. Raises CheckpointDamaged."""
     try:
         stored = json.loads(content)
         body, digest = stored["body"], stored["digest"]
         whole = hashlib.sha256(_canonical(body)).hexdigest() == digest
         stored["elastic_dp_checkpoint"] + 0
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointDamaged(step, f"its commit record is no JSON of ours ({error})") from None
+        raise CheckpointDamaged(step, f"its commit record is not valid ({error})") from None
     if not whole:
         raise CheckpointDamaged(
-            step, "its commit record is not the one that was written: the digest differs"
+            step, "its commit record changed after it was written: the digest differs"
         )
     return stored
 
 
 def _decoded(metrics: Any) -> Any:
-    """Numbers stand for themselves; the decoder imports torch, so only what JSON has no word for is
-    left to it."""
+    """Returns the metrics as numbers.
+
+    Only values that JSON cannot express (NaN, infinities) go through the decoder, which imports
+    torch.
+    """
     if all(isinstance(value, int | float) for value in metrics.values()):
         return metrics
     from elastic_dp.checkpoint.decoding import decode
@@ -201,17 +222,16 @@ def _decoded(metrics: Any) -> Any:
 
 
 def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
-    """The body as this format has it."""
+    """Returns the body in the current format. Raises CheckpointError for a later format."""
     number, body = stored["elastic_dp_checkpoint"], stored["body"]
     if number > FORMAT:
         raise CheckpointError(
-            f"the checkpoint of step {step} is of format {number}: it was written by a newer "
-            "version of elastic_dp, and "
-            f"this one reads up to format {FORMAT}. Upgrade elastic_dp: install the version "
-            "that wrote it, or a later one"
+            f"the checkpoint of step {step} has format {number}: it was written by a newer version "
+            f"of elastic_dp, and this one reads up to format {FORMAT}. Upgrade elastic_dp to the "
+            "version that wrote it, or a later one"
         )
     if number != FORMAT and number not in _UPGRADES:
-        raise CheckpointDamaged(step, f"its commit record names a format {number} that never was")
+        raise CheckpointDamaged(step, f"its commit record has an unknown format ({number})")
     while number < FORMAT:
         body = _UPGRADES[number](body)
         number += 1
@@ -219,7 +239,7 @@ def _upgraded(stored: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def _from_1(body: dict[str, Any]) -> dict[str, Any]:
-    """Format 1 had no metrics and no record of losses; its blocks were whole parts."""
+    """Upgrades format 1, which had neither metrics nor losses and whose blocks were whole parts."""
     manifest = body["manifest"]
     metadata = {**body["about"], "metrics": {}, "losses": 0, "observed_s": 0.0}
     return {
@@ -230,8 +250,11 @@ def _from_1(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_2(body: dict[str, Any]) -> dict[str, Any]:
-    """The same; what format 3 has more of an optimizer and of modules is absent in its tree
-    (`TrainState.adopt`)."""
+    """Upgrades format 2, whose body has the same structure.
+
+    `TrainState.adopt` accepts a tree without the entries of optimizers and modules that format 3
+    added.
+    """
     return body
 
 
@@ -239,7 +262,7 @@ _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1, 
 
 
 def _canonical(value: Any) -> bytes:
-    """One text for one value, in the order of its keys: the order of a state_dict is part of it."""
+    """Returns the JSON of a value. Keys keep their order, which is part of a state_dict."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,7 +1,8 @@
-"""The tree of state again from JSON and tensors, as `encoding.py` wrote them.
+"""Decodes a tree of state from JSON and tensors, as `encoding.py` wrote them.
 
-Reading runs no code that a file names: a dataclass, an enum or a named tuple is looked up among the
-given types and the modules already imported, and filled in without its constructor.
+Decoding never runs code that a file names. A dataclass, an enum or a named tuple is looked up among
+the given types and the modules that are already imported, and is filled without calling its
+constructor.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def decode(
     types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
-    """The tree again. `types`: dataclasses, enums and named tuples by `type_name`, before those
-    that are imported.
+    """Returns the tree that `encode` encoded. Raises CheckpointError.
 
-    `plain`: in Python's and torch's own types only, so that it can be used where the user's code is
-    not: dataclasses as dicts, enums as their values, NumPy's values as tensors and numbers. Raises
-    CheckpointError.
+    `tensors` are the tree's tensors by slot. `types` maps names (`type_name`) to dataclasses, enums
+    and named tuples; it takes precedence over the imported modules. With `plain`, the tree has only
+    types of Python and torch, so that it can be used without the user's code: dataclasses become
+    dicts, enums their values, NumPy's values tensors and numbers.
     """
     return _Decoder(tensors, types or {}, plain).value(encoded)
 
@@ -55,7 +56,7 @@ class _Decoder:
         decoder = _DECODERS.get(encoded["$"])
         if decoder is None:
             raise CheckpointError(
-                f"the checkpoint holds a {encoded['$']!r}, unknown to this version"
+                f"the checkpoint holds a {encoded['$']!r}, which this version does not know"
             )
         return decoder(self, encoded)
 
@@ -133,7 +134,7 @@ class _Decoder:
         return made
 
     def _type(self, name: str, fits: Callable[[type], bool]) -> type:
-        """Nothing is imported for it."""
+        """Returns the type of this name if `fits` accepts it. Imports nothing."""
         module, _, qualified = name.partition(":")
         found: Any = self._types.get(name)
         if found is None:
@@ -144,8 +145,7 @@ class _Decoder:
             return found
         raise CheckpointError(
             f"the checkpoint holds a {qualified} of {module}, which is not defined here; "
-            "import it before, "
-            "or export the checkpoint, which keeps plain values only"
+            "import it first, or export the checkpoint, which converts it to plain values"
         )
 
 

@@ -1,16 +1,14 @@
-"""A tree of state as JSON and tensors, without loss: what state_dicts really hold, and nothing
-else.
+"""Encodes a tree of state as JSON and tensors, without loss.
 
-JSON's own values stand for themselves; every other one is an object {"$": kind, …}, and a tensor is
-the number of its slot. No value is pickled. `decoding.py` is the way back.
+JSON's own values stand for themselves. Every other value is an object {"$": kind, …}, and a tensor
+is the number of its slot. Nothing is pickled. `decoding.py` is the inverse.
 
-    kept as they are    None, bool, int, float (NaN's bits too), complex, str, bytes, list, tuple,
-                        set, dict with any of these as keys and in its order, OrderedDict,
-                        defaultdict, Counter, deque, range; tensors (dense, any dtype); NumPy arrays
-                        and scalars of any dtype without objects; torch's dtypes, devices and sizes;
-                        dataclasses, enums, named tuples
-    refused             everything else, by its path: functions, open files, sparse, quantised and
-                        meta tensors
+    supported   None, bool, int, float (with the bits of NaN), complex, str, bytes, list, tuple,
+                set, dict with any of these as keys, in order, OrderedDict, defaultdict, Counter,
+                deque, range; tensors (dense, any dtype); NumPy arrays and scalars of any dtype
+                without objects; torch's dtypes, devices and sizes; dataclasses, enums, named tuples
+    refused     everything else, by its path: functions, open files, sparse, quantised and meta
+                tensors
 """
 
 from __future__ import annotations
@@ -29,21 +27,21 @@ import torch
 
 from elastic_dp.errors import StateError
 
-_LONG_BYTES = 1 << 10  # bytes objects and arrays from this size on are stored as tensors
-_LARGE_INT = 1 << 63  # JSON readers of other languages keep no more
+_LONG_BYTES = 1 << 10  # larger bytes objects and arrays are stored as tensors
+_LARGE_INT = 1 << 63  # JSON readers of other languages may lose larger ones
 FACTORIES = {cls.__name__: cls for cls in (list, dict, int, float, set, str, tuple, bool)}
-NUMPY_TO_TORCH = "?bBhHiIlLqQefdFD"  # NumPy's letters for what torch has a dtype for
+NUMPY_TO_TORCH = "?bBhHiIlLqQefdFD"  # NumPy's type codes for which torch has a dtype
 
 
 class NamedTensor(NamedTuple):
-    """`name`: its path in the tree, unique in it."""
+    """A tensor and its path in the tree, which is unique."""
 
     name: str
     tensor: torch.Tensor
 
 
 class _Path(NamedTuple):
-    """Where a value lies; written out only for a tensor or an error."""
+    """The location of a value. It is formatted only for a tensor or an error."""
 
     above: _Path | None
     key: Any
@@ -57,22 +55,25 @@ class _Path(NamedTuple):
 
 
 def encode(tree: Any) -> tuple[Any, list[NamedTensor]]:
-    """JSON for the tree, and its tensors by slot number, detached but not copied. Raises
+    """Returns JSON for the tree, and its tensors by slot, detached but not copied. Raises
     StateError.
 
-    Two equal trees give the same JSON, in whatever order their sets are.
+    Equal trees give equal JSON, whatever the order of their sets.
     """
     encoder = _Encoder()
     return encoder.value(tree, _Path(None, None)), encoder.tensors
 
 
 def type_name(cls: type) -> str:
+    """Returns the name of a type in the JSON: module and qualified name."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def types_in(tree: Any) -> dict[str, type]:
-    """The types that `decode` needs for a tree like this one: those of a script cannot be found by
-    their names."""
+    """Returns the types that `decode` needs for a tree like this one, by name.
+
+    Types that a script defines cannot be found by their names.
+    """
     found: dict[str, type] = {}
 
     def look(value: Any) -> None:
@@ -102,7 +103,7 @@ class _Encoder:
         self.tensors: list[NamedTensor] = []
         self._slots: dict[int, int] = {}  # by address
         self._names: set[str] = set()
-        self._open: set[int] = set()  # containers that we are inside of
+        self._open: set[int] = set()  # containers whose items are being encoded
 
     def value(self, value: Any, path: _Path) -> Any:
         cls = type(value)
@@ -125,7 +126,7 @@ class _Encoder:
 
     def _inside(self, encoder: Callable[..., Any], value: Any, path: _Path) -> Any:
         if id(value) in self._open:
-            raise StateError(str(path), "part of itself; state must be a tree")
+            raise StateError(str(path), "a container that holds itself; state must be a tree")
         self._open.add(id(value))
         try:
             return encoder(self, value, path)
@@ -147,7 +148,8 @@ class _Encoder:
         ]
 
     def _ordered(self, value: OrderedDict[Any, Any], path: _Path) -> Any:
-        """`_metadata` is where `nn.Module.state_dict` keeps the versions of its modules."""
+        """Encodes an OrderedDict. `nn.Module.state_dict` stores module versions in its
+        `_metadata`."""
         more = getattr(value, "_metadata", None)
         kept = {} if more is None else {"metadata": self.value(more, _Path(path, "_metadata"))}
         return _tag("ordered", self._items(value, path), **kept)
@@ -156,7 +158,7 @@ class _Encoder:
         factory = value.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
         if name is not None and FACTORIES.get(name) is not factory:
-            raise StateError(str(path), f"a defaultdict that makes {factory!r}; make it a dict")
+            raise StateError(str(path), f"a defaultdict of {factory!r}; make it a dict")
         return _tag("defaultdict", self._items(value, path), factory=name)
 
     def _counter(self, value: Counter[Any], path: _Path) -> Any:
@@ -194,7 +196,7 @@ class _Encoder:
         return _tag("array", self._numpy(value, path))
 
     def _numpy(self, value: np.ndarray, path: _Path) -> dict[str, Any]:
-        """As a tensor of the same numbers where torch has them, else of their bytes."""
+        """Encodes the numbers as a tensor if torch has the dtype, otherwise their bytes."""
         if value.dtype.hasobject:
             raise StateError(str(path), "a NumPy array of Python objects; make it a list")
         named = np.lib.format.dtype_to_descr(value.dtype)
@@ -222,7 +224,7 @@ class _Encoder:
         return _tag("dataclass", inner, type=name)
 
     def _slot(self, tensor: torch.Tensor, path: _Path) -> int:
-        """The same memory twice (tied weights) is one slot."""
+        """Returns the slot of a tensor. Tensors on the same memory (tied weights) share a slot."""
         at = tensor.data_ptr()
         known = self._slots.get(at) if at else None
         if known is not None and _same_kind(tensor, self.tensors[known].tensor):
@@ -237,7 +239,7 @@ class _Encoder:
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_WAY_OUT = "keep it out of state_dict(), or store what it is made of: numbers, tensors, containers"
+_WAY_OUT = "keep it out of state_dict(), or store its content as numbers, tensors, containers"
 _ENCODERS: dict[type, Callable[..., Any]] = {
     list: _Encoder._list, dict: _Encoder._dict, tuple: _Encoder._tuple, set: _Encoder._set,
     frozenset: _Encoder._set, OrderedDict: _Encoder._ordered, Counter: _Encoder._counter,

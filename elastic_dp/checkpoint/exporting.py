@@ -1,13 +1,12 @@
-"""Checkpoints for others: files that open without this package, torch's own distributed
-checkpoints, warm starts.
+"""Exports checkpoints to formats that open without this package, and loads state for a warm start.
 
     .safetensors   the model's state_dict
     .pt            {"model", "optimizer", "scheduler", "user", "step", "metrics"} by torch.save;
                    opens with weights_only
     a folder       the same as a torch.distributed.checkpoint
 
-Values that only the user's code knows become plain ones. Importing a distributed checkpoint
-unpickles its metadata, as torch does: only of a source that is trusted.
+Types of the user's code become plain values. Importing a torch.distributed.checkpoint unpickles its
+metadata, as torch does: import only from trusted sources.
 """
 
 from __future__ import annotations
@@ -30,9 +29,12 @@ from elastic_dp.storage import StorageURL, Store
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a checkpoint holds. `model`, `optimizer`, `scheduler`: for their `load_state_dict`;
-    `user`: the state_dict of each object that was given as `state=`. `damaged`: newer checkpoints
-    that were skipped, and why."""
+    """The content of a checkpoint.
+
+    `model`, `optimizer` and `scheduler` are for the `load_state_dict` of each. `user` holds the
+    state_dict of each object that was passed as `state=`. `damaged` says which newer checkpoints
+    were skipped, and why.
+    """
 
     step: int
     model: dict[str, Any]
@@ -51,11 +53,12 @@ def load_state(
     order: Literal["max", "min"] = "max",
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
-    """The state of a run at its folder (`storage_path/name`), to start another one from; tensors on
-    the host.
+    """Loads the state of a run from its folder (`storage_path/name`), for example to start another
+    run.
 
-    `step="best"`: by `metric`, "max" or "min". A damaged checkpoint is skipped for the one before
-    it, unless a step was named. Raises CheckpointError, CheckpointDamaged, StorageError.
+    Tensors are on the host. With `step="best"`, the checkpoint with the best `metric` is loaded, by
+    `order` "max" or "min". With `step="latest"`, a damaged checkpoint is skipped for the one before
+    it. Raises CheckpointError, CheckpointDamaged, StorageError.
     """
     catalog = Catalog(Store(url, storage_options))
     damaged: list[CheckpointDamaged] = []
@@ -65,8 +68,10 @@ def load_state(
 
 
 def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
-    """Write a file, or a folder where the name has no ending. A `StorageURL` brings the options of
-    its store. Raises CheckpointError if the ending is another."""
+    """Writes a checkpoint to a file, or to a folder if `destination` has no suffix.
+
+    A `StorageURL` brings the options of its store. Raises CheckpointError for an unknown suffix.
+    """
     state = _loaded(commit, load(catalog, commit, plain=True), plain=True)
     if destination.endswith(".safetensors"):
         _write(destination, safetensors(state.model))
@@ -86,8 +91,11 @@ def export(catalog: Catalog, commit: CommitRecord, destination: str) -> None:
 
 
 def safetensors(tensors: Mapping[str, Any]) -> bytes:
-    """One file. Tied weights are written once for each of their names. Raises CheckpointError for a
-    dtype it has not, and for what is no tensor."""
+    """Returns the content of a safetensors file. Tied weights are written once for each of their
+    names.
+
+    Raises CheckpointError for a dtype that safetensors lacks, and for a value that is not a tensor.
+    """
     table: dict[str, Any] = {"__metadata__": METADATA}
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
@@ -114,8 +122,11 @@ def safetensors(tensors: Mapping[str, Any]) -> bytes:
 
 
 def import_distributed(folder: str) -> LoadedState:
-    """What a `torch.distributed.checkpoint` of any world size holds, ours or another's: of one
-    without a "model" all is the model's. Unpickles its metadata."""
+    """Returns the content of a `torch.distributed.checkpoint`, written by any program on any world
+    size.
+
+    Without an entry "model", all of it is the model's state. Unpickles the checkpoint's metadata.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

@@ -1,7 +1,6 @@
-"""What a module keeps beside its tensors: `get_extra_state` and `set_extra_state` of
-`torch.nn.Module`, as bytes.
+"""The extra state of modules as bytes: what `torch.nn.Module.get_extra_state` returns.
 
-Bytes compare, travel and are stored without knowing what the module put in; values are those of
+Bytes can be compared, sent and stored without knowing their meaning. Values are those of
 `encoding.py`, and `io.BytesIO`. Nothing is pickled.
 """
 
@@ -21,19 +20,19 @@ from elastic_dp.checkpoint.encoding import encode, types_in
 from elastic_dp.checkpoint.layout import flat_bytes
 from elastic_dp.errors import ModelError, StateError
 
-_KEY = "_extra_state"  # as torch names it in a state_dict
+_KEY = "_extra_state"  # the name that torch uses in a state_dict
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class ExtraState:
-    """Of one module. `name`: its key in the model's state_dict."""
+    """The extra state of one module. `name` is its key in the model's state_dict."""
 
     name: str
     module: nn.Module
 
     def read(self) -> bytes:
-        """As it is now. Raises ModelError if it cannot be stored."""
+        """Returns the present extra state. Raises ModelError if it cannot be stored."""
         value = self.module.get_extra_state()
         try:
             return packed(value)
@@ -41,11 +40,12 @@ class ExtraState:
             at = "" if error.path == "value" else f" at {error.path.removeprefix('value.')}"
             raise ModelError(
                 f"get_extra_state of model.{self.name.removesuffix(_KEY).rstrip('.')} "
-                f"returns{at} {error.reason}, which a "
-                "worker that joins cannot be given. Return tensors, numbers and containers of them"
+                f"returns{at} {error.reason}, which cannot be sent to a worker that joins. "
+                "Return tensors, numbers and containers of them"
             ) from None
 
     def write(self, content: bytes) -> None:
+        """Sets the extra state, unless the module already has it."""
         if content != self.read():
             self.module.set_extra_state(
                 unpacked(content, types=types_in(self.module.get_extra_state()))
@@ -53,7 +53,7 @@ class ExtraState:
 
 
 def extra_states(model: nn.Module) -> list[ExtraState]:
-    """Of the modules that have any, in the model's order."""
+    """Returns the modules of the model that have extra state, in the model's order."""
     return [
         ExtraState(f"{prefix}.{_KEY}" if prefix else _KEY, module)
         for prefix, module in model.named_modules()
@@ -62,7 +62,7 @@ def extra_states(model: nn.Module) -> list[ExtraState]:
 
 
 def packed(value: Any) -> bytes:
-    """Raises StateError."""
+    """Serializes a value. Raises StateError if it cannot be stored."""
     is_file = isinstance(value, io.BytesIO)
     tree, named = encode({"file": is_file, "value": value.getvalue() if is_file else value})
     tensors = [tensor.contiguous() for _, tensor in named]
@@ -78,7 +78,8 @@ def unpacked(
     types: Mapping[str, type] | None = None,
     plain: bool = False,
 ) -> Any:
-    """`plain`: see `decode`; its tensors are on the host."""
+    """Returns the value that `packed` serialized. With `plain` (see `decode`), tensors are on the
+    host."""
     at = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     tree, kinds = json.loads(content[_LENGTH_BYTES:at])
     tensors = []

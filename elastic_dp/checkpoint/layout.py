@@ -1,20 +1,19 @@
-"""Where the bytes of a state's tensors lie: one line of bytes, cut into parts, each part a
-safetensors file.
+"""The layout of a state's tensors in a checkpoint: one range of bytes, the line, cut into parts.
 
-    line   the tensors end to end, those of large elements first, so that each is aligned without a
-           gap
-    part   an equal piece of the line and one object in the store: 1 to 64 MiB, about 32 of them
-    block  an equal piece of a part, at most 8 MiB: what one digest covers and one request reads
+    line   the tensors end to end, those with large elements first, so that each is aligned
+           without padding
+    part   an equal piece of the line and one safetensors file in the store: 1 to 64 MiB, about 32
+           parts in all
+    block  an equal piece of a part, at most 8 MiB: the unit of a digest and of a read request
 
-- All of it follows from the tensors' names, types and shapes: it does not depend on how many
-  workers write or read.
-- A worker's share is some whole parts. Cuts fall between elements, so every part opens with any
-  safetensors reader.
-- In host memory the parts lie as they will in the store, headers included: nothing is assembled to
-  be written.
+- A layout follows from the tensors' names, dtypes and shapes alone. The number of workers that
+  write or read a checkpoint does not change it.
+- The share of a worker is a range of whole parts. Cuts fall between elements, so any safetensors
+  reader opens every part.
+- Host memory holds the parts as the store does, headers included, so a write needs no further copy.
 
-A layout is read without torch, which takes seconds to import, since the command line lists and
-verifies checkpoints.
+Computing a layout does not import torch, which takes seconds: the command line lists and verifies
+checkpoints without it.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 _MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 64 << 20
 _MAX_BLOCK_BYTES = 8 << 20
 _PARTS = 32
-_ALIGNED_TO = 64  # bytes, of every part's data in its file
-ROOM_ALIGNED_TO = 4096  # bytes, of every part in host memory: a disk takes pages without a copy
+_ALIGNED_TO = 64  # bytes: alignment of a part's data in its file
+ROOM_ALIGNED_TO = 4096  # bytes: a disk takes page-aligned parts from host memory without a copy
 
 METADATA = {"format": "pt"}  # as safetensors.torch writes it
-# What safetensors calls a dtype of torch, and the bytes of an element. It has no complex numbers of
-# 16 bytes and some others: those are told as bytes.
+# The safetensors name of each torch dtype and the size of an element in bytes. safetensors lacks
+# complex128 and some others: their tensors are stored as bytes.
 WORDS = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -59,8 +58,11 @@ WORDS = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """`stride`: only of a dense tensor that is not contiguous (channels_last). `device`: its type,
-    "cpu", "cuda"."""
+    """The name, dtype and shape of a tensor.
+
+    `stride` is set only for a dense tensor that is not contiguous (channels_last). `device` is the
+    device's type, such as "cpu" or "cuda".
+    """
 
     name: str
     dtype: str
@@ -70,6 +72,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Returns the spec of `tensor`."""
         kept = None if tensor.is_contiguous() or not is_dense(tensor) else tuple(tensor.stride())
         return cls(name, dtype_name(tensor.dtype), tuple(tensor.shape), kept, tensor.device.type)
 
@@ -82,19 +85,21 @@ class TensorSpec:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The size of an element in bytes."""
         known = WORDS.get(self.dtype)
         return self.torch_dtype.itemsize if known is None else known[1]
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensor in bytes."""
         count = 1
         for n in self.shape:
             count *= n
         return count * self.itemsize
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """A tensor of this kind on the bytes of `flat`."""
+        """Returns a tensor with this dtype and shape that shares the memory of `flat`, a uint8
+        tensor."""
         typed = flat.view(self.torch_dtype)
         if self.stride is None:
             return typed.view(self.shape)
@@ -102,7 +107,7 @@ class TensorSpec:
 
 
 class Piece(NamedTuple):
-    """The bytes `start` ≤ i < `end` of tensor `slot` lie at `at` of the line."""
+    """The bytes `start` ≤ i < `end` of tensor `slot`, which lie at offset `at` of the line."""
 
     slot: int
     start: int
@@ -112,8 +117,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes `start` ≤ i < `end` of the line. `at`: of its header, in host memory; the data
-    follows."""
+    """The bytes `start` ≤ i < `end` of the line.
+
+    `at` is the offset of the part's header in host memory. The data follows the header.
+    """
 
     number: int
     start: int
@@ -123,21 +130,26 @@ class Part:
 
     @property
     def nbytes(self) -> int:
+        """The size of the part's file in bytes, header included."""
         return len(self.header) + self.end - self.start
 
     @property
     def data_at(self) -> int:
+        """The offset of the part's data in host memory."""
         return self.at + len(self.header)
 
 
 @dataclass(frozen=True)
 class Layout:
+    """The arrangement of tensors in parts and blocks, sizes in bytes."""
+
     specs: tuple[TensorSpec, ...]
     part_bytes: int
     block_bytes: int
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> Layout:
+        """Returns the layout for these tensors, with a part size that gives about 32 parts."""
         part = _MIN_PART_BYTES
         while part < _MAX_PART_BYTES and part * _PARTS < sum(spec.nbytes for spec in specs):
             part *= 2
@@ -145,7 +157,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins in the line, by slot."""
+        """The offset of each tensor in the line, by slot."""
         order = sorted(range(len(self.specs)), key=lambda i: -self.specs[i].itemsize)
         offsets, at = [0] * len(self.specs), 0
         for slot in order:
@@ -155,14 +167,17 @@ class Layout:
 
     @cached_property
     def total(self) -> int:
+        """The length of the line in bytes."""
         return sum(spec.nbytes for spec in self.specs)
 
     @cached_property
     def blocks(self) -> int:
+        """The number of blocks."""
         return -(-self.total // self.block_bytes)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
+        """All parts, by number."""
         parts: list[Part] = []
         at = 0
         for number, pieces in enumerate(self._pieces_by_part()):
@@ -175,45 +190,48 @@ class Layout:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Of a snapshot: the line and the headers in it."""
+        """The host memory that a snapshot needs, in bytes: the line and the parts' headers."""
         return self.parts[-1].at + self.parts[-1].nbytes if self.parts else 0
 
     def share(self, rank: int, world_size: int) -> range:
-        """The numbers of the parts of one of several writers or readers."""
+        """Returns the numbers of the parts that worker `rank` of `world_size` writes or reads."""
         assert 0 <= rank < world_size, (rank, world_size)
         count = len(self.parts)
         return range(count * rank // world_size, count * (rank + 1) // world_size)
 
     def blocks_of(self, parts: range) -> range:
+        """Returns the numbers of the blocks in these parts."""
         each = self.part_bytes // self.block_bytes
         return range(parts.start * each, min(parts.stop * each, self.blocks))
 
     def span(self, parts: range) -> tuple[int, int]:
-        """Of the line: where those parts begin and end."""
+        """Returns where these parts start and end in the line."""
         if not parts:
             return 0, 0
         return self.parts[parts.start].start, self.parts[parts.stop - 1].end
 
     def block_span(self, block: int) -> tuple[int, int]:
-        """Of the line."""
+        """Returns where the block starts and ends in the line."""
         start = block * self.block_bytes
         return start, min(start + self.block_bytes, self.total)
 
     def part_of(self, at: int) -> Part:
+        """Returns the part that holds the byte at this offset of the line."""
         return self.parts[at // self.part_bytes]
 
     def host_at(self, at: int) -> int:
-        """Where a byte of the line lies in host memory."""
+        """Returns the offset in host memory of the byte at this offset of the line."""
         part = self.part_of(at)
         return part.data_at + at - part.start
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """All tensors in the line's order, cut where a part ends."""
+        """All tensors in the order of the line, cut where a part ends."""
         return tuple(piece for pieces in self._pieces_by_part() for piece in pieces)
 
     def views(self, line: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, by slot, on the bytes of the whole line. Copies nothing."""
+        """Returns the tensors, by slot, as views of `line`, which holds all its bytes. Copies
+        nothing."""
         return [
             spec.view(line[at : at + spec.nbytes])
             for spec, at in zip(self.specs, self.offsets, strict=True)
@@ -240,8 +258,11 @@ class Layout:
         return header(table)
 
     def _described(self, piece: Piece) -> tuple[str, str, list[int]]:
-        """A whole tensor as it is, a piece of one as `name[first:last]` of its elements in
-        memory."""
+        """Returns the name, safetensors dtype and shape of a piece.
+
+        A whole tensor keeps its own. A piece of one is a vector named `name[first:last]` by its
+        elements in memory order.
+        """
         spec = self.specs[piece.slot]
         word, size = WORDS.get(spec.dtype, ("", 1))
         first, last = piece.start // size, piece.end // size
@@ -251,18 +272,19 @@ class Layout:
 
 
 def header(table: dict[str, Any]) -> bytes:
-    """Of a safetensors file, padded so that what follows is aligned."""
+    """Returns a safetensors header for `table`, padded so that the data after it is aligned."""
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     padded = text + b" " * (-(8 + len(text)) % _ALIGNED_TO)
     return len(padded).to_bytes(8, "little") + padded
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a piece of memory, in whatever order."""
+    """Returns whether the elements fill one range of memory without gaps, in any order."""
     if tensor.numel() == 0:
         return tensor.is_contiguous()
     reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -271,7 +293,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, without a copy; of another one, a copy's."""
+    """Returns the elements as uint8: a view of a dense tensor's memory, a copy for any other."""
     if not is_dense(tensor):
         tensor = tensor.contiguous()
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,25 +1,24 @@
-"""The lock on a run: a lease in its folder, made of numbered objects that are only ever created,
-never changed.
+"""The lock on a run: a lease in the run's folder, made of numbered objects that are never changed.
 
     <run>/lease/0000000042.json   {"holder": …, "token": …, "state": "held", "at": …}
 
-The newest object is the lease; to take it, to renew it and to give it up is to create the next
-number. Every store that can refuse a second create can do that, and two who try get one winner. The
-number of a lease is a fence: it only grows, and what is written under an old one can be told
-(catalog.py).
+The newest object is the lease. A claimant acquires, renews or releases the lease by creating the
+next number. Any store that can refuse to create an object twice supports this, and of two claimants
+exactly one wins. The number of a lease is a fencing token: it only grows, and readers recognise
+what was written under an old one (catalog.py).
 
-- Held means: its object was created less than `lease_s` ago. A waiting claimant measures that on
-  its own clock from when it first saw the object, so clocks need not agree; only what is
-  `_LONG_AGO` times as old by the wall clock is taken at once. A clock that jumps costs the holder
-  its lease, never the run its safety: its next renewal is refused.
-- An object that cannot be read (a write that was cut off, damage) counts as held by somebody
-  unknown from when it was first seen, by the claimant's own clock alone. Its number stays taken, so
-  its writer, if there is one, loses nothing and gains nothing: the holder's next renewal makes a
-  readable object, and a claimant that has seen none for `lease_s` may follow.
-- Whoever creates a number looks again whether it is the newest: an old number may be free because
-  it was deleted.
-- Here is no clock and no store: `Lease` is told what is there and says what to do. `Holder` does
-  it.
+- A lease is held if its object was created less than `lease_s` ago. A claimant measures this on its
+  own clock from when it first saw the object, so clocks need not agree. Only a lease that is
+  `_LONG_AGO` times as old by the wall clock is taken at once. A clock that jumps may cost the
+  holder its lease but never puts the run at risk: the store refuses the holder's next renewal.
+- An object that cannot be read (a truncated write, damage) counts as held by an unknown holder from
+  when the claimant first saw it, by the claimant's own clock alone. Its number stays taken, so its
+  writer, if there is one, neither loses nor gains anything: the holder's next renewal creates a
+  readable object, and a claimant that saw none for `lease_s` may take over.
+- After creating a number, a claimant checks that it is the newest: an old number may be free
+  because its object was deleted.
+- `Lease` uses neither a clock nor a store: the caller tells it what is there, and it answers what
+  to do. `Holder` executes that on a store.
 """
 
 from __future__ import annotations
@@ -37,13 +36,16 @@ from elastic_dp.storage.json_files import make, parse_json
 
 _NAME = re.compile(r"(\d{10})\.json")
 _LONG_AGO = 10  # leases
-_KEPT = 8  # old objects, so that a number that someone is about to create is seldom free again
+_KEPT = 8  # old objects stay, so that a number in use by a slow claimant is rarely free again
 
 
 @dataclass(frozen=True)
 class Record:
-    """`holder`: for people. `token`: of one claimant, never used again. `at`: the holder's wall
-    clock."""
+    """The content of a lease object.
+
+    `holder` is a description for people. `token` identifies one claimant and is never used again.
+    `at` is the holder's wall clock in seconds.
+    """
 
     number: int
     holder: str
@@ -53,25 +55,29 @@ class Record:
 
     @classmethod
     def unreadable(cls, number: int, why: str) -> Record:
-        """Held by nobody knows whom. Never "long ago": its clock is not known."""
-        return cls(number, f"somebody unknown ({why})", "", "held", math.inf)
+        """Returns a record that stands for an object that cannot be read.
+
+        It counts as held and never as expired by the wall clock, because the writer's clock is
+        unknown.
+        """
+        return cls(number, f"an unknown holder ({why})", "", "held", math.inf)
 
 
 @dataclass(frozen=True)
 class ReadNewest:
-    """Ask for the newest record, or None, and the time after that."""
+    """Asks for the newest record, or None, and the time after reading it."""
 
 
 @dataclass(frozen=True)
 class Create:
-    """Ask to create this; the answer is whether it was created."""
+    """Asks to create this record. The answer is whether it was created."""
 
     record: Record
 
 
 @dataclass(frozen=True)
 class Held:
-    """Another holds it: try again in `wait_s`."""
+    """The result if another claimant holds the lease: try again in `wait_s` seconds."""
 
     by: Record
     wait_s: float
@@ -82,11 +88,11 @@ Steps = Generator[ReadNewest | Create, Any, T]
 
 
 class Lease:
-    """One claimant's part. Its methods yield `ReadNewest` and `Create`, are sent the answers, and
-    return the outcome.
+    """The decisions of one claimant.
 
-    `now_s`: a clock of this machine that is never set; `wall_s`: the wall clock; both from before
-    the first request.
+    The methods are generators: they yield `ReadNewest` and `Create`, receive the answers with
+    `send`, and return the outcome. `now_s` is a monotonic clock of this machine, `wall_s` the wall
+    clock, both in seconds and both read before the first request.
     """
 
     def __init__(
@@ -96,10 +102,11 @@ class Lease:
         lease_s: float = 60.0,
         gone: Callable[[Record], bool] = lambda record: False,
     ) -> None:
-        """`gone`: whether the holder is known to be dead, so that nobody needs to wait."""
+        """`gone` returns whether a holder is known to be dead, so that claimants need not wait for
+        it."""
         self.lease_s, self._gone = lease_s, gone
         self.held: Record | None = None
-        self.followed: Record | None = None  # what was there when it was acquired
+        self.followed: Record | None = None  # the newest record when the lease was acquired
         self._holder, self._token = holder, token
         self._seen: Record | None = None
         self._seen_at_s = 0.0
@@ -107,20 +114,20 @@ class Lease:
 
     @property
     def fence(self) -> int:
-        """The number of the newest object of ours."""
+        """The number of our newest lease object."""
         assert self.held is not None
         return self.held.number
 
     def renew_at_s(self) -> float:
-        """When to renew: early enough to fail twice."""
+        """Returns when to renew: early enough for two more attempts."""
         return self._renewed_at_s + self.lease_s / 3
 
     def is_valid(self, now_s: float) -> bool:
-        """Whether nobody else can hold it yet, without asking the store."""
+        """Returns whether no other claimant can hold the lease yet. Does not ask the store."""
         return self.held is not None and now_s < self._renewed_at_s + self.lease_s
 
     def acquire(self, now_s: float, wall_s: float) -> Steps[Record | Held]:
-        """Take it if it is free or has expired."""
+        """Takes the lease if it is free or expired."""
         newest, seen_at_s = yield ReadNewest()
         if newest != self._seen:
             self._seen, self._seen_at_s = newest, seen_at_s
@@ -133,7 +140,8 @@ class Lease:
         return (yield from self._create(number, "held", now_s, wall_s))
 
     def renew(self, now_s: float, wall_s: float) -> Steps[Record]:
-        """The next number, which is also a new fence. Raises LeaseLost if another has taken it."""
+        """Creates the next number, which is also the new fence. Raises LeaseLost if another has
+        taken it."""
         assert self.held is not None
         outcome = yield from self._create(self.held.number + 1, "held", now_s, wall_s)
         if isinstance(outcome, Held):
@@ -144,7 +152,7 @@ class Lease:
         return outcome
 
     def release(self, now_s: float, wall_s: float) -> Steps[None]:
-        """Give it up, so that the next one need not wait."""
+        """Releases the lease, so that the next claimant need not wait."""
         assert self.held is not None
         yield from self._create(self.held.number + 1, "released", now_s, wall_s)
         self.held = None
@@ -157,7 +165,10 @@ class Lease:
     def _create(
         self, number: int, state: Literal["held", "released"], now_s: float, wall_s: float
     ) -> Steps[Record | Held]:
-        """Ours may be there already: created by a request whose answer was lost."""
+        """Creates the record of this number, or the next free one.
+
+        The newest record may already be ours: the answer to an earlier request may have been lost.
+        """
         while True:
             mine = Record(number, self._holder, self._token, state, wall_s)
             yield Create(mine)
@@ -165,7 +176,7 @@ class Lease:
             if newest == mine:
                 self.held, self._renewed_at_s = mine, now_s
                 return mine
-            if newest is None:  # deleted at this instant
+            if newest is None:  # deleted in the meantime
                 continue
             if newest.token != self._token:
                 self._seen, self._seen_at_s = newest, seen_at_s
@@ -174,7 +185,10 @@ class Lease:
 
 
 class Holder:
-    """Does what a `Lease` says on a store. `clock`, `wall`: see `Lease`. One thread at a time."""
+    """Executes the decisions of a `Lease` on a store. One thread at a time may use it.
+
+    `clock` and `wall` return the clocks that `Lease` describes.
+    """
 
     def __init__(
         self,
@@ -184,32 +198,38 @@ class Holder:
         wall: Callable[[], float],
         used: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`used`: the greatest number that something was written under, where no lease is left to
-        tell."""
+        """`used` returns the highest number that something was written under.
+
+        It counts where the lease objects themselves were deleted.
+        """
         self.lease, self._used = lease, used
         self._store, self._clock, self._wall = store, clock, wall
         self._folder = f"{store.path.rstrip('/')}/lease" if store.path else "lease"
 
     def acquire(self) -> Record | Held:
+        """Takes the lease if it is free or expired."""
         return self._run(self.lease.acquire(self._clock(), self._wall()))
 
     def renew(self) -> Record:
+        """Renews the lease and deletes old objects. Raises LeaseLost if another claimant has taken
+        it."""
         record: Record = self._run(self.lease.renew(self._clock(), self._wall()))
         self._delete_old(record.number)
         return record
 
     def release(self) -> None:
+        """Releases the lease."""
         self._run(self.lease.release(self._clock(), self._wall()))
 
     def newest(self) -> Record | None:
-        """The lease as it is, whoever holds it."""
+        """Returns the newest lease record, whoever holds it, or None."""
         numbers = self._numbers()
         while numbers:
             try:
                 return self._read(numbers[-1])
-            except ObjectMissing:  # deleted since: there are newer ones
+            except ObjectMissing:  # deleted in the meantime: there are newer ones
                 numbers = self._numbers()
-        used = self._used()  # somebody has deleted the leases
+        used = self._used()  # the lease objects were deleted
         return Record(used, "", "", "released", 0.0) if used else None
 
     def _read(self, number: int) -> Record:
@@ -249,7 +269,7 @@ class Holder:
             if max(self._numbers(), default=0) < record.number:
                 raise FileDamaged(
                     f"{self._store.url}/lease/{record.number:010}.json",
-                    "something that is no file has its name",
+                    "something that is not a file has its name",
                     "Delete it and start the run again",
                 ) from None
             return False

@@ -1,8 +1,8 @@
-"""Tensors of a tree that share memory: the memory once, and each of them as a view of it.
+"""Tensors of a tree that share memory: stores the memory once and each tensor as a view of it.
 
 An optimizer may keep its state in views of one vector, or one table in the state of every
-parameter. Sent one by one they would come apart. What lies in memory that the receiver has anyway
-(a parameter's) is a view of that.
+parameter. Sent one by one, these tensors would no longer share memory. A tensor in memory that the
+receiver also has, such as a parameter's, becomes a view of that memory.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import torch
 from elastic_dp.checkpoint.python_objects import MARK
 from elastic_dp.errors import ModelError
 
-_ALIGNED_TO = 64  # kernels may choose their way by the address
+_ALIGNED_TO = 64  # bytes; the alignment of an address may decide which kernel runs
 
 
 def split(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """The tree with marks for tensors that lie in the memory of `owners`, or of another one in the
-    tree; and the memory of the latter, as bytes. The tensors that are alone stay."""
+    """Replaces tensors that share memory by descriptions of views.
+
+    A tensor is replaced if it lies in the memory of one of `owners`, or shares memory with another
+    tensor of the tree. Returns the tree, and the memory of the latter as uint8 tensors. Tensors
+    that share nothing stay.
+    """
     owned = {_storage(tensor): name for name, tensor in owners.items()}
     found: dict[int, list[torch.Tensor]] = {}
     _add_tensors(tree, found)
     shared: list[torch.Tensor] = []
-    views: dict[int, tuple[str | int, int]] = {}  # storage -> of what, from which byte
+    views: dict[int, tuple[str | int, int]] = {}  # storage -> (owner or number, first byte)
     for storage, tensors in found.items():
         if storage in owned:
             owner = owners[owned[storage]]
@@ -57,8 +61,10 @@ def split(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torc
 def join(
     tree: Any, shared: list[torch.Tensor], owners: Mapping[str, torch.Tensor]
 ) -> tuple[Any, set[int]]:
-    """The inverse of `split`, and the identities of the tensors that are views. Raises
-    ModelError."""
+    """Reverses `split`. Returns the tree and the identities of the tensors that are views.
+
+    Raises ModelError if the memory of an owner does not fit.
+    """
     made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def view(mark: dict[str, Any]) -> torch.Tensor:

@@ -1,14 +1,13 @@
-"""A copy of the state in host memory that is used again and again: what a checkpoint costs the
-training loop.
+"""Snapshots of the state in reused host memory: the part of a checkpoint that may block training.
 
-- A snapshot is the whole state, on every member. So any survivor can finish a checkpoint, and each
-  computes the digest of all of it; the price is host memory for one more state per worker.
-- The memory is laid out as the parts will be in the store (layout.py), so nothing is copied again
-  to be written.
-- `take` launches copies; `manifest` waits for them and hashes, and belongs into the background.
-  Between two snapshots of the same tensors nothing is allocated.
-- Of a device's state the first snapshot is a slower one, into memory that the device does not know;
-  it is registered (`register`, in the background) for those that follow. See device/host_copies.py.
+- A snapshot holds the whole state, on every member. Any survivor can therefore finish a checkpoint,
+  and each computes the digest of the whole state. It costs host memory for one more state per
+  worker.
+- The memory has the layout of the parts in the store (layout.py), so a write needs no further copy.
+- `take` launches copies; `manifest` waits for them, hashes, and runs in the background. Consecutive
+  snapshots of the same tensors allocate nothing.
+- The first snapshot of a device's state is slower, since its memory is not registered with the
+  device yet. `register` does that in the background for later snapshots. See device/host_copies.py.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from elastic_dp.device.host_copies import HostCopies
 
 
 class Snapshot:
-    """The newest copy of the state. One thread takes; others read until it is released."""
+    """The newest copy of the state. One thread calls `take`; others may read in between."""
 
     def __init__(self, copies: HostCopies | None = None) -> None:
         self.step = -1
         self._copies = HostCopies() if copies is None else copies
         self._on_device = self._registered = False  # of the present memory
-        self._room = threading.Lock()  # while that is replaced, or registered
+        self._room = threading.Lock()  # held while the memory is replaced or registered
         self._layout = Layout.of([])
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._kinds: list[tuple[Any, ...]] = []
-        # For each piece of a tensor, a view of the memory, and what goes there (end = -1: the
-        # tensor as it is).
+        # For each piece of a tensor: a view of the memory, and its source (end = -1: the whole
+        # tensor).
         self._targets: list[torch.Tensor] = []
         self._sources: list[Piece] = []
         self._tree: Any = None
@@ -54,8 +53,10 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, tree: Any) -> None:
-        """Copy the tree. It may change again when this returns. Raises StateError, and then holds
-        what it held."""
+        """Copies the tree. The caller may change the tree again when this returns.
+
+        Raises StateError if it cannot be encoded, and then keeps the previous snapshot.
+        """
         encoded, tensors = encode(tree)
         self._manifest = None
         kinds = [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
@@ -66,7 +67,7 @@ class Snapshot:
         self._copy([tensor for _, tensor in tensors])
 
     def register(self) -> None:
-        """For the snapshots after the first one, where the state is on a device."""
+        """Registers the memory with the device, which makes later snapshots of its state faster."""
         with self._room:
             if self._on_device and not self._registered:
                 self._registered = True
@@ -74,18 +75,22 @@ class Snapshot:
 
     @property
     def copied_s(self) -> float:
-        """For how long the device copied, beside what `take` itself took; known with the
-        manifest."""
+        """The seconds that the device copied besides the time of `take`.
+
+        It is known when the manifest is.
+        """
         return self._copies.copied_s
 
     def close(self) -> None:
-        """Nothing is taken or read any more."""
+        """Unregisters the memory. Nothing may be taken or read afterwards."""
         with self._room:
             self._copies.unregister()
 
     def manifest(self, executor: Executor | None = None) -> Manifest:
-        """What was taken, with the digests of its blocks; computed once, over several threads if
-        there are any."""
+        """Returns the manifest of the snapshot, with the digests of its blocks.
+
+        The digests are computed once, in parallel if `executor` is given.
+        """
         with self._hashing:
             if self._manifest is None:
                 self._copies.wait()
@@ -95,7 +100,7 @@ class Snapshot:
             return self._manifest
 
     def part(self, part: Part) -> memoryview:
-        """The part as a file, header included. Copies nothing."""
+        """Returns the content of the part's file, header included, without copying it."""
         content: Any = self._memory.numpy()
         return memoryview(content)[part.at : part.at + part.nbytes]
 

@@ -1,8 +1,9 @@
-"""What the tensors of a checkpoint are called in `model.state_dict()` and in the optimizer's.
+"""Converts the state of a checkpoint to the state_dicts of the model, the optimizer and the
+scheduler.
 
-The state holds each parameter and each buffer once, by its first name, buffers outside of the
-state_dict included. A state_dict holds tied weights under each of their names. So a checkpoint
-carries the names of both.
+The state holds each parameter and each buffer once, by its first name, and includes buffers that
+are not in the state_dict. A state_dict holds tied weights under each of their names. A checkpoint
+therefore stores both sets of names.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from elastic_dp.checkpoint.shared_memory import join
 
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`parameters`: their names in the model's order. `model`: for each tensor of the state_dict,
-    its name in the state. `groups`: the parameters of each group of the optimizer."""
+    """Returns the names that `model_state` and `optimizer_state` need.
+
+    `parameters` holds the parameters' names in the model's order; `model` maps the keys of the
+    state_dict to names in the state; `groups` holds the parameters' names by group of the
+    optimizer.
+    """
     known = {id(tensor): name for name, tensor in model.named_buffers()}
     known |= {id(tensor): name for name, tensor in model.named_parameters()}
     stored = model.state_dict(keep_vars=True)
@@ -33,8 +38,10 @@ def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 def model_state(
     tree: Mapping[str, Any], naming: Mapping[str, Any], *, plain: bool = False
 ) -> dict[str, Any]:
-    """What `model.load_state_dict` takes: tensors, and the extra state of modules, `plain` as in
-    `decode`. The parameters of the state may be named or in the model's order."""
+    """Returns what `model.load_state_dict` takes: tensors, and the extra state of modules.
+
+    `plain`: see `decode`. The state may hold the parameters by name or in the model's order.
+    """
     step = tree["step"]
     tensors = {**step["buffers"], **_named(step["parameters"], naming)}
     keys = naming.get("model") or {name: name for name in tensors}
@@ -46,7 +53,7 @@ def model_state(
 
 
 def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes."""
+    """Returns what `optimizer.load_state_dict` takes."""
     step, hyper = tree["step"], tree["body"]["hyper"]
     parameters = _named(step["parameters"], naming)
     owners = {f"parameter {name}": p for name, p in parameters.items()}
@@ -74,7 +81,7 @@ def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[
 
 
 def scheduler_state(tree: Mapping[str, Any]) -> Any:
-    """What `scheduler.load_state_dict` takes."""
+    """Returns what `scheduler.load_state_dict` takes."""
     return Plain().value(tree["step"]["scheduler"], MISSING, "scheduler.state_dict()")
 
 

@@ -1,9 +1,8 @@
-"""A store is tried before anything is trained: a checkpoint rests on its refusing to create an
-object twice.
+"""Probes a store before training: checkpoints rely on it refusing to create an object twice.
 
-Stores and adapters exist that ignore the condition and overwrite in silence (obstore's fsspec
-adapter does). So the second create has another content, and what is there afterwards must be the
-first.
+Some stores and adapters ignore the condition and overwrite silently (obstore's fsspec adapter
+does). The second create therefore has other content, and the probe checks that the first is still
+there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ from elastic_dp.storage import Store
 
 
 def probe(store: Store, token: str) -> None:
-    """Write, list, read, refuse, delete. `token`: never used before. Raises StorageError."""
+    """Writes, lists, reads and deletes an object, and checks that it cannot be created twice.
+
+    `token` must never have been used before. Raises StorageError if the store cannot be trusted.
+    """
     path = f"{store.path.rstrip('/')}/checkpoints/trial-{token}".lstrip(
         "/" if not store.path else ""
     )
@@ -23,7 +25,7 @@ def probe(store: Store, token: str) -> None:
         _refuses(store, path, second)
         if bytes(store.read_all(path)) != first:
             raise StorageError(
-                f"{store.url} said that it refused to overwrite an object, and did it. {_WAY_OUT}"
+                f"{store.url} refused to overwrite an object, but overwrote it. {_WAY_OUT}"
             )
         if path not in {entry.path for entry in store.find(path.rpartition("/")[0] + "/")}:
             raise StorageError(

@@ -1,11 +1,12 @@
-"""Uploads in the background: training goes on when the copy is made.
+"""Uploads checkpoints in the background: training continues as soon as the snapshot is made.
 
-- One upload at a time, since there is one snapshot's memory. `take` waits for the one before: who
-  asks for the next one when the last is committed (train/checkpointing/checkpoint_schedule.py)
-  never waits; one of a fixed step, or that is asked for (a drain, `ctx.checkpoint`) does.
-- The store may be away for minutes: who must go on asks `ready` first, which has `PATIENCE_S` in
-  all for one upload.
-- What goes wrong in the background is raised by the next `take` or by `wait`, never lost.
+- One upload runs at a time, since there is memory for one snapshot. `take` waits for the upload
+  before it. An automatic schedule (train/checkpointing/checkpoint_schedule.py) asks for the next
+  checkpoint after the last one is committed and never waits. A checkpoint at a fixed step, or one
+  that is requested (a drain, `ctx.checkpoint`), may wait.
+- The store may be unreachable for minutes. A caller that must continue calls `ready` first, which
+  waits at most `PATIENCE_S` in total for one upload.
+- An error in the background is raised by the next `take` or by `wait`. It is never lost.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
 
 WRITES_IN_FLIGHT = 4
-PATIENCE_S = 5.0  # that training stands for one upload: longer than one needs that is only slow
+PATIENCE_S = 5.0  # how long training waits for one upload: enough for one that is merely slow
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One checkpoint's share of this member. `stall_s`: how long `take` kept the training waiting;
-    `waited_s`: of that, for the upload before."""
+    """One member's share of one checkpoint.
+
+    `stall_s` is how long `take` blocked training, in seconds; `waited_s` is the part of it that was
+    spent waiting for the previous upload.
+    """
 
     step: int
     stall_s: float
@@ -39,11 +43,11 @@ class Upload:
 
 
 class Uploader:
-    """Of one member. `take` from the training thread; everything else happens on threads of its
-    own.
+    """The uploads of one member. The training thread calls `take`; the rest runs on threads of the
+    uploader.
 
-    `on_written(share, manifest)`: called on such a thread with what the committer needs; the
-    manifest is all members' own.
+    `on_written(share, manifest)` is called on such a thread with what the committer needs. Every
+    member computes the same manifest.
     """
 
     def __init__(self, catalog: Catalog, on_written: Callable[[Share, Manifest], None]) -> None:
@@ -52,23 +56,26 @@ class Uploader:
         self._one = ThreadPoolExecutor(1, "checkpoint")
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
         self._running: Future[Share] | None = None
-        self._last: Future[Any] | None = None  # that one, or parts of it that were asked for since
-        self._patience_s = 0.0  # what is left for it
-        # Into the snapshot, or out of it for parts that are asked for later.
+        self._last: Future[Any] | None = None  # the same, or parts of it that were requested later
+        self._patience_s = 0.0  # what is left of PATIENCE_S for the upload under way
+        # Held while the snapshot is filled, and while parts that were requested later are written.
         self._copying = threading.Lock()
 
     @property
     def busy(self) -> bool:
+        """Whether an upload is under way."""
         return self._running is not None and not self._running.done()
 
     @property
     def late(self) -> bool:
-        """Whether an upload is under way that nobody waits for any longer."""
+        """Whether an upload is under way for which `ready` no longer waits."""
         return self._patience_s <= 0.0 and not self._is_over()
 
     def ready(self) -> bool:
-        """Whether the next one can be taken at once. Waits for the one before, while there is
-        patience."""
+        """Returns whether the next checkpoint can be taken without waiting.
+
+        It waits for the upload under way until its patience is used up.
+        """
         if self._last is not None and self._patience_s > 0.0:
             begun_at = time.perf_counter()
             wait_for([self._last], self._patience_s)
@@ -76,8 +83,10 @@ class Uploader:
         return self._is_over()
 
     def take(self, step: int, tree: Any, rank: int, world_size: int, *, writer: str = "") -> Upload:
-        """Copy the state and begin to write a share of it. Raises StateError, or what ended the
-        last upload."""
+        """Copies the state and starts to write a share of it.
+
+        Raises StateError if the state cannot be stored, or the error of the previous upload.
+        """
         begun_at = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter() - begun_at
@@ -89,18 +98,20 @@ class Uploader:
         return Upload(step, time.perf_counter() - begun_at, waited_s, self._running)
 
     def write(self, step: int, numbers: Sequence[int], *, writer: str = "") -> None:
-        """Write these parts as well, if the snapshot is still that of the step. Any thread may call
+        """Also writes these parts, if the snapshot still holds this step. Any thread may call
         it."""
         self._last = self._one.submit(self._write_more, step, numbers, writer)
 
     def wait(self) -> Share | None:
-        """For the upload under way; what it told, None if there was none. Raises what ended it,
-        once."""
+        """Waits for the upload under way and returns its share, or None if there is none.
+
+        Raises the error of that upload, once.
+        """
         running, self._running = self._running, None
         return None if running is None else running.result()
 
     def close(self) -> None:
-        """Waits for what is being written; nothing more begins."""
+        """Waits for the writes under way. No further write starts."""
         self._one.shutdown(cancel_futures=True)
         self._writers.shutdown()
         self.snapshot.close()

@@ -1,10 +1,10 @@
-"""How the members of a generation add up one bucket of gradients: its buffers, its collectives, its
-finished sum.
+"""The exchange of one bucket of gradients in a generation: its buffers, collectives and finished
+sum.
 
 Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and
-gives the finished part to all (all-gather, into the buffer that the first one emptied). Two members
-with one subtree each exchange all of the bucket instead, since a sum of two has one order. Fast
-mode is one all-reduce a bucket, whatever the members.
+sends the finished part to all ranks (all-gather, into the buffer that the first collective
+emptied). Two members with one subtree each exchange the whole bucket instead, since a sum of two
+has one order. Fast mode is one all-reduce per bucket.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node, add_up, cover
 
-_PIECE_NUMEL = 1 << 18  # added, and looked at while it is in the cache
+_PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
 
 class ReductionPlan:
-    """Which collectives a generation uses, the same for all of its buckets. `shares[r]` is the
-    range of virtual workers of rank r."""
+    """The collectives that a generation uses for all of its buckets.
+
+    `shares[r]` is the range of virtual workers of rank r.
+    """
 
     def __init__(
         self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
@@ -31,35 +33,33 @@ class ReductionPlan:
         self.group, self.virtual_workers, self.exact = group, virtual_workers, exact
         self.covers = [cover(*share, virtual_workers) for share in shares]  # [rank]: its subtrees
         one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
-        # Of the same bytes Gloo makes one round and not two, with half the processor time.
+        # Gloo then sends the same bytes in one round instead of two, with half the CPU time.
         self.swaps = one_order and group.world_size == 2 and group.home.type == "cpu"
         self.all_reduces = one_order and not self.swaps
 
     @property
     def subtrees(self) -> int:
-        """How many sums this member has for each bucket."""
+        """The number of sums that this member has for each bucket."""
         return len(self.covers[self.group.rank]) if self.exact else 1
 
     def chunk(self, bucket: GradientBucket) -> int:
-        """Elements in the part of one rank."""
+        """Returns the number of elements in the part of one rank."""
         return math.ceil(bucket.numel / self.group.world_size)
 
     def ranks_with_subtree(self) -> list[list[int]]:
-        """[j]: the ranks whose range consists of more than j subtrees."""
+        """Element j lists the ranks whose range consists of more than j subtrees."""
         counts = [len(nodes) for nodes in self.covers]
         return [[r for r, n in enumerate(counts) if n > j] for j in range(max(counts))]
 
 
 class GradientBufferPool:
-    """Memory that serves the next generation, too: touching new memory costs more than a
-    collective."""
+    """Memory that later generations reuse: touching new memory costs more than a collective."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     def preallocate(self, buckets: Sequence[GradientBucket], virtual_workers: int) -> None:
-        """Touch memory before a group waits for it: what each bucket sends, and what it
-        receives."""
+        """Touches memory for what each bucket sends and receives, before a group needs it."""
         self._free = [
             torch.zeros(b.numel + virtual_workers, dtype=b.dtype, device=b.device)
             for b in [*buckets, *buckets]
@@ -69,12 +69,14 @@ class GradientBufferPool:
         self._free = []
 
     def keep_host_memory_only(self) -> None:
-        """A device's allocator keeps memory by itself. The host's gives it back to the system, so
-        here it is kept."""
+        """Drops device memory, which the device's allocator caches by itself.
+
+        The host's allocator returns memory to the system, so host memory is kept here.
+        """
         self._free = [memory for memory in self._free if memory.device.type == "cpu"]
 
     def take(self, bucket: GradientBucket, numel: int, virtual_workers: int) -> torch.Tensor:
-        """A flat tensor of `numel` elements or somewhat more."""
+        """Returns a flat tensor of at least `numel` elements."""
         fitting = [
             t
             for t in self._free
@@ -93,8 +95,11 @@ class GradientBufferPool:
 
 
 class BucketReduction:
-    """One bucket within one generation. `views[j][i]`: where the sum of subtree j for parameter i
-    of the bucket goes, and in `views[0]` the finished one is found."""
+    """The exchange of one bucket within one generation.
+
+    `views[j][i]` is where the sum of subtree j for parameter i of the bucket is written. `views[0]`
+    holds the finished sum afterwards.
+    """
 
     def __init__(
         self, plan: ReductionPlan, bucket: GradientBucket, pool: GradientBufferPool
@@ -126,16 +131,18 @@ class BucketReduction:
     # ----------------------------------------------------------------------------- step
 
     def begin(self) -> None:
-        """A new step."""
+        """Starts a new step."""
         self._launched: list[Operation] = []
         self._gathering: Operation | None = None
-        self._sums: list[torch.Tensor] = []  # of all elements, piece by piece, where they are known
+        self._sums: list[
+            torch.Tensor
+        ] = []  # sums of all elements, piece by piece, once they are known
 
     def begin_leaf(self) -> None:
         self._waiting = len(self.bucket.parameters)
 
     def fired(self) -> bool:
-        """One of the parameters has its gradient. Returns whether all have."""
+        """Records that a parameter has its gradient. Returns whether all parameters have."""
         self._waiting -= 1
         return not self._waiting
 
@@ -144,7 +151,7 @@ class BucketReduction:
         return not self._waiting
 
     def launch(self) -> None:
-        """Send what is in the views. Raises GroupError."""
+        """Sends what is in the views. Raises GroupError."""
         plan, group = self._plan, self._plan.group
         if group.world_size == 1:
             return
@@ -169,7 +176,7 @@ class BucketReduction:
             )
 
     def reduce(self) -> None:
-        """Wait for the others' parts, add up mine, and send it out."""
+        """Waits for the parts of other ranks, adds up this rank's part, and sends it."""
         for operation in self._launched:
             self._plan.group.wait(operation)
         part = self.add_up()
@@ -177,8 +184,7 @@ class BucketReduction:
             self._gathering = self._plan.group.all_gather(self._flats[0], part)
 
     def add_up(self) -> torch.Tensor:
-        """My part of the bucket, summed over all virtual workers; where nobody has parts, all of
-        it."""
+        """Returns this rank's part of the sum, or the whole sum if the bucket is not divided."""
         plan = self._plan
         if plan.all_reduces:
             return self._flats[0]
@@ -203,19 +209,22 @@ class BucketReduction:
         return nodes
 
     def settle(self) -> None:
-        """Wait until the finished parts of all have arrived. Raises GroupError."""
+        """Waits until the finished parts of all ranks have arrived. Raises GroupError."""
         if self._gathering is not None:
             self._plan.group.wait(self._gathering)
 
     def scale(self, factor: float) -> None:
-        """Take the finished sum so many times."""
+        """Multiplies the finished sum by `factor`."""
         if factor != 1.0:
             self._flats[0].mul_(factor)
         if factor != 1.0 or not self._sums:
             self._sums = [_sum(self._flats[0])]  # while the next bucket is on its way
 
     def sums_are_finite(self) -> bool:
-        """False as well where the sum of finite elements overflows: look at each of them then."""
+        """Returns whether the sums of all elements are finite.
+
+        It is False, too, if the sum of finite elements overflows: then check each element.
+        """
         return all(math.isfinite(x.item()) for x in self._sums)
 
     def is_finite(self) -> bool:
@@ -224,8 +233,11 @@ class BucketReduction:
     # ----------------------------------------------------------------------------- end
 
     def release(self, pool: GradientBufferPool) -> None:
-        """A buffer of an operation that was walked away from is never used again, since that may
-        still write into it."""
+        """Returns the buffers to the pool.
+
+        A buffer of an abandoned operation is never used again, since the operation may still write
+        to it.
+        """
         operations = [
             *self._launched,
             *([] if self._gathering is None else [self._gathering]),

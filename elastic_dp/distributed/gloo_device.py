@@ -1,5 +1,7 @@
-"""Gloo's listening socket, shut while no group forms: Gloo itself accepts a connection from anybody
-at any time."""
+"""Gloo's listening socket, closed to connections while no group forms.
+
+Gloo itself accepts a connection from any process at any time.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ import torch.distributed as dist
 
 
 class GlooDevice:
-    """A listening socket and an event loop, for all generations of this process until one fails to
-    form.
+    """A listening socket and an event loop, for all generations of this process until forming one
+    fails.
 
-    Gloo keeps every connection that anybody makes to its port, and ends the process when it has no
-    descriptor left; one that names a pair of a later group is taken for that peer (measured). So
-    the system drops what comes to the port while no group forms.
+    Gloo keeps every connection to its port, and ends the process when no file descriptor is left.
+    It takes a connection that names a pair of a later group for that peer (measured). So the
+    operating system drops what arrives at the port while no group forms.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -33,14 +35,14 @@ class GlooDevice:
             self.device = dist.ProcessGroupGloo.create_device(hostname=address)
         self.address = address
         found = [fd for fd in _listeners() - before if address in (None, _host_of(fd))]
-        self._port = found[0] if len(found) == 1 else None  # one that we are not sure of stays open
+        self._port = found[0] if len(found) == 1 else None  # an ambiguous one stays open
         self._forming = 0
         self._lock = threading.Lock()
         self._shut(True)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Any]:
-        """The device, whose port takes connections meanwhile."""
+        """A context that yields the device, whose port accepts connections meanwhile."""
         with self._lock:
             self._forming += 1
             self._shut(False)
@@ -52,7 +54,7 @@ class GlooDevice:
                 self._shut(not self._forming)
 
     def _shut(self, shut: bool) -> None:
-        """By a packet filter on the listening socket that drops all. Linux only."""
+        """Attaches or detaches a packet filter that drops everything. Linux only."""
         if self._port is None:
             return
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._port)) as port:
@@ -65,11 +67,11 @@ _DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_0))  # struct sock_fpr
 
 
 def _listeners() -> set[int]:
-    """The descriptors of this process's listening sockets; Linux only."""
+    """Returns the descriptors of this process's listening sockets. Linux only."""
     found = set()
     with contextlib.suppress(OSError):
         for fd in map(int, os.listdir("/proc/self/fd")):
-            with contextlib.suppress(OSError):  # closed since
+            with contextlib.suppress(OSError):  # closed meanwhile
                 if stat.S_ISSOCK(os.fstat(fd).st_mode) and _listens(fd):
                     found.add(fd)
     return found

@@ -1,8 +1,8 @@
-"""Which parameters take part in a gradient sum, and the buckets in which their gradients travel.
+"""The parameters that take part in a gradient sum, and the buckets in which their gradients travel.
 
-Parameters that require a gradient, in reverse order of registration (about the order in which
-backward makes them), cut into buckets by dtype and device. A view into a bucket has the strides of
-its parameter.
+Parameters that require a gradient are taken in reverse order of registration, about the order in
+which backward computes their gradients, and cut into buckets by dtype and device. A view into a
+bucket has the strides of its parameter.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ UNCUT_BYTES = 4 << 20  # a model up to this size goes in one: a collective costs
 
 
 class GradientBucket:
-    """A run of parameters of one dtype and device: those from `first` up to `last` of the
-    layout."""
+    """Consecutive parameters of one dtype and device: `first` up to `last` of the layout."""
 
     def __init__(self, number: int, first: int, parameters: list[torch.nn.Parameter]) -> None:
         self.number = number
@@ -29,7 +28,7 @@ class GradientBucket:
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """One view into `flat`, of shape (numel or more,), for each parameter."""
+        """Returns a view into `flat`, of shape (numel or more,), for each parameter."""
         views, offset = [], 0
         for p in self.parameters:
             dense = torch._debug_has_internal_overlap(p) == 0 and _is_dense(p)
@@ -43,7 +42,7 @@ class GradientLayout:
     """The buckets for the parameters that require a gradient now."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """`parameters`: all of the model, in order."""
+        """`parameters` are all parameters of the model, in order."""
         self._requires_grad = [p.requires_grad for p in parameters]
         self.parameters = [p for p in reversed(parameters) if p.requires_grad]
         self.frozen = [p for p in parameters if not p.requires_grad]
@@ -75,7 +74,7 @@ def _cut(parameters: list[torch.nn.Parameter]) -> list[GradientBucket]:
 
 
 def _is_dense(p: torch.Tensor) -> bool:
-    """Whether its elements fill p.numel() places without gaps, in whatever order."""
+    """Returns whether the elements fill p.numel() positions without gaps, in any order."""
     if p.numel() == 0:
         return True
     reach = 1 + sum((size - 1) * step for size, step in zip(p.shape, p.stride(), strict=True))

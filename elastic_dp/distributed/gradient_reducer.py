@@ -1,17 +1,18 @@
-"""Gradients of V virtual workers, added up across the members of a generation while backward still
-runs.
+"""Adds up the gradients of V virtual workers across the members of a generation, during backward.
 
 Exact mode adds along the fixed tree of reduction_tree.py: the sum has the same bits for every world
-size. A worker adds its own subtrees as it goes, each gradient in its own hook (`LocalReduction`).
-In the backward pass of its last leaf, every bucket that is complete is sent (`BucketReduction`).
+size. A worker adds its own subtrees as it computes, each gradient in its own hook
+(`LocalReduction`). In the backward pass of its last leaf, every bucket that is complete is sent
+(`BucketReduction`).
 
-What always holds:
-- User code never meets the gradient of another micro-batch: `p.grad` is None when a loss function
-  and its backward pass begin. One that a loss function leaves there is an error, and so is a
+The invariants are:
+
+- User code never sees the gradient of another micro-batch: `p.grad` is None when a loss function
+  and its backward pass begin. A gradient that a loss function leaves there is an error, and so is a
   post-accumulate-grad hook other than ours.
-- Buckets are launched in index order, on every rank the same. One is launched early only when each
-  of its parameters has fired. A parameter that fires twice in one backward (tied weights under
-  reentrant checkpointing do) makes the step void (`late`): it may have been sent too early, or been
+- Buckets are launched in index order, the same on every rank. A bucket is launched early only when
+  each of its parameters has fired. A parameter that fires twice in one backward (tied weights under
+  reentrant checkpointing do) invalidates the step (`late`): it may have been sent too early, or
   added to its neighbour in parts. From then on (`sequential`) nothing is launched before backward
   has ended, and every leaf is added as a whole.
 - An absent gradient travels as -0.0, the neutral element of IEEE addition: x + -0.0 is x, also for
@@ -38,8 +39,7 @@ from elastic_dp.errors import GroupError, LossError, ModelError
 
 
 class GradientReducer:
-    """Adds gradients for one model; buffers and collectives are those of the generation it was
-    opened for."""
+    """Adds up gradients for one model, with the buffers and collectives of the open generation."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._names = {p: name for name, p in parameters.items()}
@@ -54,7 +54,7 @@ class GradientReducer:
         self.sequential = self.late = False
         self._running = False  # hooks act only within a step's backward passes
         self._is_last = False  # ... and launch only in the last one
-        self._next = 0  # first bucket that is not launched
+        self._next = 0  # the first bucket that is not launched
         self._error: GroupError | None = None
 
     # ----------------------------------------------------------------------- generation
@@ -62,12 +62,12 @@ class GradientReducer:
     def open(
         self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
     ) -> None:
-        """Work for this generation. `shares[r]` is the range of virtual workers of rank r."""
+        """Opens a generation. `shares[r]` is the range of virtual workers of rank r."""
         self._plan = ReductionPlan(group, shares, virtual_workers, exact)
         self._lay_out()
 
     def close(self) -> None:
-        """Forget the generation; what is still in flight keeps its buffers."""
+        """Closes the generation. Operations in flight keep their buffers."""
         self._running = False
         self._plan = None
         self._sums.clear()
@@ -76,7 +76,7 @@ class GradientReducer:
         self._exchanges = []
 
     def preallocate(self, virtual_workers: int) -> None:
-        """Touch memory for buffers before a group waits for it."""
+        """Touches memory for buffers before a group needs it."""
         self._arrange()
         self._pool.preallocate(self._layout.buckets, virtual_workers)
 
@@ -89,7 +89,7 @@ class GradientReducer:
         self._pool.keep_host_memory_only()
 
     def _arrange(self) -> None:
-        """Hooks and buckets for the parameters that require a gradient now."""
+        """Creates hooks and buckets for the parameters that require a gradient now."""
         if self._layout.fits(self._all):
             return
         for hook in self._hooks:
@@ -106,7 +106,7 @@ class GradientReducer:
     # ----------------------------------------------------------------------------- step
 
     def begin(self) -> None:
-        """Before the first leaf of a step. Follows `requires_grad` where the user changed it."""
+        """Starts a step. Follows changes of `requires_grad`."""
         assert self._plan is not None
         if not self._layout.fits(self._all):
             self._lay_out()
@@ -119,14 +119,14 @@ class GradientReducer:
             exchange.begin()
 
     def drop(self) -> None:
-        """Forget every gradient, also those of a step that was not committed."""
+        """Drops every gradient, also those of a step that was not committed."""
         self._running = False
         self._sums.clear()
         for p in self._all:
             p.grad = None
 
     def before_leaf(self, leaf: Leaf, is_last: bool) -> None:
-        """Before the forward pass of `leaf`."""
+        """Prepares for the forward pass of `leaf`."""
         assert self._plan is not None
         merges = leaf.merges if self._plan.exact else min(1, len(self._sums))
         self._sums.begin_leaf(len(self._layout.parameters), merges)
@@ -135,7 +135,8 @@ class GradientReducer:
             exchange.begin_leaf()
 
     def before_backward(self) -> None:
-        """The loss function has returned. Raises LossError and ModelError."""
+        """Checks the gradients after the loss function returned. Raises LossError and
+        ModelError."""
         for p in self._all:
             if p.grad is not None:
                 raise LossError(
@@ -148,7 +149,7 @@ class GradientReducer:
         self._running = True
 
     def after_leaf(self, leaf: Leaf, is_last: bool) -> None:
-        """After its backward pass, or after it turned out to contribute nothing."""
+        """Adds the gradients after the backward pass, also of a leaf that contributes nothing."""
         self._running = False
         for p in self._layout.frozen:
             if p.grad is not None:
@@ -167,32 +168,31 @@ class GradientReducer:
         sums.end_leaf()
 
     def send(self) -> None:
-        """After the last leaf: every bucket that is not on its way yet."""
+        """Launches every bucket that is not launched yet, after the last leaf."""
         while self._next < len(self._exchanges):
             self._flush(self._exchanges[self._next])
         if self._error is not None:
             raise self._error
 
     def reduce(self) -> None:
-        """Finish the sums of my parts and send them out, bucket by bucket as they arrive."""
+        """Finishes the sums of this rank's parts and sends them, bucket by bucket as they
+        arrive."""
         for exchange in self._exchanges:
             exchange.reduce()
 
     def settle(self) -> None:
-        """Wait for what was sent, so that the buffers may be filled once more in this
-        generation."""
+        """Waits for what was sent, so that this generation can fill the buffers again."""
         for exchange in self._exchanges:
             exchange.settle()
 
     def add_sequentially(self) -> None:
-        """From the next attempt on: a parameter fires twice in one backward, see above."""
+        """Makes later attempts sequential, after a parameter fired twice in one backward."""
         self.sequential = True
 
     def complete(self, factor: float) -> bool:
-        """Wait until the finished parts of all have arrived, and take them `factor` times, bucket
-        by bucket.
+        """Waits until the finished parts of all ranks have arrived and multiplies them by `factor`.
 
-        Returns whether all is finite, the same on every rank.
+        Returns whether all sums are finite, the same on every rank.
         """
         for exchange in self._exchanges:
             exchange.settle()
@@ -202,9 +202,9 @@ class GradientReducer:
         return all(exchange.is_finite() for exchange in self._exchanges)
 
     def assign(self, used: Sequence[int]) -> list[torch.Tensor]:
-        """Give every used parameter its gradient, a view into the buckets; the others keep None.
+        """Gives every used parameter its gradient, a view into the buckets. The others keep None.
 
-        Returns the gradients; they hold until the next `begin` or `open`.
+        Returns the gradients, which are valid until the next `begin` or `open`.
         """
         given = []
         for exchange in self._exchanges:
@@ -219,14 +219,13 @@ class GradientReducer:
 
     @property
     def used(self) -> bytes:
-        """One byte per parameter: whether some virtual worker of mine gave it a gradient."""
+        """Returns a byte per parameter: 1 if a virtual worker of this rank gave it a gradient."""
         return bytes(self._used)
 
     # -------------------------------------------------------------------------- private
 
     def _refuse_hooks(self, ours: int) -> None:
-        """Raises ModelError where a parameter has a post-accumulate-grad hook that is not one of
-        ours."""
+        """Raises ModelError if a parameter has a post-accumulate-grad hook of other code."""
         for p in self._layout.parameters:
             if len(p._post_accumulate_grad_hooks or ()) > ours:
                 raise ModelError(
@@ -249,7 +248,7 @@ class GradientReducer:
                 raise ModelError(f"model.{name} has a sparse gradient; use Embedding(sparse=False)")
             self._used[index] = 1
             if self.sequential:
-                return  # `after_leaf` and `send` take it, when it is whole
+                return  # `after_leaf` and `send` take it when it is complete
             if sums.fired[index]:
                 self.late, parameter.grad = True, None
                 return
@@ -259,7 +258,7 @@ class GradientReducer:
                 parameter.grad = None
                 return
             exchange = self._exchanges[number]
-            # At once, while its gradient is in the cache.
+            # Now, while the gradient is in the cache.
             self._write_last(exchange, index, parameter)
             if exchange.fired():
                 while self._next < len(self._exchanges) and self._exchanges[self._next].is_full:
@@ -268,7 +267,7 @@ class GradientReducer:
         return fired
 
     def _flush(self, exchange: BucketReduction) -> None:
-        """Write this worker's sums of one bucket into its buffers and launch its exchange."""
+        """Writes this worker's sums of one bucket to its buffers and launches its exchange."""
         bucket, sums = exchange.bucket, self._sums
         for views, complete in zip(exchange.views, sums.complete(), strict=False):
             for view, one in zip(views, complete[bucket.first : bucket.last], strict=True):
@@ -285,8 +284,7 @@ class GradientReducer:
             self._error = error
 
     def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
-        """This parameter's gradient of the last subtree, added up with the sums that wait for
-        it."""
+        """Writes a parameter's gradient of the last subtree, added to the sums on the stack."""
         view = exchange.views[-1][index - exchange.bucket.first]
         _write(view, self._sums.merged(index, p.grad, out=view))
         p.grad = None

@@ -1,9 +1,9 @@
 """Adds up the gradients of one worker's virtual workers, by whole subtrees of the reduction tree.
 
-The sums are a stack, on which each leaf (the turn of one virtual worker) puts the sum that it
-completes; see `reduction_tree.fold`. Sums that wait are not copied, but for gradients in the memory
-of a CUDA graph, which its next replay would write again. Where other code uses the memory of a
-gradient again, that is refused.
+The sums are a stack, on which each leaf (the turn of one virtual worker) pushes the sum that it
+completes; see `reduction_tree.fold`. Sums on the stack are not copied, except gradients in the
+memory of a CUDA graph, which its next replay would overwrite. Other code that reuses the memory of
+a gradient is refused.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
 
 
 class LocalReduction:
-    """`fired[i]`: whether parameter i has got its gradient in the present leaf. `name`: of a
-    parameter, by its number."""
+    """The sums of one worker.
+
+    `fired[i]` is whether parameter i has received its gradient in the present leaf. `name` returns
+    the name of a parameter by its number.
+    """
 
     def __init__(self, name: Callable[[int], str]) -> None:
         self._name = name
-        self._copies = False  # gradients that wait
+        self._copies = False  # whether gradients on the stack are copied
         self._stack: list[Gradients] = []  # sums of whole subtrees
         self._current: Gradients = []  # the sum that this leaf completes
-        self.merges = 0  # to so many of the stack this leaf's gradient is added
+        self.merges = 0  # how many sums of the stack this leaf's gradient is added to
         self.fired = bytearray()
 
     def __len__(self) -> int:
@@ -44,7 +47,7 @@ class LocalReduction:
         self.merges = merges
 
     def add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """The gradient of this leaf; the caller gives up its tensor. Raises ModelError."""
+        """Adds the gradient of this leaf, whose tensor the caller gives up. Raises ModelError."""
         value = self.merged(index, gradient)
         if value is not None and value is gradient and self._copies:
             value = value.clone()
@@ -57,8 +60,10 @@ class LocalReduction:
     def merged(
         self, index: int, value: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """This leaf's gradient, added to the sums that wait for it; the last of them goes to
-        `out`. Raises ModelError."""
+        """Returns this leaf's gradient, added to the sums on the stack that it completes.
+
+        The last addition writes to `out`. Raises ModelError.
+        """
         if value is not None:
             self._refuse_reuse(index, value)
         for depth in range(1, self.merges + 1):
@@ -72,7 +77,7 @@ class LocalReduction:
         return value
 
     def _refuse_reuse(self, index: int, value: torch.Tensor) -> None:
-        """A sum that waits would lie where this gradient is, so it is overwritten."""
+        """Raises ModelError if this gradient lies in the memory of a sum on the stack."""
         address = value.data_ptr()
         for sums in self._stack:
             one = sums[index]
@@ -87,5 +92,5 @@ class LocalReduction:
                 )
 
     def complete(self) -> list[Gradients]:
-        """Sums of the subtrees to which the present leaf adds nothing more, in order."""
+        """Returns the sums of the subtrees that the present leaf does not add to, in order."""
         return self._stack[: len(self._stack) - self.merges]

@@ -1,16 +1,19 @@
-"""The process group of one generation: formed under its own prefix, left at any instant.
+"""The process group of one generation: formed under its own prefix, abortable at any time.
 
-Three things always hold. Every operation is launched asynchronously and waited for on an event that
-either its completion or `abort()` sets, so a control thread can free the training thread from a
-collective whose peer is gone, frozen, or late; nothing else does for Gloo, whose own `abort()` is
-empty and whose destructor blocks until its last operation ends. An abandoned operation may still
-write into its buffers: group, operations and buffers are handed together to a background thread,
-which drops them when they have ended. And forming happens on a thread that can be abandoned, too,
-with a store client of its own, since an absent peer blocks the constructor.
+Three invariants hold:
 
-A stranger who reaches one of our ports cannot join: addresses are exchanged in a store that accepts
-only holders of the run's secret, each two members prove to each other that they hold it before the
-group is used, and Gloo's port is shut while no group forms.
+- Every operation is launched asynchronously and waited for on an event that either its completion
+  or `abort()` sets. A control thread can therefore free the training thread from a collective whose
+  peer is gone, frozen, or late. Nothing else can for Gloo, whose own `abort()` is empty and whose
+  destructor blocks until its last operation ends.
+- An abandoned operation may still write to its buffers: group, operations and buffers are handed
+  together to a background thread, which drops them when they have ended.
+- Forming happens on a thread that can be abandoned, too, with a store client of its own, since an
+  absent peer blocks the constructor.
+
+A process without the run's secret cannot join: addresses are exchanged in a store that accepts only
+holders of the secret, each two members prove to each other that they hold it before the group is
+used, and Gloo's port is closed while no group forms.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ _REST_S = 3.0  # from the end of a group until it is dropped
 
 
 class Operation:
-    """One collective in flight, and the tensors it may still touch."""
+    """A collective in flight, and the tensors that it may still access."""
 
     __slots__ = ("buffers", "done", "work")
 
     def __init__(self, buffers: tuple[torch.Tensor, ...]) -> None:
-        self.done = threading.Event()  # set only where somebody waits, or by an abort
+        self.done = threading.Event()  # set only if a thread waits, or by an abort
         self.buffers = buffers
         self.work: Any = None
 
@@ -59,7 +62,7 @@ class ProcessGroup:
     def __init__(
         self, backend: Any, rank: int, world_size: int, device: torch.device, store: Any = None
     ) -> None:
-        """`store`: what the backend may go on using; torch holds its C++ half alone."""
+        """`store` is kept alive for the backend, since torch holds only its C++ part."""
         self.rank, self.world_size, self.device = rank, world_size, device
         self._backend, self._store = backend, store
         self._aborted = False
@@ -71,8 +74,8 @@ class ProcessGroup:
         return self._aborted
 
     def abort(self) -> None:
-        """Free whoever waits in this group, from any thread; every later call raises
-        GroupAborted."""
+        """Frees every thread that waits in this group. Later calls raise GroupAborted. Any thread
+        may call it."""
         self._aborted = True
         for operation in list(self._pending):
             operation.done.set()
@@ -87,7 +90,7 @@ class ProcessGroup:
     # ------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: torch.Tensor) -> Operation:
-        """Sum in place, by the backend's own algorithm."""
+        """Sums `tensor` over all ranks in place, with the backend's own algorithm."""
         return self._launch(
             (tensor,), lambda: self._backend.allreduce([tensor], c10d.AllreduceOptions())
         )
@@ -99,7 +102,8 @@ class ProcessGroup:
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> Operation:
-        """Part r of the flat `input` goes to rank r; part r of the flat `output` comes from it."""
+        """Sends part r of the flat `input` to rank r, and receives part r of the flat `output` from
+        it."""
         return self._launch(
             (output, input),
             lambda: self._backend.alltoall_base(
@@ -108,7 +112,7 @@ class ProcessGroup:
         )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
-        """The equally long flat `input`s of all ranks, one after another, in `output`."""
+        """Gathers the equally long flat `input` of all ranks, one after another, in `output`."""
         return self._launch(
             (output, input),
             lambda: self._backend._allgather_base(output, input, c10d.AllgatherOptions()),
@@ -121,7 +125,7 @@ class ProcessGroup:
         return self._launch((tensor,), lambda: self._backend.broadcast([tensor], options))
 
     def wait(self, operation: Operation) -> None:
-        """Until it is done. Raises GroupAborted or CollectiveFailed."""
+        """Waits until the operation is done. Raises GroupAborted or CollectiveFailed."""
         if self._on_device:
             operation.work.wait()  # orders streams; `synchronize` is where the host waits
             self.check()
@@ -139,12 +143,14 @@ class ProcessGroup:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
 
     def is_over(self, operation: Operation) -> bool:
-        """Whether it can touch its buffers no more; failed ones included, but not those of an
-        aborted device."""
+        """Returns whether the operation can no longer access its buffers.
+
+        That includes failed operations, but not those of an aborted device.
+        """
         return not (self._on_device and self._aborted) and bool(operation.work.is_completed())
 
     def synchronize(self) -> None:
-        """Until the device has finished all that was launched; returns early, raising, when
+        """Waits until the device has finished everything launched. Raises GroupAborted when
         aborted."""
         if self.device.type != "cuda":
             self.check()
@@ -157,7 +163,7 @@ class ProcessGroup:
         self.check()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, of any length, in rank order; waits."""
+        """Returns the payload of every rank, of any length, in rank order. Waits for all ranks."""
         if self.world_size == 1:
             return [payload]
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self._home)
@@ -194,7 +200,7 @@ class ProcessGroup:
         return operation
 
     def close(self) -> None:
-        """Leave for good. Returns at once; what is still in flight is dropped when it ends."""
+        """Leaves the group. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
         _abandoned_groups.add((self._backend, self._pending, self._store))
         self._backend, self._pending, self._store = None, set(), None
@@ -210,8 +216,7 @@ def _is_nccl(backend: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the members of a generation meet: a store that outlives it, and a prefix nobody else
-    uses."""
+    """Where the members of a generation meet: a store that outlives it, and a unique prefix."""
 
     host: str
     port: int
@@ -225,10 +230,10 @@ def open_rendezvous_store(host: str, secret: bytes) -> RendezvousStoreServer:
 
 
 class Forming:
-    """The making of one process group, on its own thread.
+    """Forms one process group on a thread of its own.
 
-    `wait` returns the group, or raises FormingFailed (with the ranks that did not show up in
-    `absent`), or GroupAborted when `abort` was called; the thread is then left to end by itself.
+    `wait` returns the group. It raises FormingFailed, whose `absent` names the ranks that did not
+    arrive, or GroupAborted after `abort`, and leaves the thread to end by itself.
     """
 
     def __init__(
@@ -309,8 +314,10 @@ _clients_lock = threading.Lock()
 
 
 def _store_client(meet: Rendezvous, timeout: timedelta) -> RendezvousStoreClient:
-    """A client nobody else uses: a forming that was walked away from may block in its own for
-    long."""
+    """Returns a client that no other forming uses.
+
+    An abandoned forming may block in its own client for long.
+    """
     with _clients_lock:
         client = _clients.pop((meet.host, meet.port, meet.secret), None)
     if client is None:
@@ -320,7 +327,7 @@ def _store_client(meet: Rendezvous, timeout: timedelta) -> RendezvousStoreClient
 
 
 def _keep_client(meet: Rendezvous, client: RendezvousStoreClient) -> None:
-    """Connecting takes a millisecond or two, in which a group stands still."""
+    """Keeps a connected client: connecting takes a millisecond or two, in which a group waits."""
     with _clients_lock:
         _clients.clear()
         _clients[meet.host, meet.port, meet.secret] = client
@@ -331,7 +338,8 @@ _gloo_device_lock = threading.Lock()
 
 
 def use_interface(address: str | None) -> None:
-    """Bind Gloo to the interface of this IP address; None: the one this host's name resolves to."""
+    """Binds Gloo to the interface of this IP address; None: the one that the host's name resolves
+    to."""
     global _gloo_device
     with _gloo_device_lock:
         _gloo_device = GlooDevice(address)
@@ -350,7 +358,7 @@ def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout
             backend = dist.ProcessGroupGloo(store, rank, world_size, options)
             _prove(backend, meet, rank, world_size)
     except Exception:
-        if device is _gloo_device:  # strangers may have taken its next pairs
+        if device is _gloo_device:  # unknown clients may have taken its next pairs
             use_interface(device.address)
         raise
     backend._set_default_timeout(_OPERATION_TIMEOUT)
@@ -358,11 +366,11 @@ def _form_gloo(store: Any, meet: Rendezvous, rank: int, world_size: int, timeout
 
 
 def _prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
-    """Each two members show each other the secret, on the connection that they will use. Raises
-    ConnectionError.
+    """Has each two members prove the secret to each other, on the connection that they will use.
 
-    A group's prefix is never used again, so neither is a proof. One who listens in to a connection
-    can use it no more either: the receiver has taken the sender's.
+    A group's prefix is never used again, so a proof is not either. A process that listens in on a
+    connection cannot reuse a proof: the receiver has already accepted the sender's. Raises
+    ConnectionError.
     """
 
     def proof(sender: int, receiver: int) -> bytes:
@@ -375,7 +383,9 @@ def _prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
     backend.alltoall_base(taken, given, sizes, sizes, c10d.AllToAllOptions()).wait()
     for r, got in enumerate(taken.view(world_size, _PROOF_BYTES).numpy()):
         if not hmac.compare_digest(got.tobytes(), proof(r, rank)):
-            raise ConnectionError(f"who answered for rank {r} does not hold the run's secret")
+            raise ConnectionError(
+                f"the peer that answered as rank {r} does not hold the run's secret"
+            )
 
 
 def _form_nccl(
@@ -390,7 +400,7 @@ def _form_nccl(
 
 
 def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
-    """Ranks that never reached the store under this prefix."""
+    """Returns the ranks that never reached the store under this prefix."""
     try:
         return [r for r in range(world_size) if not store.check([f"{prefix}/present/{r}"])]
     except RuntimeError:
@@ -402,11 +412,11 @@ def _absent(store: Any, prefix: str, world_size: int) -> list[int]:
 
 
 class _AbandonedGroups:
-    """Drops abandoned groups on a thread of its own, since a group with a stuck operation blocks to
-    the end.
+    """Drops abandoned groups on a thread of its own, since dropping one with a stuck operation
+    blocks.
 
-    Not at once: Gloo's destructor waits about 4 ms for every peer, with the interpreter's lock
-    held, which would be added to the pause of the generation that comes next.
+    It waits first: Gloo's destructor takes about 4 ms for every peer and holds the GIL, which would
+    add to the pause of the next generation.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Gathers one small record of every rank on every rank, in one collective of a fixed size.
 
-All ranks start from the same size and grow it by the same rule: when a record did not fit, all
-ranks see the length that it needs, and gather once more with room for it.
+All ranks start with the same size and grow it by the same rule: if a record did not fit, all ranks
+see the length that it needs and gather again with that size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RecordGather:
             self._gather()
 
     def collect(self) -> list[bytes]:
-        """The records in rank order."""
+        """Waits for the records and returns them in rank order."""
         if self._group.world_size == 1:
             return [self._payload]
         while True:
@@ -48,8 +48,7 @@ class RecordGather:
             self._gather()
 
     def _make_room(self, capacity: int) -> None:
-        """For as long as the group lives: each gathering is waited for before the next one
-        begins."""
+        """Allocates buffers that are reused for every gather of the group, one at a time."""
         self._row = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
         self._bytes = self._row.numpy().data
         self._rows = torch.empty(

@@ -1,12 +1,13 @@
 """The fixed binary tree over virtual workers 0..V-1, along which exact mode adds.
 
 A node is a half-open range (first, last). A node of more than one leaf splits at the largest power
-of two that is smaller than its size, so the tree depends on V alone. Floating-point addition is not
-associative but it is commutative, bit for bit, so two sums over one tree are equal wherever its
+of two that is smaller than its size, so the tree depends on V alone. Floating-point addition is
+commutative, bit for bit, but not associative, so two sums over one tree are equal wherever its
 nodes are added.
 
-A worker's contiguous range is a few whole subtrees (`cover`): it adds up each by itself (`fold`,
-the order of work for it), and the owner of a chunk adds the subtrees of all workers (`add_up`).
+A worker's contiguous range consists of a few whole subtrees (`cover`). The worker adds up each of
+them (`fold` is the order of its work), and the owner of a chunk adds the subtrees of all workers
+(`add_up`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 def middle(node: Node) -> int:
-    """Where a node of two or more leaves splits."""
+    """Returns where a node of two or more leaves splits."""
     first, last = node
     size = last - first
     assert size >= 2, node
@@ -25,7 +26,7 @@ def middle(node: Node) -> int:
 
 
 def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
-    """The largest subtrees that together are exactly first..last-1, in order."""
+    """Returns the largest subtrees that together are exactly first..last-1, in order."""
 
     def walk(node: Node) -> list[Node]:
         low, high = node
@@ -42,7 +43,7 @@ def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
 class Leaf(NamedTuple):
     """One virtual worker's turn in a worker's step.
 
-    `merges`: how many times its gradient, or the sum at hand, is added to the sum put aside last,
+    `merges` is how many times its gradient, or the sum so far, is added to the top of the stack,
     each time completing a node.
     """
 
@@ -51,10 +52,10 @@ class Leaf(NamedTuple):
 
 
 def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
-    """The order in which a worker runs its leaves and adds them, subtree by subtree.
+    """Returns the order in which a worker runs its leaves and adds them, subtree by subtree.
 
-    With a stack of sums, on which each leaf puts what it completes. At the end it holds exactly the
-    nodes of `cover`, in order.
+    The sums form a stack, on which each leaf pushes what it completes. At the end the stack holds
+    exactly the nodes of `cover`, in order.
     """
     leaves: list[Leaf] = []
 
@@ -74,10 +75,7 @@ def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
 
 
 def add_up(sums: Mapping[Node, T], virtual_workers: int, add: Callable[[T, T], T]) -> T:
-    """The sum over the whole tree from the sums of nodes that together are all of it.
-
-    A node whose sums are all missing from `sums` must not occur: `sums` covers 0..V-1.
-    """
+    """Returns the sum over the whole tree, from the sums of nodes that together cover 0..V-1."""
 
     def walk(node: Node) -> T:
         if node in sums:

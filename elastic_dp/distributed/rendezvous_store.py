@@ -1,18 +1,17 @@
-"""The store at which the members of a generation meet. Only who holds the run's secret can read or
-write it.
+"""The store at which the members of a generation meet. Only holders of the run's secret can use it.
 
-torch's TCPStore takes anyone, and one malformed message keeps its only thread busy for five seconds
-(measured with torch 2.13: it resolves the symbols of a stack trace). So this is a store of our own,
-with torch's interface:
+torch's TCPStore accepts any client, and one malformed message keeps its only thread busy for five
+seconds (measured with torch 2.13: it resolves the symbols of a stack trace). This store has torch's
+interface:
 
     server → client   nonce (16 bytes)
     client → server   nonce (16 bytes)
     then both ways    length (4 bytes) | MAC (16 bytes) | JSON
 
 The MAC is keyed BLAKE2b over direction, counter and content; its key is derived from the secret and
-both nonces. So nothing is parsed that a member has not sent, and nothing that was recorded can be
-sent again. A connection that has not shown the secret within a few seconds, or among the newest few
-hundred, is closed. Values are not encrypted.
+both nonces. So the server parses only what a member has sent, and a recorded message cannot be
+replayed. A connection that does not prove the secret within a few seconds, or that is not among the
+newest few hundred, is closed. Values are not encrypted.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from elastic_dp.threads import background
 _NONCE_BYTES, _MAC_BYTES = 16, 16
 _HEAD = struct.Struct(f">I{_MAC_BYTES}s")
 _MAX_BYTES = 1 << 24  # of one message
-_MAX_STRANGER_BYTES = 1 << 14  # of the first one
-_STRANGER_S = 5.0  # to show the secret
+_MAX_STRANGER_BYTES = 1 << 14  # of the first message
+_STRANGER_S = 5.0  # time to prove the secret
 _MAX_STRANGERS = 256
 _READ_BYTES = 1 << 16
 _RETRY_S = 0.05
 
 
 class _Wire:
-    """One end of a connection: messages to signed bytes and back."""
+    """One end of a connection: converts messages to signed bytes and back."""
 
     def __init__(self, secret: bytes, nonces: bytes, *, server: bool) -> None:
         self._key = hashlib.blake2b(
@@ -64,8 +63,10 @@ class _Wire:
         return _HEAD.pack(len(content), mac) + content
 
     def take(self, buffer: bytearray, most: int = _MAX_BYTES) -> Any:
-        """The first message in the buffer, which loses it; None if not all of it is there. Raises
-        ValueError for a foreign one."""
+        """Removes the first message from the buffer and returns it; None if it is incomplete.
+
+        Raises ValueError if it is too long or not signed with the secret.
+        """
         if len(buffer) < _HEAD.size:
             return None
         length, mac = _HEAD.unpack_from(buffer)
@@ -89,8 +90,10 @@ class _Wire:
 
 
 class _Client:
-    """A connection as the server sees it. `wire` is set once the nonces are exchanged, `known` once
-    a message was genuine."""
+    """A connection of the server.
+
+    `wire` is set once the nonces are exchanged, `known` once a message was authentic.
+    """
 
     def __init__(self, connection: socket.socket, until: float) -> None:
         self.connection, self.until = connection, until
@@ -101,17 +104,17 @@ class _Client:
 
 
 class RendezvousStoreServer:
-    """One thread; it goes on whatever arrives. Open from the start until `close`."""
+    """The server, on one thread, which survives any input. It serves until `close`."""
 
     def __init__(self, host: str, secret: bytes) -> None:
-        """`host`: the address of this machine at which members reach it."""
+        """`host` is the address of this machine at which members reach it."""
         self._secret = secret
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=4096)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._values: dict[str, str] = {}
-        # By the key that is missing: who asked, the number of the request, and the keys.
+        # By the missing key: the client, the number of its request, and the keys.
         self._waiting: defaultdict[str, list[tuple[_Client, int, list[str]]]] = defaultdict(list)
         self._strangers: dict[_Client, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
@@ -132,7 +135,7 @@ class RendezvousStoreServer:
                     continue
                 try:
                     self._go_on(key.data, events)
-                except Exception:  # a stranger's, or one that is gone; never the end of this thread
+                except Exception:  # a broken or malicious client must not end this thread
                     self._drop(key.data)
             now = time.monotonic()
             for client in [c for c in self._strangers if c.until < now]:
@@ -144,7 +147,7 @@ class RendezvousStoreServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # no descriptor is left, perhaps, because of strangers
+        except OSError:  # perhaps unknown clients use all descriptors
             if self._strangers:
                 self._drop(next(iter(self._strangers)))
             elif not self._closed:
@@ -210,7 +213,7 @@ class RendezvousStoreServer:
         return self._values.pop(key, None) is not None
 
     def _get(self, client: _Client, number: int, keys: list[str]) -> None:
-        """Answered when all of them are there."""
+        """Answers when all of the keys exist."""
         for key in keys:
             if key not in self._values:
                 self._waiting[key].append((client, number, keys))
@@ -219,7 +222,7 @@ class RendezvousStoreServer:
 
     def _answer(self, client: _Client, number: int, answer: Any) -> None:
         assert client.wire is not None
-        if client.connection.fileno() >= 0:  # one that waited may be gone
+        if client.connection.fileno() >= 0:  # a waiting client may be gone
             self._send(client, client.wire.sign([number, answer]))
 
     def _send(self, client: _Client, content: bytes) -> None:
@@ -240,10 +243,10 @@ def _parent(key: str) -> str:
 
 
 class RendezvousStoreClient(dist.Store):
-    """Raises DistStoreError where the server cannot be reached, is not of this run, or a key does
-    not come in time.
+    """A client of the store.
 
-    A `set` is not waited for: whoever asks for the value waits.
+    Raises DistStoreError if the server cannot be reached, is not of this run, or a key does not
+    arrive in time. `set` does not wait for an answer: the member that asks for the value waits.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, timeout: timedelta) -> None:
@@ -254,7 +257,7 @@ class RendezvousStoreClient(dist.Store):
         self._asked = 0
         self._of_all: str | None = None  # the parent of what each rank sets
         self._known: dict[str, str] = {}
-        self._clones: list[RendezvousStoreClient] = []  # torch holds their C++ half alone
+        self._clones: list[RendezvousStoreClient] = []  # torch holds only their C++ part
         self._connect()
 
     def _connect(self) -> None:
@@ -318,8 +321,11 @@ class RendezvousStoreClient(dist.Store):
     # ------------------------------------------------------------------------------------------
 
     def asks_for_all(self, rank: int, world_size: int) -> None:
-        """Every rank is about to set one key, once, that ends with its number, and to ask for those
-        of all, one after another: they are fetched together."""
+        """Announces that every rank will set one key that ends with its number and ask for those of
+        all.
+
+        The keys are then fetched together instead of one by one.
+        """
         self._rank, self._of_all, self._known = (rank, world_size), None, {}
 
     def _get(self, keys: list[str], timeout: timedelta) -> dict[str, str]:
@@ -335,7 +341,7 @@ class RendezvousStoreClient(dist.Store):
             until = self._until(timeout)
             self._send(request, until)
             try:
-                while True:  # answers to what was given up may come before ours
+                while True:  # answers to requests that timed out may come first
                     while (message := self._wire.take(self._received)) is None:
                         self._read(len(self._received) + 1, until)
                     if message[0] == self._asked:

@@ -1,10 +1,9 @@
-"""Sends a text and tensors from one member to the others by broadcast; or bytes, of which each
-member has a share.
+"""Broadcasts a text and tensors from one member to the others, and exchanges shares of bytes.
 
-The text describes the tensors. It belongs to the caller: nothing here reads it, and it names no
-code to run. Large tensors are sent as they are, small ones packed. The receiver decides where each
-tensor goes. Its own tensors stay as they are until `receive` has returned, unless it passes them as
-targets itself (a worker without state may).
+The text describes the tensors. It belongs to the caller: this module does not read it, and it names
+no code to run. Large tensors are sent as they are, small ones packed. The receiver decides where
+each tensor goes. Its own tensors do not change until `receive` has returned, unless it passes them
+as targets itself (a worker without state may).
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.errors import CollectiveFailed
 
 _PACKED_BYTES = 1 << 20  # smaller tensors are packed into one broadcast of about this size
-_PIECE_BYTES = 4 << 20  # of what each member has a share of
-_MAX_IN_FLIGHT = 2  # more of them only get in each other's way
-_HEAD_BYTES = 1 << 16  # of the first broadcast: the lengths, and as much of the texts as fits
+_PIECE_BYTES = 4 << 20  # pieces of a span in `exchange_spans`
+_MAX_IN_FLIGHT = 2  # more operations only slow each other down
+_HEAD_BYTES = 1 << 16  # size of the first broadcast: the lengths, and what fits of the texts
 _LENGTH_BYTES = 8  # of each of the two texts
 
-# A broadcast in flight, its buffer, and what that is taken apart into when it has arrived, if
-# anything.
+# A broadcast in flight, its buffer, and the tensors that the buffer is unpacked into, if any.
 _Flight = tuple[Operation, torch.Tensor, list[torch.Tensor]]
 
 
@@ -38,7 +36,7 @@ class TensorMeta:
     device_type: str
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A fresh tensor of this kind, on `device` unless it lives on the host anyway."""
+        """Returns a new tensor of this kind, on `device` unless its device type is the host's."""
         place = device if self.device_type != "cpu" else torch.device("cpu")
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=place)
 
@@ -48,16 +46,21 @@ Targets = Callable[[bytes, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class StatePayload:
-    """Ready to be sent: `head` holds the lengths of the texts and the texts, `flats` the tensors as
-    bytes."""
+    """A payload that is ready to be sent.
+
+    `head` holds the texts and their lengths, `flats` the tensors as bytes.
+    """
 
     head: torch.Tensor
     flats: Sequence[torch.Tensor]
 
 
 def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayload:
-    """Needs no group, so it can be made while one forms. The tensors must not change before it is
-    sent."""
+    """Returns the payload of a text and tensors.
+
+    It needs no group, so it can be made while one forms. The tensors must not change before it is
+    sent.
+    """
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
     specs = _specs_to_json([meta_of(t) for t in tensors])
     lengths = b"".join(len(part).to_bytes(_LENGTH_BYTES, "little") for part in (specs, text))
@@ -69,7 +72,7 @@ def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayl
 
 
 def send(group: ProcessGroup, payload: StatePayload) -> None:
-    """Give it to all others of `group`; this is rank 0 there."""
+    """Sends the payload to all other members of `group`. The caller is rank 0."""
     head = payload.head.to(group.home)
     first = group.broadcast(head[:_HEAD_BYTES], 0)
     if len(head) > _HEAD_BYTES:
@@ -84,9 +87,9 @@ def receive(
     device: torch.device,
     targets: Targets | None = None,
 ) -> tuple[bytes, list[torch.Tensor]]:
-    """The text and the tensors that rank 0 of `group` sends.
+    """Returns the text and the tensors that rank 0 of `group` sends.
 
-    `targets(text, specs)` may name tensors of ours, by number, that are to be written in place.
+    `targets(text, specs)` may name tensors, by number, that are written in place.
     """
     head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=group.home)
     group.wait(group.broadcast(head, 0))
@@ -110,7 +113,8 @@ def receive(
 def _destinations(
     specs: Sequence[TensorMeta], device: torch.device, ours: Mapping[int, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Where the tensors go: into ours, where one is named and fits, else into fresh memory."""
+    """Returns the tensors to receive into: those of `ours` where one is named and fits, else new
+    ones."""
     tensors = []
     for i, spec in enumerate(specs):
         mine = ours.get(i)
@@ -130,8 +134,8 @@ def copy_to_own_memory(
     device: torch.device,
     ours: Mapping[int, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """The same tensors in memory of ours: in what `ours` names, as in `receive`, or in fresh one
-    where `metas` says."""
+    """Copies tensors to those that `ours` names, as in `receive`, or to new ones as `metas`
+    says."""
     own = _destinations(metas, device, ours)
     for mine, given in zip(own, tensors, strict=True):
         mine.copy_(given)
@@ -141,10 +145,11 @@ def copy_to_own_memory(
 def exchange_spans(
     group: ProcessGroup, line: torch.Tensor, spans: Sequence[tuple[int, int]]
 ) -> None:
-    """The bytes start ≤ i < end of `line` (on the host) are there at the rank whose span that is;
-    afterwards at all.
+    """Gives every rank the bytes that each rank has.
 
-    In pieces, one of each rank in turn, so that all of them send at one time."""
+    `line` is on the host. Rank r has the bytes start ≤ i < end of `spans[r]`; afterwards every rank
+    has all spans. Pieces of all ranks take turns, so that all ranks send at the same time.
+    """
 
     def launched() -> Iterator[_Flight]:
         for at in range(0, max((end - start for start, end in spans), default=0), _PIECE_BYTES):
@@ -159,8 +164,7 @@ def exchange_spans(
 
 
 def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool) -> None:
-    """Broadcast byte vectors, a few in flight; on the receivers, packed ones are taken apart
-    again."""
+    """Broadcasts byte vectors, a few in flight. Receivers unpack the packed ones."""
 
     def launched() -> Iterator[_Flight]:
         for parts in _packs(flats):
@@ -178,8 +182,8 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
 
 
 def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -> None:
-    """Wait for each in turn, with at most so many in flight, and copy what has arrived to where it
-    belongs."""
+    """Waits for each operation in turn, with at most `most` in flight, and copies what has
+    arrived."""
     flights: deque[_Flight] = deque()
 
     def land() -> None:
@@ -198,7 +202,7 @@ def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -
 
 
 def _packs(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Large ones alone, small ones of one device in packs; the same cut on both sides, by sizes
+    """Yields large tensors alone and small ones in packs. Both sides cut equally, by sizes
     alone."""
     pack_: list[torch.Tensor] = []
     size = 0
@@ -222,7 +226,8 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def _specs_to_json(specs: Sequence[TensorMeta]) -> bytes:
-    """The kinds there are, and the kind of each: models have many tensors of few kinds."""
+    """Encodes the distinct kinds and the kind of each tensor: models have many tensors of few
+    kinds."""
     kinds = {spec: number for number, spec in enumerate(dict.fromkeys(specs))}
     told = [[str(k.dtype)[6:], k.shape, k.stride, k.device_type] for k in kinds]
     return json.dumps([told, [kinds[spec] for spec in specs]], separators=(",", ":")).encode()
@@ -247,6 +252,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes, without a copy; it must be dense."""
+    """Returns the memory of a dense tensor as bytes, without a copy."""
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)

@@ -1,8 +1,7 @@
-"""The small JSON files of a run's folder: written whole, and read so that whatever is wrong with
-one has a name.
+"""The small JSON files in a run's folder: written atomically, and every fault of one has a name.
 
-A file may be empty or cut off (a full disk, a file system without atomic rename), edited, or
-written by a later version of this package. Fields that this version does not know are left out; a
+A file may be empty or truncated (a full disk, a file system without atomic rename), edited, or
+written by a later version of this package. Fields that this version does not know are ignored; a
 later `format` is refused.
 """
 
@@ -20,25 +19,27 @@ from elastic_dp.storage.error_classes import ObjectMissing
 from elastic_dp.storage.store import Store
 
 _FORMAT = "format"
-_SHOWN = 40  # characters of a wrong value
+_SHOWN = 40  # characters of a wrong value in an error
 T = TypeVar("T")
 
 
 def path_in(store: Store, name: str) -> str:
-    """Of the file `name` in the folder at the store's URL."""
+    """Returns the path of the file `name` in the folder of the store."""
     return f"{store.path.rstrip('/')}/{name}" if store.path else name
 
 
 def read_json(store: Store, name: str, newest_format: int, way_out: str) -> dict[str, Any] | None:
-    """None if there is no such file. Raises FileDamaged, or RunMismatch for one of a later
-    format."""
+    """Returns the content of a file, or None if there is no such file.
+
+    Raises FileDamaged, or RunMismatch for a file of a later format.
+    """
     try:
         content = store.read_all(path_in(store, name))
     except ObjectMissing:
         return None
     where = f"{store.url.rstrip('/')}/{name}"
     stored = parse_json(bytes(content), where, way_out)
-    number = stored.pop(_FORMAT, 1)  # the first had none
+    number = stored.pop(_FORMAT, 1)  # the first format had no number
     if not isinstance(number, int):
         raise FileDamaged(where, f"its format is {_short(number)}, must be a number", way_out)
     if number > newest_format:
@@ -53,14 +54,16 @@ def read_json(store: Store, name: str, newest_format: int, way_out: str) -> dict
 def write_json(
     store: Store, name: str, content: Mapping[str, Any], number: int, *, create_only: bool = False
 ) -> None:
-    """Whole or not at all. `number`: of the format. With `create_only` raises FileExistsError if
-    there is one."""
+    """Writes a file atomically. `number` is the number of its format.
+
+    With `create_only`, raises FileExistsError if the file exists.
+    """
     text = json.dumps({_FORMAT: number, **content}, indent=2, default=str)
     store.write(path_in(store, name), text.encode(), create_only=create_only)
 
 
 def parse_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:
-    """A JSON object. Raises FileDamaged for anything else."""
+    """Returns a JSON object. Raises FileDamaged for any other content."""
     try:
         stored = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -72,8 +75,8 @@ def parse_json(content: bytes, where: str, way_out: str) -> dict[str, Any]:
 
 
 def make(cls: type[T], stored: Mapping[str, Any], where: str, way_out: str) -> T:
-    """The dataclass that was stored. Raises FileDamaged where a field is missing or has another
-    type."""
+    """Returns the dataclass that was stored. Raises FileDamaged if a field is missing or has a
+    wrong type."""
     known: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -88,7 +91,7 @@ def make(cls: type[T], stored: Mapping[str, Any], where: str, way_out: str) -> T
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether JSON's `value` is what a field of this type was written as."""
+    """Returns whether a JSON value fits the type of a field."""
     origin = get_origin(hint) or hint
     if origin is Any:
         return True

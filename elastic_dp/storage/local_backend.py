@@ -1,11 +1,12 @@
-"""Files of this machine, by the operating system's own calls: `pread`, `link`, `rename`, `fsync`.
+"""Files of this machine, through the operating system's own calls: `pread`, `link`, `rename`,
+`fsync`.
 
-A version is the time of the last change and the size. It is compared after the bytes were read, so
-that a file rewritten meanwhile is noticed. What is written appears whole, and is on the disk when
-`write` returns.
+A version is the time of the last change and the size. It is compared after a read, so that a file
+rewritten meanwhile is noticed. A write is atomic, and its content is on the disk when `write`
+returns.
 
-Large contents that begin at a page of memory go to the disk from where they lie (O_DIRECT), where
-the file system lets them: the page cache costs a copy of them, and whatever else it held.
+Large contents that begin at a page of memory bypass the page cache (O_DIRECT) if the file system
+supports it: the cache would cost a copy of them and evict other content.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MOVE = "Delete it, or move it away"
-PAGE_BYTES = 4096  # what a disk takes directly is aligned to, in memory and in the file
+PAGE_BYTES = 4096  # alignment of direct writes, in memory and in the file
 LINKS = "links to nothing"
-_DIRECT_BYTES = 1 << 20  # from this size on it is worth it
+_DIRECT_BYTES = 1 << 20  # smaller writes use the page cache
 
 
 class LocalBackend:
@@ -69,7 +70,7 @@ class LocalBackend:
         folder, name = os.path.split(path)
         try:
             os.makedirs(folder, exist_ok=True)
-        except FileExistsError as error:  # which is not that `path` exists
+        except FileExistsError as error:  # a parent folder is a file
             raise FileDamaged(error.filename or folder, "it is not a folder", _MOVE) from None
         aside = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -110,7 +111,7 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
         else:
             try:
                 found = item.stat()
-            except FileNotFoundError:  # deleted since, or a link to nothing
+            except FileNotFoundError:  # deleted meanwhile, or a link to nothing
                 continue
             except OSError as error:
                 if error.errno == errno.ELOOP:  # a link to itself
@@ -121,8 +122,8 @@ def _walk(folder: str, deep: bool) -> Iterator[Entry]:
 
 
 def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, int], ...]) -> None:
-    """`above`: the folders around it, as the system numbers them: a link to one of them would be
-    followed for ever."""
+    """Lists a folder. `above` identifies the folders around it: following a link to one would never
+    end."""
     try:
         here, inside = os.stat(folder), list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -141,7 +142,7 @@ def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, 
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP):
                 raise
-            if item.is_symlink():  # else deleted since
+            if item.is_symlink():  # else deleted meanwhile
                 into.unreadable.setdefault(LINKS, []).append(item.path)
             continue
         if found is not None:
@@ -154,7 +155,7 @@ def _look(folder: str, deep: bool, into: FolderListing, above: tuple[tuple[int, 
 
 
 def _open(path: str) -> int:
-    """Without waiting for the other end of a named pipe, if that is what has the name."""
+    """Opens a file without waiting for the other end, in case it is a named pipe."""
     try:
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except NotADirectoryError as error:  # below a file there is none
@@ -170,7 +171,7 @@ def _entry(path: str, found: os.stat_result) -> Entry:
 
 
 def _pread(descriptor: int, start: int, end: int) -> bytes:
-    """Up to `end` or the end of the file; the kernel gives at most 2 GiB at once."""
+    """Reads up to `end` or the end of the file. The kernel returns at most 2 GiB per call."""
     parts = [os.pread(descriptor, end - start, start)]
     while parts[-1] and sum(map(len, parts)) < end - start:
         start_of_rest = start + sum(map(len, parts))
@@ -179,7 +180,8 @@ def _pread(descriptor: int, start: int, end: int) -> bytes:
 
 
 def _write_direct(descriptor: int, content: memoryview) -> int:
-    """How many bytes of it were written like that: whole pages, or none where it cannot be done."""
+    """Writes whole pages directly. Returns the number of bytes written, 0 if that is not
+    possible."""
     end = len(content) // PAGE_BYTES * PAGE_BYTES
     if end < _DIRECT_BYTES or content.readonly:  # whose place ctypes does not tell
         return 0
@@ -195,8 +197,7 @@ def _write_direct(descriptor: int, content: memoryview) -> int:
 
 
 def _link(aside: str, path: str) -> None:
-    """The file under its name, unless that is taken: the one call that tests and creates at
-    once."""
+    """Gives the file its name, unless that is taken, in one atomic call."""
     try:
         os.link(aside, path)
     except FileExistsError:
@@ -206,8 +207,7 @@ def _link(aside: str, path: str) -> None:
             raise
         raise StorageError(
             f"{path}: the file system here has no hard links ({error.strerror}), so a file "
-            "cannot be created "
-            "only if there is none; use another file system or an object store"
+            "cannot be created only if there is none; use another file system or an object store"
         ) from error
 
 

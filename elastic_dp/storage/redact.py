@@ -1,8 +1,8 @@
-"""Credentials leave no text: known values, URL userinfo and queries, and what stores echo of a
-signed request.
+"""Removes credentials from texts: known values, URL userinfo and queries, and echoes of signed
+requests.
 
-An option's value is a secret unless its name says that it is not; a name that nobody thought of is
-one.
+The value of an option is a secret unless its name is known to be harmless. An unknown name counts
+as a secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PUBLIC = {
     *("protocol", "target_protocol", "addressing_style", "signature_version", "access", "host"),
 }
 _SECRET_PARTS = {"AccountKey", "SharedAccessSignature"}
-_SHORTEST_SECRET = 4  # shorter values would blot out half of every message
+_SHORTEST_SECRET = 4  # removing shorter values would make messages unreadable
 _SECRET_VARIABLE = re.compile(r"SECRET|TOKEN|PASSWORD|ACCOUNT_KEY|SAS_KEY|ACCESS_KEY")
 _ECHOED = re.compile(
     r"(?i)(bearer\s+|(?:authorization|x-amz-security-token|signature|credential)\s*[=:]\s*)[^\s,;&<>'\"]+"
@@ -48,7 +48,7 @@ def redact(text: str, options: Mapping[str, Any]) -> str:
 
 
 def _code_and_message(error: re.Match[str]) -> str:
-    """Of S3's XML; the rest of it repeats the signed request, session token included."""
+    """Returns code and message of S3's XML. The rest repeats the signed request with its token."""
     return f"{error[1]}: {error[2]}" if error[2] else error[1]
 
 

@@ -1,11 +1,9 @@
-"""The one loop in which storage is tried again, and what is told and counted of it.
+"""The one loop that retries storage requests, reports delays, and counts requests.
 
-- A fault that may pass is tried again after a growing, random pause, or the one that the server
-  asked for.
-- A call that has gone `timeout_s` without success raises, or, with someone to tell, tells once and
-  goes on. While several calls wait there is one message for all, and one when the last of them is
-  through.
-- What is raised is raised outside of any `except`: its cause and its context hold no foreign text.
+- A transient fault is retried after a growing, random pause, or the one that the server requested.
+- A call without success for `timeout_s` raises or, with `on_wait`, reports once and continues.
+  While several calls wait there is one message for all, and one when the last of them succeeds.
+- Errors are raised outside of any `except`: their cause and context hold no foreign text.
 """
 
 from __future__ import annotations
@@ -25,15 +23,18 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 LONGEST_RETRY_AFTER_S = 60.0
-# A cache that serves an old copy gets this many more chances; then the object is another one.
+# Retries for a cache that serves an old copy; after them the object counts as rewritten.
 STALE_TRIES = 4
-_chance = random.SystemRandom()  # not what user code draws from, nor alike in all forks
+_chance = random.SystemRandom()  # independent of user code, and different in each fork
 
 
 @dataclass
 class StoreCounts:
-    """Since the store was opened. `requests`: retried ones included. `wait_s`: failed requests and
-    the pauses after them, added up over all threads."""
+    """Counts since the store was opened.
+
+    `requests` includes retries. `wait_s` is the time of failed requests and the pauses after them,
+    added up over all threads.
+    """
 
     requests: int = 0
     retries: int = 0
@@ -53,8 +54,7 @@ class _Call:
 
 
 class Retry:
-    """Of one store, for all its threads. `clean` takes credentials out of a text; `name` is the
-    store's."""
+    """The retries of one store, for all its threads. `clean` removes credentials from a text."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Retry:
         self._timeout_s, self._on_wait = timeout_s, on_wait
         self._counts = StoreCounts()
         self._counting = threading.Lock()
-        self._waiting = 0  # calls that have told of themselves
+        self._waiting = 0  # calls that have reported a delay
         self._telling = threading.Lock()
         self._closed = threading.Event()
 
@@ -77,8 +77,10 @@ class Retry:
             return replace(self._counts)
 
     def run(self, what: str, attempt: Callable[[], T], *, stale_tries: int = 0) -> T:
-        """What `attempt` returns in the end. Raises StorageError (ObjectMissing, ObjectRewritten)
-        or FileExistsError."""
+        """Returns the result of `attempt` once it succeeds.
+
+        Raises StorageError (ObjectMissing, ObjectRewritten) or FileExistsError.
+        """
         call = _Call(what, stale_tries, time.monotonic())
         try:
             while True:
@@ -97,7 +99,7 @@ class Retry:
             self._counts.bytes_written += written
 
     def close(self) -> None:
-        """Calls that wait raise."""
+        """Makes calls that wait raise StorageError."""
         self._closed.set()
 
     def _try_once(self, attempt: Callable[[], T]) -> tuple[list[T], Fault | None]:
@@ -106,12 +108,14 @@ class Retry:
         began = time.monotonic()
         try:
             return [attempt()], None
-        except (AssertionError, FileDamaged):  # a bug; what no retry can mend
+        except (AssertionError, FileDamaged):  # a bug, or damage that no retry can repair
             raise
-        except Exception as error:  # the seam to foreign libraries: sorted in faults.py
+        except Exception as error:  # from foreign libraries; error_classes.py classifies it
             fault = fault_of(error)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, and no Exception
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # a panic in Rust, which is not an Exception
                 raise
             fault = Fault(Kind.PERMANENT, f"a panic in the store's library: {error}")
         with self._counting:
@@ -143,7 +147,7 @@ class Retry:
         pause = min(FIRST_PAUSE_S * 2**call.failures, LONGEST_PAUSE_S) * _chance.uniform(0.5, 1.0)
         pause = max(pause, min(fault.retry_after_s, LONGEST_RETRY_AFTER_S))
         call.failures = min(call.failures + 1, 30)
-        if not call.told:  # one more try just when the time is up
+        if not call.told:  # one more attempt when the time is up
             pause = min(pause, max(0.0, call.began + self._timeout_s - time.monotonic()))
         with self._counting:
             self._counts.retries += 1

@@ -1,8 +1,9 @@
-"""`Store`: the objects under one URL, over any backend; what is the same for all of them is here.
+"""`Store`: the objects under one URL, over any backend, with everything that backends have in
+common.
 
-- What a read returns is as long as was asked for, and of the version asked for.
-- Faults that may pass are tried again (retry.py); the backends below send one request each.
-- Nothing raised here holds a credential, in its text, its cause or its context.
+- A read returns exactly the requested length and version.
+- Transient faults are retried (retry.py); the backends send one request each.
+- No error contains a credential, in its text, cause or context.
 """
 
 from __future__ import annotations
@@ -59,24 +60,24 @@ class Store:
 
     @property
     def counts(self) -> StoreCounts:
-        """As they are now, a copy."""
+        """Returns a copy of the present counts."""
         return self._retry.counts
 
     @property
     def lists(self) -> bool:
-        """Whether it can say what it holds; over http only single files are found."""
+        """Whether the store can list its content; over http it cannot."""
         return self._backend.lists
 
     def look(self, folder: str, *, deep: bool) -> FolderListing:
-        """What lies in a folder, or below it, in one listing; whatever is in its name. Sorted by
-        path."""
+        """Lists a folder, or everything below it, in one listing sorted by path. Names have no
+        wildcards."""
         found = self._retry.run(
             f"list {folder}", lambda: self._backend.look(folder.rstrip("/"), deep)
         )
         return FolderListing(sorted(found.entries), sorted(found.folders), found.unreadable)
 
     def look_up(self, path: str) -> Entry | None:
-        """The one file, whatever is in its name; None: there is none."""
+        """Returns the one file of this name, or None. The name has no wildcards."""
         try:
             return self._retry.run(f"look up {path}", lambda: self._backend.stat(path))
         except ObjectMissing:
@@ -102,10 +103,9 @@ class Store:
         return sorted(found)
 
     def read(self, path: str, start: int, end: int, version: str = "") -> Buffer:
-        """The bytes start ≤ i < end, all of them. `version`: of an Entry; of another one nothing is
-        returned.
+        """Returns the bytes start ≤ i < end, all of them, of this `version` (of an Entry; "": any).
 
-        Raises ObjectRewritten for an object of another version, or one that ends before `end`.
+        Raises ObjectRewritten if the object has another version, or ends before `end`.
         """
         assert 0 <= start <= end, (start, end)
         if start == end:
@@ -116,22 +116,19 @@ class Store:
         return self._read(path, 0, None, version)
 
     def local_path(self, path: str) -> str | None:
-        """The name of a file of this machine, which may be memory mapped; None for any other
-        store."""
+        """Returns the path of a file of this machine, for memory mapping; None for other stores."""
         return self._backend.local_path(path)
 
     def write(self, path: str, content: Buffer, *, create_only: bool = False) -> None:
-        """Whole or not at all. With `create_only` raises FileExistsError if there is such an
-        object.
+        """Writes an object atomically. With `create_only`, raises FileExistsError if it exists.
 
-        A create whose answer was lost is repeated; if it then meets an object with exactly these
-        bytes, that is ours. So write what nobody else would.
+        A create whose answer was lost is repeated. If it then meets an object with exactly these
+        bytes, that counts as its own, so write content that no other writer would.
         """
         if create_only and not self._backend.creates_only:
             raise StorageError(
-                f"{self.url}: this kind of store cannot create an object only if there is "
-                "none; use s3, gs, "
-                "az, or a folder"
+                f"{self.url}: this kind of store cannot create an object only if there is none; "
+                "use s3, gs, az, or a folder"
             )
         attempts = 0
         view = memoryview(content).cast("B")
@@ -149,14 +146,15 @@ class Store:
         self._retry.moved(written=view.nbytes)
 
     def delete(self, path: str) -> None:
-        """No error if there is none: a repeated delete meets its own success."""
+        """Deletes an object. It is not an error if there is none, since a delete may be
+        repeated."""
         try:
             self._retry.run(f"delete {path}", lambda: self._backend.delete(path))
         except ObjectMissing:
             return
 
     def close(self) -> None:
-        """Calls that wait for the store raise StorageError now; a later call is tried once."""
+        """Makes calls that wait for the store raise StorageError. Later calls are tried once."""
         self._retry.close()
 
     def __repr__(self) -> str:
@@ -184,9 +182,8 @@ class Store:
         except ObjectMissing:
             pass
         raise StorageError(
-            f"{self.url}: no file {path!r} there, and http has no listing, so folders and "
-            "globs cannot be read "
-            "from it; name each file by its URL"
+            f"{self.url}: no file {path!r} there, and http has no listing, so folders and globs "
+            "cannot be read from it; name each file by its URL"
         )
 
     def _glob(self, pattern: str) -> list[Entry]:

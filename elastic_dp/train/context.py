@@ -1,4 +1,4 @@
-"""What a user's train function is given: `TrainContext`, and the `Step` its loop yields."""
+"""The argument of a user's train function, `TrainContext`, and the `Step` that its loop yields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
 from elastic_dp.train.step.micro_batch import LossFn
 
-_OF_A_LINE = frozenset({"time", "event", "command"})  # what tells the journal's lines apart
+_OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of the journal
 
 
 class Step:
@@ -53,8 +53,10 @@ class Step:
 
 
 class TrainContext:
-    """The way from a train function to the group. One per worker; the same methods with
-    `fit(local=True)`."""
+    """The interface between a train function and the group of workers. One per worker.
+
+    It has the same methods with `fit(local=True)`.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -65,20 +67,20 @@ class TrainContext:
 
     @property
     def rank(self) -> int:
-        """Of this worker in the present generation (0 before the first). It changes; log with
-        `ctx.log`."""
+        """The rank of this worker in the present generation (0 before the first). It changes; log
+        with `ctx.log`."""
         self._tell_if_in_loss("ctx.rank")
         return self._session.rank
 
     @property
     def world_size(self) -> int:
-        """Of the present generation (0 before the first)."""
+        """The number of workers in the present generation (0 before the first)."""
         self._tell_if_in_loss("ctx.world_size")
         return self._session.world_size
 
     @property
     def generation(self) -> int:
-        """Number of the present generation, from 1 (0 before the first)."""
+        """The number of the present generation, from 1 (0 before the first)."""
         self._tell_if_in_loss("ctx.generation")
         return self._session.generation
 
@@ -97,7 +99,7 @@ class TrainContext:
 
     @property
     def total_steps(self) -> int:
-        """How many steps the run has by `max_steps` and `epochs`; 0 where only time limits it."""
+        """The number of steps of the run by `max_steps` and `epochs`; 0 if only time limits it."""
         self._session.loop.read_total_steps = True
         return self._session.total_steps
 
@@ -107,7 +109,7 @@ class TrainContext:
 
     @property
     def is_source(self) -> bool:
-        """Whether this worker's initial weights are the ones that count; the others take them."""
+        """Whether the run starts from this worker's initial weights; other workers receive them."""
         self._session.loop.read_is_source = True
         return self._session.is_source
 
@@ -138,12 +140,12 @@ class TrainContext:
             session.open(model, optimizer, loss_fn, scheduler, clip_norm, precision, state)
             while (record := session.next_step()) is not None:
                 yield Step(record, session)
-        except StopIteration as error:  # no generator may raise it
+        except StopIteration as error:  # a generator must not raise it
             failure = session.loop.failed(
                 LossError(
-                    "the loss function raised StopIteration, or the model or the data that "
-                    "it used, as next() does on an "
-                    "iterator that is at its end: give next() a default, or begin anew"
+                    "the loss function raised StopIteration, or the model or data that it used, "
+                    "as next() does at the end of an iterator: give next() a default, or restart "
+                    "the iterator"
                 )
             )
             raise failure from error
@@ -164,7 +166,7 @@ class TrainContext:
         return evaluate(self._session, fn, self._opened(data), model)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Record metrics for this step. Call it on every worker: it is recorded once."""
+        """Records metrics for this step. Call it on every worker: they are recorded once."""
         session, step = self._session, self._session.position.step
         self._refuse_in_loss("ctx.log")
         if not isinstance(metrics, Mapping):
@@ -181,30 +183,29 @@ class TrainContext:
         session.link.log(step, session.loop.logs(), plain)
 
     def _is_in_loss(self) -> bool:
-        state = getattr(self._session, "state", None)  # there is none before the loop
+        state = getattr(self._session, "state", None)  # missing before the loop
         return state is not None and state.loop_body_guard.is_in_loss
 
     def _tell_if_in_loss(self, name: str) -> None:
-        """It differs between workers, or changes with the fleet."""
+        """Warns about a value that differs between workers, or changes with their number."""
         if self._is_in_loss() and name not in self._told and self._session.is_source:
             self._told.add(name)
             self._session.link.say(
-                f"WARNING: the loss function reads {name}, which depends on the fleet. If "
-                "the loss depends on it, so does the "
-                "result: micro-batches are weighted by their rows already, whichever worker "
-                "runs them"
+                f"WARNING: the loss function reads {name}, which depends on the number of "
+                "workers. If the loss depends on it, so does the result: micro-batches are "
+                "already weighted by their rows, whichever worker runs them"
             )
 
     def _refuse_in_loss(self, name: str) -> None:
         if self._is_in_loss():
             raise LossError(
-                f"the loss function called {name}, but it runs once for each micro-batch, of "
-                "which each worker has its own. "
-                "To log metrics return (loss, weight, metrics); call the rest in the loop's body"
+                f"the loss function called {name}, but it runs once for each micro-batch, and "
+                "each worker has its own. To log metrics, return (loss, weight, metrics); call "
+                "the rest in the loop's body"
             )
 
     def _opened(self, data: DataConfig | MapStyleData) -> EvaluationBatches:
-        """Opened once for each config, since reading an index costs."""
+        """Returns the batches of a config, opened once, since reading an index is slow."""
         for config, batches in self._evaluation_data:
             if config is data:
                 return batches
@@ -223,10 +224,10 @@ class TrainContext:
         return self._evaluation_data[-1][1]
 
     def checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Make a checkpoint of this step, this body included. Call it on every worker; it returns
+        """Takes a checkpoint of this step, including this body. Call it on every worker; it returns
         at once.
 
-        `metrics` are logged, as by `ctx.log`, and known to the checkpoint.
+        `metrics` are logged, as by `ctx.log`, and stored with the checkpoint.
         """
         self._refuse_in_loss("ctx.checkpoint")
         if metrics is not None:
@@ -235,12 +236,12 @@ class TrainContext:
             self._session.checkpoints.request()
 
     def stop(self, reason: str) -> None:
-        """End the run after the present step, on every worker; one that asks is enough."""
+        """Ends the run after the present step, on every worker. A call on one worker is enough."""
         self._session.control.stop(reason)
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, so that the controller needs no class of the user's, and no device."""
+    """Returns JSON values, so that the controller needs neither the user's classes nor a device."""
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
         size = value.numel() if isinstance(value, torch.Tensor) else value.size
         value = value.item() if size == 1 else value.tolist()

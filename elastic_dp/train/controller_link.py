@@ -1,4 +1,4 @@
-"""The ports of a session: messages to the controller, and the status that heartbeats carry."""
+"""The ports of a session: messages to the controller, and the status in heartbeats."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from elastic_dp.coordinator.messages import Event, WorkerId
 class WrittenParts:
     """What one member has written of a checkpoint.
 
-    `members`: by rank, those whom this one shared the writing with; one that is a step behind may
-    have others. `manifest`: what the checkpoint is. `naming`: how parameters are called
-    (`checkpoint.naming`). `versions`: what it was made with. `job`, `data`: fingerprints of the
-    code and the data set. `stall_s`: how long the snapshot kept this member from training.
-    `lineage_id`: the generation in which the run began, or went back, whose state this is.
+    - `members` are those that shared the writing, by rank; a member that is a step behind may have
+      others.
+    - `manifest` describes the checkpoint, `naming` the names of its tensors
+      (checkpoint/state_dict_names.py), `versions` the software that wrote it.
+    - `job` and `data` are fingerprints of the code and the data set.
+    - `stall_s` is how long the snapshot blocked this member's training, in seconds.
+    - `lineage_id` is the generation in which the run of this state began or went back.
     """
 
     share: Share
@@ -34,36 +36,38 @@ class WrittenParts:
 
 
 class ControllerLink(Protocol):
-    """Messages to the controller. Posting never waits and never fails: the controller asks again
-    for what was lost."""
+    """Messages to the controller.
+
+    Posting never waits and never fails: the controller asks again for what was lost.
+    """
 
     def post(self, event: Event) -> None: ...
 
     def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        """Record metrics; all workers send the same, the receiver keeps the first."""
+        """Records metrics. All workers send the same, and the receiver keeps the first."""
         ...
 
     def say(self, text: str) -> None:
-        """For whoever follows the run; any thread may call it."""
+        """Sends a message for the user. Any thread may call it."""
         ...
 
     def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
-        """Parts of a checkpoint are written; any thread may call it."""
+        """Reports written parts of a checkpoint. Any thread may call it."""
         ...
 
     def skipped(self, row_groups: Sequence[str]) -> None:
-        """All row groups that were left out so far; before this worker says that it has
+        """Reports all row groups skipped so far, before this worker reports that it has
         finished."""
         ...
 
 
 class HeartbeatStatus(Protocol):
-    """Where heartbeats look: written by the training thread, read by a process beside it."""
+    """The status in heartbeats: the training thread writes it, a process beside it reads it."""
 
     def write(self, generation: int, step: int, phase: str) -> None: ...
 
     def write_speed(self, virtual_s: float) -> None:
-        """Seconds for one virtual worker; 0: not known in this generation."""
+        """Writes the seconds for one virtual worker; 0 if unknown in this generation."""
         ...
 
     def write_fault(self, kind: str, text: str) -> None:
@@ -73,9 +77,9 @@ class HeartbeatStatus(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationTiming:
-    """When a generation began here, for those who measure pauses (seconds of `time.time`)."""
+    """When a generation began on this worker, to measure pauses (seconds of `time.time`)."""
 
     generation: int
     formed_at: float
-    copied_at: float  # its state is handed over, where it gives or takes any
+    copied_at: float  # when a transfer of its state has ended, if there was one
     bytes_received: int

@@ -1,8 +1,8 @@
-"""Faults that tests place by name, step and worker, and never by sleeping.
+"""Faults that tests inject by name, step and worker, never by sleeping.
 
-The training code passes named points ("forward", "collective", "commit", …). A plan, given to a
-worker when it starts, says at which of them it dies, freezes, sleeps, or flips a bit. Without a
-plan a point costs one function call.
+The training code passes named points ("forward", "collective", "commit", …). A plan that a worker
+gets when it starts says at which points it dies, freezes, sleeps, or flips a bit. Without a plan a
+point costs one function call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-# Every point there is, in the order of a worker's life; tests enumerate this list.
+# All points, in the order in which a worker passes them; tests enumerate this list.
 POINTS = (
     "forming",
     "giving_state",
@@ -48,12 +48,13 @@ HANDING_OVER = POINTS[:5]  # before a generation's first step
 
 @dataclass(frozen=True, slots=True)
 class WorkerFault:
-    """What a worker does when it passes `point` the `nth` time, where step, rank, identity and
-    world size fit if they are given.
+    """What a worker does when it passes `point` for the `nth` time with this step, rank, id and
+    world size.
 
-    `once`: a file that the first worker to get here creates; the fault does not happen a second
-    time. `after`: such files of faults that must have happened in earlier generations. `settled`:
-    not in the first step of a generation, in which members may still lack the state.
+    Values that are None match anything. `once` is a file that the first worker to get here creates,
+    so that the fault happens only once. `after` lists such files of faults that must have happened
+    in earlier generations. `settled` excludes the first step of a generation, in which members may
+    still lack the state.
     """
 
     point: str
@@ -71,7 +72,7 @@ class WorkerFault:
 
 @dataclass
 class FaultInjector:
-    """The plan of one worker."""
+    """The fault plan of one worker."""
 
     plan: Sequence[WorkerFault] = ()
     worker: str = ""
@@ -80,15 +81,15 @@ class FaultInjector:
     _began: dict[int, int] = field(default_factory=dict)  # generation -> its first step here
 
     def watch(self, weights: Sequence[torch.Tensor]) -> None:
-        """A bit of these may be flipped."""
+        """Sets the weights in which a bit may be flipped."""
         self.weights = weights
 
     def point(self, name: str, step: int, rank: int, world_size: int, generation: int) -> None:
         if not self.plan:
             return
         assert name in POINTS, name
-        # A body or an evaluation that goes on in a new generation belongs to the step before its
-        # first.
+        # A body or an evaluation that continues in a new generation belongs to the step before the
+        # first step of that generation.
         settled = name not in HANDING_OVER and step > 1 + self._began.setdefault(generation, step)
         for i, fault in enumerate(self.plan):
             if (
@@ -117,7 +118,8 @@ def _is_first(fault: WorkerFault, generation: int) -> bool:
 
 
 def _generation_of(path: str) -> float:
-    """In which generation the fault of this file happened; infinity: not yet."""
+    """Returns the generation in which the fault of this file happened, or infinity if it did not
+    yet."""
     try:
         with open(path, encoding="utf-8") as file:
             return int(file.read() or sys.maxsize)
@@ -128,7 +130,7 @@ def _generation_of(path: str) -> float:
 def _act(fault: WorkerFault, weights: Sequence[torch.Tensor]) -> None:
     if fault.action == "sleep":
         time.sleep(fault.seconds)
-    elif fault.action == "flip":  # as memory does it: no version is raised
+    elif fault.action == "flip":  # like a memory error: the tensor's version does not change
         weights[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
     else:
         os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

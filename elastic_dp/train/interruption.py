@@ -1,4 +1,4 @@
-"""How a run is ended from outside before its last step: its time is up, Ctrl-C, SIGTERM."""
+"""Ends a run before its last step: its time limit, Ctrl-C, SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ INTERRUPTED = "stopping after this step, with a checkpoint; press Ctrl-C again t
 
 
 def is_ours_to_handle(number: signal.Signals) -> bool:
-    """In the main thread, where the script has not set a handler of its own. (Ray sets one, which
-    exits at once.)"""
+    """Returns whether to handle this signal: in the main thread, unless the script has a handler of
+    its own.
+
+    Ray installs a handler that exits at once; it does not count.
+    """
     if threading.current_thread() is not threading.main_thread():
         return False
     present = signal.getsignal(number)

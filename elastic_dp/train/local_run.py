@@ -42,7 +42,7 @@ from elastic_dp.train.worker_run import TrainFunction, call_train_function
 
 @dataclass
 class LocalRun:
-    """A group of one worker in this process, without Ray: the same session, with a minimal
+    """A group of one worker in this process, without Ray: the same session with a minimal
     controller."""
 
     spec: JobSpec
@@ -53,7 +53,9 @@ class LocalRun:
     on_log: Callable[[dict[str, Any]], None] | None = None
     on_say: Callable[[str], None] | None = None
     url: str | None = None  # the run's folder; None: no checkpoints
-    check: Callable[[], None] = lambda: None  # under the run's lease: whether it is of this job
+    check: Callable[[], None] = lambda: (
+        None
+    )  # raises unless the run is of this job; called under its lease
 
     def __post_init__(self) -> None:
         self.control = WorkerControl()
@@ -84,13 +86,15 @@ class LocalRun:
 
     @property
     def step(self) -> int:
-        """The last one that was made."""
+        """The last committed step."""
         return 0 if self._session is None else self._session.position.step
 
     def run(self, train: TrainFunction) -> Session:
-        """User errors are raised as they are, for pdb and pytest. Ctrl-C and SIGTERM make a
-        checkpoint at the head of the loop, and end there with Interrupted; a second one ends at
-        once."""
+        """Runs the train function. User errors are raised as they are, for pdb and pytest.
+
+        Ctrl-C and SIGTERM take a checkpoint at the head of the loop and raise Interrupted there. A
+        second signal ends the run at once.
+        """
         session = Session(
             spec=self.spec,
             worker="w1",
@@ -131,8 +135,10 @@ class LocalRun:
 
     @contextlib.contextmanager
     def _interruptible(self, session: Session) -> Iterator[None]:
-        """Outside of the loop they end the run at once; in other threads than the main one they are
-        what they were."""
+        """Handles signals. Outside of the loop they end the run at once.
+
+        Their handlers do not change if this is not the main thread.
+        """
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             if self.control.interrupted or not session.loop.opened or session.loop.exhausted:
@@ -182,13 +188,14 @@ class LocalRun:
         self._committer.wrote(worker, written)
 
     def skipped(self, row_groups: Sequence[str]) -> None:
-        """`Session.skipped` has them."""
+        """Does nothing: `Session.skipped` has the names."""
 
     def write(self, generation: int, step: int, phase: str) -> None:
         pass
 
     def _fail(self, error: Exception) -> None:
-        """Another process holds the run's folder, or it cannot be written any more."""
+        """Ends the run: another process holds its folder, or the folder cannot be written any
+        more."""
         self._failure = error
         self.control.release(str(error))
 

@@ -1,5 +1,4 @@
-"""Tells where the training thread is: to heartbeats, and to tests that have planned a fault
-there."""
+"""Reports the phase of the training thread to heartbeats and to tests that inject faults."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class PhaseReporter:
         self._status.write(self._groups.generation, self._progress.position.step, phase)
 
     def pass_point(self, name: str, step: int | None = None) -> None:
-        """A named instant at which a test may have planned a fault."""
+        """Passes a named point at which a test may have planned a fault."""
         if self._faults.plan:
             step = self._progress.position.step if step is None else step
             groups = self._groups

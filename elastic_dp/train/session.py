@@ -1,10 +1,10 @@
 """One worker's run, generation after generation, behind the step iterator.
 
-The training thread lives here. It is either inside a generation (its group is formed, it holds the
-run's state) or waiting for one. Whatever fails in a collective, or is aborted, brings it back to a
-boundary: nothing of the aborted step remains, it reports where it stands (`WorkerProgress`), and
-takes part in the next generation. State that it then lacks, because another one was ahead, it takes
-over before the first step (`StateTransfer`).
+The training thread runs here. It is either inside a generation (its group is formed, it holds the
+run's state) or waiting for one. A failed or aborted collective brings it back to a boundary:
+nothing of the aborted step remains, it reports its position (`WorkerProgress`), and takes part in
+the next generation. State that it lacks by then, because another member was ahead, it takes over
+before the first step (`StateTransfer`).
 
 User code sees none of this: `next_step` returns each committed step once, in order.
 """
@@ -76,7 +76,7 @@ _LOOK_AGAIN_S = 0.02
 
 @dataclass
 class Session:
-    """All of one worker's training; `open` is called by `ctx.steps`."""
+    """The training of one worker. `ctx.steps` calls `open`."""
 
     spec: JobSpec
     worker: WorkerId
@@ -124,12 +124,12 @@ class Session:
 
     @property
     def ended(self) -> str | None:
-        """Why the run has ended."""
+        """Why the run has ended, or None."""
         return self.progress.ended
 
     @property
     def total_steps(self) -> int:
-        """Steps this run has, as far as steps or epochs limit it; 0 when only time does."""
+        """The number of steps of the run by steps or epochs; 0 if only time limits it."""
         limits = []
         if self.spec.max_steps is not None:
             limits.append(self.spec.max_steps)
@@ -139,18 +139,19 @@ class Session:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """The row groups that the run leaves out, since they cannot be decoded."""
+        """The names of the row groups that the run skips because they cannot be decoded."""
         return self._skipped.names()
 
     def report(self, phase: str) -> None:
         self.reporter.report(phase)
 
     def pass_point(self, name: str, step: int | None = None) -> None:
-        """A named instant at which a test may have planned a fault."""
+        """Passes a named point at which a test may have planned a fault."""
         self.reporter.pass_point(name, step)
 
     def reported(self, asked: int) -> WorkerReported:
-        """For a controller that starts anew; called by the control thread."""
+        """Returns this worker's report for a controller that takes over. The control thread calls
+        it."""
         return WorkerReported(
             self.worker,
             self.generation,
@@ -236,7 +237,7 @@ class Session:
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints)
         self.loop.opened = True
-        can_source = self._can_source  # as it is now: the probe may take long
+        can_source = self._can_source  # as of now: the probe may take long
         self.step_runner.gradients.preallocate(virtual_workers)
         trial = TrialRun(
             self.state,
@@ -258,8 +259,8 @@ class Session:
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:
-        """The next committed step, or None after the last. Raises Released when this worker must
-        leave."""
+        """Returns the next committed step, or None after the last. Raises Released when
+        released."""
         self._loop_guard.body_ended(self._warn)
         self.loop.in_body = False
         self._checkpoint_if_requested()
@@ -293,13 +294,13 @@ class Session:
                 assert isinstance(outcome, Redo)
 
     def serve_until_released(self) -> NoReturn:
-        """After the train function returned: stay a source for those behind, until released."""
+        """Remains a source of state after the train function returned, until released."""
         digest = self.state.digest()
         while True:
             self.leave_if_ended()
             self.ensure_generation()
             if self.checkpoints is not None and self.checkpoints.busy:
-                self.report("keep")  # the last one is made before the run has ended
+                self.report("keep")  # the last checkpoint is taken before the run ends
                 time.sleep(_LOOK_AGAIN_S)
                 continue
             self.report("done")
@@ -314,8 +315,10 @@ class Session:
     # -------------------------------------------------------------------------- generations
 
     def ensure_generation(self) -> StepRecord | None:
-        """Be inside a generation, with its state. Returns a step's record if that brought one which
-        we had not."""
+        """Enters a generation, if outside, and gets its state.
+
+        Returns the record of a step if the transfer brought one that this worker had not committed.
+        """
         while self._groups.main is None:
             self.report("wait")
             call = self.control.wait()
@@ -359,11 +362,11 @@ class Session:
                 self.leave(error)
 
     def side_group(self) -> ProcessGroup:
-        """A second group of the same members, for evaluations; formed when first asked for."""
+        """Returns a second group of the same members, for evaluations; formed on first use."""
         return self._groups.side()
 
     def _enter(self, form: FormGroup) -> None:
-        """Form the groups of a generation, get its state, and begin to work in it. Raises
+        """Forms the groups of a generation, gets its state, and starts to work in it. Raises
         GroupError."""
         membership = form.membership
         self._groups.enter(form)
@@ -407,7 +410,8 @@ class Session:
         self.data.read_ahead(next_step, range(mine.first, mine.last))
 
     def _finish_record(self) -> None:
-        """The gradient norm is computed when first read; a hand-over may come before that."""
+        """Computes the gradient norm, which is otherwise computed when first read, before a
+        transfer."""
         record = self.state.record
         if record is not None and record.grad_norm is None:
             record.grad_norm = self.step_runner.grad_norm()
@@ -433,7 +437,7 @@ class Session:
 
     def _committed(self, record: StepRecord) -> None:
         left_out = self._skipped.not_reported_yet()
-        if left_out and self.rank == 0:  # the whole list comes at the end
+        if left_out and self.rank == 0:  # the whole list follows at the end
             names = ", ".join(left_out)
             self.link.say(f"from step {record.number} on without what cannot be decoded: {names}")
         is_last = bool(self.total_steps and record.number >= self.total_steps)
@@ -441,7 +445,7 @@ class Session:
 
     def _body_begins(self, record: StepRecord) -> StepRecord:
         self.loop.body_begins()
-        # Here and not with the commit: a member that takes the step over runs this body, too.
+        # Not in the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
         self._loop_guard.body_begins()
         self.report("body")
@@ -449,15 +453,17 @@ class Session:
         return record
 
     def _warn(self, text: str) -> None:
-        if self.rank == 0:  # the others say the same
+        if self.rank == 0:  # the others would report the same
             self.link.say(text)
 
     # -------------------------------------------------------------------------- checkpoints
 
     @property
     def _can_source(self) -> bool:
-        """Whether the run may begin with this worker's weights: not if its code made them knowing
-        that they do not count."""
+        """Returns whether the run may start from this worker's weights.
+
+        It may not if the worker's code made them knowing that they do not count.
+        """
         return self.is_source or not self.loop.read_is_source
 
     def _open_checkpoints(self, checkpoints: WorkerCheckpointer) -> None:

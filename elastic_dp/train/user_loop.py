@@ -1,4 +1,4 @@
-"""What the train function has done so far with the `TrainContext` that it was given."""
+"""What the train function has done so far with its `TrainContext`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass
 class UserLoop:
-    opened: bool = False  # ctx.steps was called, and its arguments are right
+    opened: bool = False  # ctx.steps was called with valid arguments
     in_body: bool = False  # between two steps
-    exhausted: bool = False  # the loop was told that there is no further step
-    failure: Exception | None = None  # what ctx.steps raised first; the user's code may swallow it
+    exhausted: bool = False  # the loop received the end of the steps
+    failure: Exception | None = None  # the first error of ctx.steps; user code may swallow it
     log_calls: int = 0  # in this body
     read_is_source: bool = False
     read_total_steps: bool = False
 
     def failed(self, error: Exception) -> Exception:
-        """Returns what was raised first."""
+        """Records an error. Returns the first one."""
         self.failure = self.failure or error
         return self.failure
 

@@ -25,8 +25,10 @@ _EXIT_CODE = 70  # of a process whose device has failed (EX_SOFTWARE)
 
 
 def run_worker(train: TrainFunction, session: Session) -> str:
-    """Run until this worker is released; returns why. An exception of user code is posted, not
-    raised."""
+    """Runs the train function until this worker is released. Returns the reason.
+
+    An exception of user code is posted, not raised.
+    """
     with DeterministicKernels(session.spec.exact) as determinism:
         session.inexact_because = determinism.because
         try:
@@ -55,8 +57,8 @@ def fail_worker(
     status: HeartbeatStatus,
     error: Exception | SystemExit,
 ) -> str:
-    """Report the error repeatedly, since another controller may have taken over; returns why the
-    worker was released. Where the device has failed, the process ends instead."""
+    """Reports the error repeatedly, since another controller may take over. Returns why it was
+    released."""
     exit_if_device_failed(status, error)
     failure = _failure(worker, error)
     try:
@@ -89,7 +91,7 @@ def _exit(status: HeartbeatStatus, kind: FaultKind, error: BaseException) -> NoR
 
 
 def call_train_function(train: TrainFunction, session: Session) -> None:
-    """Call the train function, and check that it ran its loop to the end."""
+    """Calls the train function and checks that it ran its loop to the end. Raises LoopError."""
     open_generators(session.device)
     seed_everything(seed_for(session.spec.data.seed, 0, 0))
     train(TrainContext(session))
@@ -101,9 +103,9 @@ def call_train_function(train: TrainFunction, session: Session) -> None:
         )
     if not session.loop.exhausted:
         raise LoopError(
-            f"the loop over ctx.steps was left after step {session.position.step}, before "
-            "its end. To end the run "
-            "early on all workers call ctx.stop(reason) and let the loop go on; it ends by itself"
+            f"the loop over ctx.steps was left after step {session.position.step}, before its "
+            "end. To end the run early on all workers, call ctx.stop(reason) and let the loop "
+            "continue; it ends by itself"
         )
 
 

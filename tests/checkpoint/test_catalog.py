@@ -157,7 +157,7 @@ def test_a_claim_is_made_once_and_never_behind_another():
 
 def test_find_without_a_match_names_the_checkpoints_there_are():
     catalog = Catalog(memory_store())
-    with pytest.raises(CheckpointError, match="no committed checkpoint; it has: none at all"):
+    with pytest.raises(CheckpointError, match="no committed checkpoint; it has: none"):
         catalog.find()
     for step, accuracy in ((10, 0.5), (20, 0.9), (30, float("nan")), (40, 0.7)):
         checkpoint(catalog, step, {}, metrics={"accuracy": accuracy})

@@ -88,7 +88,7 @@ def test_commit_with_a_missing_part_or_unequal_states_is_refused():
         rest = write_parts(catalog, snapshot, missing(manifest, [first]), executor, writer="b")
     with pytest.raises(AssertionError):
         write_commit(catalog, manifest, [first], 1, CommitMetadata())
-    with pytest.raises(StateError, match=r"step 1: b hold another one"):
+    with pytest.raises(StateError, match=r"step 1: it differs on b"):
         write_commit(catalog, manifest, [first, replace(rest, digest="x")], 1, CommitMetadata())
     assert catalog.names() == []
     write_commit(catalog, manifest, [first, rest], 1, CommitMetadata())
@@ -197,7 +197,7 @@ def test_a_commit_record_under_another_name_is_not_taken(tmp_path):
     with pytest.raises(CheckpointDamaged, match="that of step 2"):
         catalog.read(CommitName(9, 1))
     (commits / str(CommitName(9, 1))).rename(commits / str(CommitName(2, 5)))
-    with pytest.raises(CheckpointDamaged, match="that of claim 1"):
+    with pytest.raises(CheckpointDamaged, match="belongs to claim 1"):
         catalog.read(CommitName(2, 5))
 
 
@@ -251,11 +251,11 @@ def test_the_format_before_is_read(tmp_path):
             4,
             CheckpointError,
             (
-                "of format 4: it was written by a newer version of elastic_dp, and this one "
+                "has format 4: it was written by a newer version of elastic_dp, and this one "
                 "reads up to format 3"
             ),
         ),
-        (0, CheckpointDamaged, "never was"),
+        (0, CheckpointDamaged, "unknown format"),
     ],
 )
 def test_a_format_of_another_time_is_said(number, error, words):

@@ -211,7 +211,7 @@ REFUSED = [
     (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), "dense"),
     (lambda: torch.ones(2).as_subclass(Subclass), "Subclass"),
     (lambda: defaultdict(lambda: 3), "defaultdict"),
-    (loop, "part of itself"),
+    (loop, "a container that holds itself"),
     (lambda: Part, "type"),
     (lambda: {object(): 1}, "object"),
 ]

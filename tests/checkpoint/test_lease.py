@@ -257,7 +257,7 @@ def test_a_number_taken_by_a_lease_that_cannot_be_read_is_lost_to_the_holder(tmp
     mine = holder(store, "mine", clock)
     mine.acquire()
     store.write(mine._path(2), b"")
-    with pytest.raises(LeaseLost, match="somebody unknown"):
+    with pytest.raises(LeaseLost, match="an unknown holder"):
         mine.renew()
 
 

@@ -63,7 +63,7 @@ def refusing_and_overwriting(self, path, value, mode="overwrite", **kwargs):
 
 @pytest.mark.parametrize(
     ("pipe", "words"),
-    [(overwriting, "overwrites an object"), (refusing_and_overwriting, "said that it refused")],
+    [(overwriting, "overwrites an object"), (refusing_and_overwriting, "but overwrote it")],
 )
 def test_a_store_that_overwrites_is_found_out(monkeypatch, pipe, words):
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)

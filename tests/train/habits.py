@@ -798,7 +798,7 @@ def scheduler_as_state(ctx: Any) -> None:
 
 @said(
     "a teacher that the body averages and the loss uses, not passed as `state=`",
-    "the body of the loop over ctx.steps changed teacher, of which the loss function knows",
+    "the body of the loop over ctx.steps changed teacher, which the loss function refers to",
 )
 def teacher_not_passed(ctx: Any) -> None:
     model = classifier()

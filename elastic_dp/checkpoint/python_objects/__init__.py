@@ -1,25 +1,24 @@
-"""Attributes of the user's own objects (an optimizer's, a scheduler's) as a tree of values, and
-back into objects.
+"""Captures the attributes of the user's own objects as a tree of values, and restores them.
 
-The one who takes a state has built the same objects with the same code. So what cannot be written
-down but need not be either stays what it is there: a function, a logger, a parameter. Everything
-else is carried, or refused by its name:
+The objects are those that an optimizer or a scheduler holds. The receiver of a state has built the
+same objects with the same code. Values that cannot be stored and need not be, such as a function, a
+logger or a parameter, stay as they are there. Everything else is captured or refused by name:
 
     values        numbers, texts, bytes, tensors, NumPy arrays: as they are; containers of them:
                   copied
-    generators    `torch.Generator`, NumPy's and Python's: their state, put into the generator that
-                  is there
+    generators    `torch.Generator`, NumPy's and Python's: their state, set on the receiver's
+                  generator
     objects       those with `state_dict` and `load_state_dict`: by these; other plain ones:
                   attribute by attribute
-    closures      what a function's closure holds of the above: put into its cells
+    closures      the values above in the cells of a function's closure
     references    parameters, modules, the optimizer's groups and the like: by name
-    constants     functions, classes, modules, loggers, locks, …: not carried; one that is replaced
-                  later is refused
-    refused       iterators, and whatever else is made of neither attributes nor values
+    constants     functions, classes, modules, loggers, locks, …: not captured; replacing one later
+                  is refused
+    refused       iterators, and whatever else consists neither of attributes nor of values
 
-Where a value is no number, text, tensor, array, list, tuple, or dict with names for keys, a dict
-with the key "elastic_dp" stands for it. An object that is found twice is carried once. Nothing is
-pickled.
+A dict with the key "elastic_dp" (a mark) represents a value that is not a number, text, tensor,
+array, list, tuple, or dict with string keys. An object that is found twice is captured once.
+Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What objects hold, as values: one look at them, which copies containers and refuses by name what
-it cannot carry."""
+"""Captures what objects hold as values: copies containers and refuses by name what it cannot
+capture."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from elastic_dp.errors import ModelError
 
 
 class Capture:
-    """One look at some objects. Raises ModelError for what cannot be carried."""
+    """One capture of some objects. Raises ModelError for what cannot be captured."""
 
     def __init__(self, references: References, *, clones: bool = False) -> None:
-        """`clones`: tensors are copied; else they are the objects' own."""
+        """With `clones`, tensors are copied; otherwise they are the objects' own."""
         self._references, self._clones = references, clones
         self._seen: dict[int, str] = {}
-        self._kept: list[Any] = []  # as long as their identities are remembered
-        self._arrays: list[tuple[int, int]] = []  # where they lie
+        self._kept: list[Any] = []  # keeps objects alive while `_seen` holds their identities
+        self._arrays: list[tuple[int, int]] = []  # their byte bounds
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.constants: dict[str, Any] = {}
         self.built: set[str] = (
             set()
-        )  # paths of what nobody can make anew: it must be there, built by the user's code
+        )  # paths of objects that cannot be created here: the user's code must have built them
 
     def value(self, value: Any, path: str) -> Any:
         cls = type(value)
@@ -109,7 +109,7 @@ class Capture:
         raise refused(f"a key of {path}", key)
 
     def _set(self, value: Any, path: str) -> Any:
-        items = sorted((self._key(item, path) for item in value), key=repr)  # as on all members
+        items = sorted((self._key(item, path) for item in value), key=repr)  # equal on all members
         return mark("set", items=items, frozen=isinstance(value, frozenset))
 
     def _deque(self, value: deque[Any], path: str) -> Any:
@@ -128,9 +128,8 @@ class Capture:
         overlaps = any(first < end and start < last for start, end in self._arrays)
         if overlaps or isinstance(value.base, torch.Tensor):
             raise ModelError(
-                f"{path} is a NumPy array in the memory of another array or tensor, which is "
-                "not kept so; make it a "
-                "tensor, or a copy"
+                f"{path} is a NumPy array in the memory of another array or tensor, and a worker "
+                "that joins would have two; make it a tensor, or a copy"
             )
         self._arrays.append((first, last))
         return value.copy()
@@ -145,13 +144,13 @@ class Capture:
         if type(value) not in TENSORS or value.layout is not torch.strided or value.is_quantized:
             raise ModelError(
                 f"{path} is a {type(value).__name__} ({value.layout}, {value.dtype}), and "
-                "only plain dense tensors are "
-                "carried to a worker that joins; use to_dense() or dequantize()"
+                "only plain dense tensors are sent to a worker that joins; use to_dense() or "
+                "dequantize()"
             )
         if value.grad_fn is not None:
             raise ModelError(
-                f"{path} is part of an autograd graph, which is not carried to a worker that "
-                "joins; detach() it"
+                f"{path} is part of an autograd graph, which is not sent to a worker that joins; "
+                "detach() it"
             )
         self.tensors.append((path, value))
         if not value.requires_grad and not isinstance(value, nn.Parameter):
@@ -175,9 +174,8 @@ class Capture:
             return self._made(value, path, mark("enum", name=value.name))
         if isinstance(value, torch.optim.Optimizer):
             raise ModelError(
-                f"{path} is an optimizer that was not there when the loop began: a worker "
-                "that joins would have none. "
-                "Make it in __init__"
+                f"{path} is an optimizer that was created after the loop began: a worker that "
+                "joins would not have it. Create it in __init__"
             )
         if isinstance(value, CONSTANTS) or type(value) is object or self._is_of_the_model(value):
             return mark("constant")
@@ -194,8 +192,8 @@ class Capture:
         return self._plain_object(value, path)
 
     def _is_of_the_model(self, value: Any) -> bool:
-        """Whether it is a module around what the model consists of, as `torch.compile` makes
-        one."""
+        """Returns whether the value is a module around the model's tensors, as `torch.compile`
+        returns."""
         return isinstance(value, nn.Module) and all(
             self._references.name_of(tensor) is not None
             for tensor in [*value.parameters(), *value.buffers()]
@@ -217,14 +215,14 @@ class Capture:
         return mark | {"type": type_name(cls)}
 
     def _function(self, value: Any, path: str) -> Any:
-        """It is the same code everywhere; what it is bound to may hold state."""
+        """Captures what a function is bound to. The function itself is the same code everywhere."""
         if isinstance(value, partial):
             inner = [value.func, *value.args, *value.keywords.values()]
             return mark("parts", items=self._items(inner, f"{path} (a partial)"))
         owner = getattr(value, "__self__", None)
         if isinstance(
             value, types.BuiltinFunctionType
-        ):  # of a compiled module, or of a container or a generator
+        ):  # a method of a compiled module, a container or a generator
             owner = owner if type(owner) in _CONTAINERS or is_generator(owner) else None
         if owner is not None and not isinstance(owner, types.ModuleType | type):
             return mark("parts", items=[self.value(owner, f"{path}.__self__")])
@@ -255,7 +253,8 @@ _CONTAINERS: dict[type, Callable[[Capture, Any, str], Any]] = {
 def held_in(
     value: Any, path: str, seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """The optimizers that lie in an object, in containers or in plain attributes, itself first."""
+    """Yields the optimizers in an object, its containers and plain attributes, itself first, with
+    their paths."""
     seen = set() if seen is None else seen
     if type(value) in SCALARS or isinstance(value, torch.Tensor) or id(value) in seen:
         return

@@ -1,5 +1,7 @@
-"""Kinds of objects, and what they hold: which are values, which stay with their process, what lies
-in attributes, closures and generators."""
+"""Classifies objects (values, constants, references) and finds what they hold.
+
+Objects hold values in attributes, closures and generators.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from elastic_dp.checkpoint.extra_state import packed
 from elastic_dp.errors import ModelError
 
 MARK = "elastic_dp"
-MISSING: Any = object()  # stands for an attribute that is not there
+MISSING: Any = object()  # represents an attribute that does not exist
 
 SCALARS = frozenset(
     {
@@ -42,7 +44,7 @@ SCALARS = frozenset(
 )
 TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
-# What objects of these modules hold is the process's own: handles, locks, files, kernels, loggers.
+# Objects of these modules belong to their process: handles, locks, files, kernels, loggers.
 PROCESS = frozenset(
     {
         *(
@@ -74,7 +76,7 @@ PROCESS = frozenset(
         *("mlflow", "rich", "tensorboard", "tensorboardX", "tqdm", "wandb"),
     }
 )
-# Values that the checkpoint has no form for: fine as long as they stay.
+# Values that a checkpoint cannot store. They are accepted as long as they do not change.
 UNCHANGING = ("datetime", "decimal", "fractions", "time", "uuid")
 CONSTANTS = (
     *(type, types.ModuleType, type(Ellipsis), type(NotImplemented), slice, property, BaseException),
@@ -87,14 +89,13 @@ NO_ATTRIBUTES = (
 _WALKED = {"argparse", "collections", "types", "__main__"}  # of the standard library
 FOREIGN = (PROCESS | sys.stdlib_module_names) - _WALKED
 _WAY_OUT = (
-    "give its class state_dict() and load_state_dict(), build it of numbers, tensors and "
-    "containers, or have it in the "
-    'loop\'s body and pass it as state={"name": …}'
+    "give its class state_dict() and load_state_dict(), build it from numbers, tensors and "
+    'containers, or create it in the loop body and pass it as state={"name": …}'
 )
 
 
 class References:
-    """Objects that whoever takes the state has as well, by name."""
+    """Objects, by name, that the receiver of the state also has."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -107,16 +108,17 @@ class References:
             self.add(name, generator)
 
     def add(self, name: str, value: Any) -> None:
-        """The first name of an object counts."""
+        """Adds an object. The first name of an object counts."""
         if id(value) not in self._names:
             self._names[id(value)] = name
             self.objects[name] = value
 
     def name_of(self, value: Any) -> str | None:
+        """Returns the object's name, or None."""
         return self._names.get(id(value))
 
     def word(self, key: Any) -> str:
-        """For the path of what lies under this key."""
+        """Returns the text of a key in the path of what it leads to."""
         return self.name_of(key) or repr(key)
 
 
@@ -127,17 +129,15 @@ def mark(kind: str, **fields: Any) -> dict[str, Any]:
 def refused(path: str, value: Any) -> ModelError:
     cls = type(value)
     return ModelError(
-        f"{path} is a {cls.__module__}.{cls.__qualname__}, which can be given neither to a "
-        "worker that joins nor to a "
-        f"checkpoint: {_WAY_OUT}"
+        f"{path} is a {cls.__module__}.{cls.__qualname__}, which can neither be sent to a "
+        f"worker that joins nor be stored in a checkpoint: {_WAY_OUT}"
     )
 
 
 def cannot_make(path: str, name: str) -> ModelError:
     return ModelError(
-        f"{path} is a {name.replace(':', '.')} where the state comes from, and is not there, "
-        "and its class is not defined "
-        "here; make it in __init__"
+        f"{path} is a {name.replace(':', '.')} in the state that is restored, but does not "
+        "exist here, and its class is not defined here; create it in __init__"
     )
 
 
@@ -152,7 +152,7 @@ def carries_itself(value: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Those of its dict and of its slots; None if it has neither."""
+    """Returns the attributes in the object's dict and slots, or None if it has neither."""
     slots = [
         name
         for cls in type(value).__mro__
@@ -170,7 +170,7 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def class_named(name: str) -> type | None:
-    """Nothing is imported for it."""
+    """Returns the class of this name (see `type_name`), or None. Imports nothing."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for word in qualified.split("."):
@@ -179,7 +179,7 @@ def class_named(name: str) -> type | None:
 
 
 def closure_of(function: Any) -> dict[str, Any]:
-    """What it holds by name; cells that are empty yet are left out."""
+    """Returns the contents of the function's closure by name, without empty cells."""
     if not isinstance(function, types.FunctionType) or function.__closure__ is None:
         return {}
     cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
@@ -188,6 +188,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def content_of(cell: Any) -> Any:
+    """Returns the content of a cell, or MISSING if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -196,14 +197,16 @@ def content_of(cell: Any) -> Any:
 
 @functools.cache
 def assigned_in(code: types.CodeType) -> frozenset[str]:
-    """The outer names to which it assigns (`nonlocal`)."""
+    """Returns the outer names to which the code assigns (`nonlocal`)."""
     steps = dis.get_instructions(code)
     return frozenset(step.argval for step in steps if step.opname == "STORE_DEREF")
 
 
 def is_state(value: Any) -> bool:
-    """Whether it may change and is made of values: what else a closure sees of the program is left
-    alone."""
+    """Returns whether a closure's value is captured: one that may change and consists of values.
+
+    Everything else that a closure refers to is left alone.
+    """
     if type(value) is dict:
         value = list(value.values())
     if type(value) in (list, deque, set):
@@ -224,6 +227,7 @@ def is_generator(value: Any) -> bool:
 
 
 def generator_state(value: Any) -> dict[str, Any] | None:
+    """Returns the state of a random number generator as a mark, or None for another object."""
     if not is_generator(value):
         return None
     device, bits = "", ""
@@ -244,7 +248,7 @@ def generator_state(value: Any) -> dict[str, Any] | None:
 
 
 def new_generator(given: dict[str, Any]) -> Any:
-    """For one that was made after the loop began."""
+    """Creates a generator for a state whose generator was created after the loop began."""
     if given["device"]:
         return torch.Generator(given["device"])
     if given["bits"]:

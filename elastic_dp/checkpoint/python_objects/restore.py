@@ -1,4 +1,5 @@
-"""Values into the objects that are there: in place where something else may hold them, too."""
+"""Restores captured values into existing objects, in place where other objects may hold them,
+too."""
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ from elastic_dp.errors import ModelError
 
 
 class Restore:
-    """Puts what was captured into the objects that are there. `shared`: identities of tensors that
-    others are views of."""
+    """Restores values into existing objects. `shared`: identities of tensors that others are views
+    of."""
 
     def __init__(
         self, references: References, shared: Iterable[int] = (), untouched: Iterable[Any] = ()
     ) -> None:
-        """`untouched`: objects and tensors of ours that nothing is put into."""
+        """`untouched`: objects and tensors that no value is written into."""
         self._references, self._shared = references, set(shared)
         self._found: dict[str, Any] = {}
         self._used: set[int] = (
             set()
-        )  # identities of objects, and addresses of memory, that are taken
+        )  # identities of objects, and addresses of memory, that hold a restored value
         self._kept: list[Any] = []
         for one in untouched:
             self._take(
@@ -48,7 +49,8 @@ class Restore:
             )
 
     def value(self, given: Any, mine: Any, path: str, *, in_place: bool = True) -> Any:
-        """The value; `mine` itself where it is an object that can take it."""
+        """Returns the restored value: `mine`, updated in place, if it is an object that can take
+        the value."""
         if isinstance(given, torch.Tensor):
             return self._tensor(given, mine) if in_place else given
         if type(given) in (list, dict, tuple):
@@ -70,7 +72,7 @@ class Restore:
         return self._fill_dict([[key, item] for key, item in given.items()], mine, path, dict)
 
     def attributes(self, given: Mapping[str, Any], owner: Any, path: str) -> None:
-        """Of an object; those that are not given stay."""
+        """Restores the attributes of an object. Attributes that are not given stay."""
         mine = attributes_of(owner) or {}
         for key, item in given.items():
             value = self.value(item, mine.get(key, MISSING), f"{path}.{key}")
@@ -80,7 +82,8 @@ class Restore:
     def pairs(
         self, given: Iterable[Any], mine: Mapping[Any, Any], path: str, *, in_place: bool = True
     ) -> dict[Any, Any]:
-        """Of keys and values; of `mine` stays what can take a value."""
+        """Restores pairs of keys and values. Objects in `mine` that can take a value are updated in
+        place."""
         found = {}
         for taken, item in given:
             key = self.value(taken, MISSING, f"a key of {path}")
@@ -93,7 +96,7 @@ class Restore:
     # ------------------------------------------------------------------------------- values
 
     def _tensor(self, given: torch.Tensor, mine: Any) -> torch.Tensor:
-        """Into mine, as a closure may hold it, unless it is seen elsewhere, too."""
+        """Copies into `mine`, which a closure may hold, unless other tensors share its memory."""
         fits = type(mine) is torch.Tensor and id(given) not in self._shared
         if not (fits and same_kind(mine, given) and self._take(mine.untyped_storage().data_ptr())):
             return given
@@ -135,8 +138,10 @@ class Restore:
         return values
 
     def _claim(self, mine: Any) -> bool:
-        """Whether nothing else was put into this object: two that are one here need not be one
-        there."""
+        """Returns whether no other value was restored into this object.
+
+        Two values of the state need not be one object there even if they are one object here.
+        """
         return self._take(id(mine), mine)
 
     def _take(self, identity: int, keep: Any = None) -> bool:
@@ -205,7 +210,7 @@ class Restore:
         return mine
 
     def _parts(self, given: dict[str, Any], mine: Any, path: str) -> Any:
-        """Into what a method is bound to, or a partial holds."""
+        """Restores what a method is bound to, or what a partial holds."""
         if isinstance(mine, partial):
             inner = [mine.func, *mine.args, *mine.keywords.values()]
             path = f"{path} (a partial)"
@@ -281,13 +286,13 @@ _RESTORERS: dict[str, Callable[[Restore, dict[str, Any], Any, str], Any]] = {
 
 
 class Plain(Restore):
-    """In Python's and torch's own types only, for whoever has none of these objects."""
+    """Restores values in Python's and torch's own types only, without the original objects."""
 
     def __init__(self) -> None:
         super().__init__(References())
 
     def named(self, given: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """What `Capture.attributes` made."""
+        """Restores what `Capture.attributes` returned."""
         return {key: self.value(item, MISSING, f"{path}.{key}") for key, item in given.items()}
 
     def _container(self, given: Any, mine: Any, path: str) -> Any:
@@ -310,6 +315,7 @@ class Plain(Restore):
 def _there(mine: Any, path: str) -> Any:
     if mine is MISSING:
         raise ModelError(
-            f"{path} is there where the state comes from, and not here; make it in __init__"
+            f"{path} is in the state that is restored, but does not exist here; create it in "
+            "__init__"
         )
     return mine

@@ -1,15 +1,16 @@
-"""Parts become a checkpoint: one write commits it when all of them are there
-(pending_checkpoints.py says when).
+"""Commits checkpoints: one write makes a checkpoint of its parts when all of them are written.
 
-- Members that hold different states are told by their digests, and nothing is committed then. Who
-  is silent for `_PATIENCE_S` is waited for no longer: one that joined at this step was given the
-  state and writes nothing.
-- A part that nobody has any more leaves its checkpoint uncommitted. The run goes on in any case.
-- All of it happens on one thread of its own, in the order in which it was told; storage may take
-  its time. It begins with the lease on the run, so nothing is found or committed while another
-  holds it; and a lease that is lost is told.
-- That thread also keeps the schedule (checkpoint_schedule.py): it knows what checkpoints cost and
-  how often everyone was lost.
+pending_checkpoints.py decides when a checkpoint is complete.
+
+- Members with different states are found by their digests, and then nothing is committed. The
+  committer waits `_PATIENCE_S` for members that report nothing: a member that joined at this step
+  received the state and writes nothing.
+- If no member has a part any more, its checkpoint stays uncommitted. The run continues in any case.
+- Everything runs on one thread, in the order of the calls; storage may take its time. The thread
+  first acquires the lease on the run, so it neither finds nor commits anything while another
+  controller holds the lease. If the lease is lost, it reports that.
+- The thread also keeps the schedule (checkpoint_schedule.py), because it knows what checkpoints
+  cost and how often all workers were lost.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from elastic_dp.train.checkpointing.run_claim import RunClaim
 from elastic_dp.train.controller_link import WrittenParts
 
 _AGAIN_S = 2.0
-_PATIENCE_S = 5.0  # with members that have not told what they wrote
+_PATIENCE_S = 5.0  # how long to wait for members that have not reported their parts
 T = TypeVar("T")
 
 
@@ -51,24 +52,26 @@ def _nothing_to_check() -> None:
 
 @dataclass(frozen=True, slots=True)
 class CommitterActions:
-    """What a committer has done by whoever leads the run. All are called on the committer's
-    thread."""
+    """Callbacks of a committer, provided by the controller of the run.
+
+    All are called on the committer's thread.
+    """
 
     request_parts: Callable[[WorkerId, int, Sequence[int]], None]  # (worker, step, parts)
-    request_checkpoint: Callable[[], None]  # of one of the next steps
-    tell: Callable[[str], None]  # whoever follows the run
-    committed: Callable[[int], None]  # the checkpoint of this step is; may be told twice
-    stand_down: Callable[[str], None]  # another holds the run: why
+    request_checkpoint: Callable[[], None]  # for one of the next steps
+    tell: Callable[[str], None]  # a message for the user
+    committed: Callable[[int], None]  # the step; it may be called twice
+    stand_down: Callable[[str], None]  # the reason: another controller holds the run
     fail: Callable[
         [Exception], None
-    ]  # nothing is found or committed any more: `check`, damage, or a bug
+    ]  # nothing will be found or committed: `check` failed, a file is damaged, or there is a bug
     check: Callable[[], None] = (
-        _nothing_to_check  # whether the run is this job's; once, with the lease
+        _nothing_to_check  # raises unless the run is this job's; called once, under the lease
     )
 
 
 class CheckpointCommitter:
-    """Of one run."""
+    """The committer of one run."""
 
     def __init__(
         self,
@@ -79,8 +82,11 @@ class CheckpointCommitter:
         lease_s: float,
         token: str | None = None,
     ) -> None:
-        """`token`: of who holds the lease; who takes over goes on with it, and orphans know their
-        controller's by it."""
+        """`token` identifies the holder of the lease.
+
+        A controller that takes over continues with the same token, and orphans recognise the lease
+        of their controller by it.
+        """
         self._catalog, self._keep, self._actions = catalog, _keep_of(config), actions
         self._claim = RunClaim(catalog, lease_s, token)
         self._pending = PendingCheckpoints()
@@ -93,7 +99,7 @@ class CheckpointCommitter:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """What a checkpoint of this step is to know."""
+        """Records the metrics that a step logged, for the checkpoint of that step."""
         self._metrics.add(step, metrics)
 
     def wrote(self, worker: WorkerId, written: WrittenParts) -> None:
@@ -103,15 +109,21 @@ class CheckpointCommitter:
         self._tasks.put(lambda: self._lose(worker))
 
     def find(self, found: Callable[[int | None], None]) -> None:
-        """Call with the step of the newest checkpoint, or None, however long the storage takes. The
-        run goes on from it."""
+        """Calls `found` with the step of the newest checkpoint, or None, however long the storage
+        takes.
+
+        The run continues from that checkpoint.
+        """
         self._tasks.put(
             lambda: found(self._persist("the checkpoints cannot be listed", self._resume))
         )
 
     def take_over(self) -> None:
-        """Go on in place of one that is gone: what it committed last is committed, though members
-        tell of it once more."""
+        """Continues in place of a controller that is gone.
+
+        Its newest committed checkpoint counts as committed, even if members report their parts of
+        it again.
+        """
 
         def resume() -> None:
             newest: int | None = self._persist("the checkpoints cannot be listed", self._resume)
@@ -120,8 +132,11 @@ class CheckpointCommitter:
         self._tasks.put(resume)
 
     def reject(self, after_step: int, lineage_id: int) -> None:
-        """What was made after this step, by those who began in generation `lineage_id` or before,
-        is wrong."""
+        """Discards what was made after this step by members of lineage `lineage_id` or an earlier
+        one.
+
+        It is known to be wrong.
+        """
 
         def reject() -> None:
             self._pending.reject(lineage_id)
@@ -130,7 +145,7 @@ class CheckpointCommitter:
         self._tasks.put(reject)
 
     def close(self) -> None:
-        """When all that was told is done."""
+        """Waits until everything reported so far is done, and ends the thread."""
         self._closing.set()
         self._tasks.put(None)
         self._thread.join()
@@ -139,21 +154,21 @@ class CheckpointCommitter:
 
     def _work(self) -> None:
         try:
-            self._persist("the run's lease cannot be had", self._acquire)
+            self._persist("the run's lease cannot be acquired", self._acquire)
             if not self._claim.is_held:
-                return  # the run is over before it was ours
+                return  # the run ended before the lease was acquired
             self._persist("the run's record cannot be read", self._actions.check)
             self._persist("the newest checkpoint cannot be read", self._resume_schedule)
             while (task := self._next()) is not None:
                 task()
             for one in self._pending.all():
                 self._seal_if_complete(one, waits=False)
-            self._persist("the run's lease cannot be given up", self._claim.release)
+            self._persist("the run's lease cannot be released", self._claim.release)
         except LeaseLost as error:
             self._actions.stand_down(str(error))
 
     def _next(self) -> Callable[[], None] | None:
-        """The next task; in between the lease is renewed, and what is due is requested."""
+        """Returns the next task. Meanwhile it renews the lease and requests what is due."""
         while True:
             self._request_missing()
             self._request_due()
@@ -167,18 +182,18 @@ class CheckpointCommitter:
                 time.sleep(_AGAIN_S)
 
     def _idle_s(self) -> float:
-        """Until something is due that nobody tells."""
+        """Returns the time until something is due without a report."""
         now = time.monotonic()
         missing_at = [one.told_at + _PATIENCE_S for one in self._pending.all()]
         dues = [at for at in missing_at if at > now]
         return max(0.0, min(self._claim.renew_at_s, self._schedule.due_at(now), *dues) - now)
 
     def _persist(self, what: str, do: Callable[[], T]) -> T | None:
-        """Until it is done, whatever the storage says, or the run ends."""
+        """Retries `do` until it succeeds, whatever the storage answers, or the run ends."""
         while True:
             try:
                 return do()
-            except FileDamaged:  # nobody but a person can fix it
+            except FileDamaged:  # only the user can fix it
                 raise
             except (StorageError, OSError) as error:
                 self._actions.tell(f"{what}: {error}")
@@ -193,7 +208,7 @@ class CheckpointCommitter:
     def _resume_schedule(self) -> None:
         with contextlib.suppress(
             CheckpointError
-        ):  # of a later version: whoever restores it says so
+        ):  # from a later version: restoring it raises the error
             newest = next(self._catalog.commits(), None)
             if newest is not None:
                 metadata = newest.metadata
@@ -238,8 +253,7 @@ class CheckpointCommitter:
         for one in requests:
             self._actions.request_parts(one.worker, one.step, one.parts)
 
-    # --------------------------------------------------------------------------------- commit
-    # record
+    # -------------------------------------------------------------------------- commit record
 
     def _seal_if_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> None:
         if self._pending.is_complete(one, waits=waits):
@@ -264,19 +278,21 @@ class CheckpointCommitter:
                 self._pending.refuse(step)
 
     def _warn_unranked(self, step: int, metadata: CommitMetadata) -> None:
-        """Once: a run that evaluates at other steps than it checkpoints would keep no best one,
-        without a word."""
+        """Warns once if a checkpoint lacks the metric by which the best one is chosen.
+
+        A run that evaluates at other steps than it checkpoints would silently retain no best
+        checkpoint.
+        """
         name = self._keep.score_attribute
         if name is not None and name not in metadata.metrics and not self._warned_unranked:
             self._warned_unranked = True
             self._actions.tell(
                 f"checkpoint of step {step} has no {name!r} and is not ranked by it: only "
-                "what the body of its own "
-                "step logs with ctx.log, or gives to ctx.checkpoint, counts"
+                "what the loop body of the same step passes to ctx.log or ctx.checkpoint counts"
             )
 
     def _about(self, step: int, written: WrittenParts) -> CommitMetadata:
-        """What is known of a step that is being committed."""
+        """Returns the metadata of a step that is being committed."""
         losses, observed_s = self._schedule.observed(time.monotonic())
         return CommitMetadata(
             job=written.job,

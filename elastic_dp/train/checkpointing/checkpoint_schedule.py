@@ -1,10 +1,9 @@
-"""When a checkpoint is due besides those at fixed steps: by time, or by what a checkpoint costs and
-saves.
+"""When a checkpoint is due besides those at fixed steps: by time, or by its cost and benefit.
 
-The workers know the steps, the committer knows the time: it requests a checkpoint, a member says so
-in the next step's header, and all members take it. How often all workers were lost, and in how much
-time, is counted over all starts of a run, since each checkpoint stores it. This module has no clock
-and no I/O.
+The workers know the steps, the committer knows the time. The committer requests a checkpoint from
+one member, that member announces it in the header of the next step, and all members take it. The
+number of losses of all workers, and the time in which they occurred, accumulate over all starts of
+a run, since each checkpoint stores them. This module has no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import math
 from elastic_dp.checkpoint.checkpoint_interval import auto_interval_s
 from elastic_dp.config import CheckpointConfig
 
-_REQUEST_AGAIN_S = 30.0  # perhaps no worker was there to take it, or it was lost
+_REQUEST_AGAIN_S = 30.0  # no worker may have been there to take it, or it was lost
 
 
 class CheckpointSchedule:
-    """All times are seconds of one clock. Not thread-safe."""
+    """The schedule of one run. All times are seconds of one clock. Not thread-safe."""
 
     def __init__(self, config: CheckpointConfig, now: float) -> None:
         self._config, self._began_at, self._last_at = config, now, now
@@ -28,12 +27,12 @@ class CheckpointSchedule:
         self._requested = False
 
     def resume(self, losses: int, observed_s: float, now: float) -> None:
-        """Add what earlier starts of the run have counted. This one begins now."""
+        """Adds what earlier starts of the run counted. The present start begins at `now`."""
         self._losses, self._observed_s = losses, observed_s
         self._began_at = self._last_at = now
 
     def due_at(self, now: float) -> float:
-        """When to request a checkpoint, or to request it again; infinity: never."""
+        """Returns when to request a checkpoint, or to repeat a request; infinity for never."""
         interval_s = math.inf if self._config.every_s is None else self._config.every_s
         if self._config.every == "auto":
             seen = self.observed(now)
@@ -41,10 +40,11 @@ class CheckpointSchedule:
         return self._last_at + max(interval_s, _REQUEST_AGAIN_S if self._requested else 0.0)
 
     def requested(self, now: float) -> None:
+        """Records that a checkpoint was requested."""
         self._requested, self._last_at = True, now
 
     def committed(self, stall_s: float, now: float) -> None:
-        """A checkpoint is committed now. It stopped training for `stall_s`."""
+        """Records that a checkpoint was committed, which blocked training for `stall_s`."""
         self._cost_s = stall_s
         if self._requested:
             self._upload_s = now - self._last_at
@@ -53,9 +53,9 @@ class CheckpointSchedule:
         self._requested = False
 
     def lost(self, now: float) -> None:
-        """All workers were lost, and the requested checkpoint with them."""
+        """Records that all workers were lost, and a requested checkpoint with them."""
         self._losses, self._requested, self._last_at = self._losses + 1, False, now
 
     def observed(self, now: float) -> tuple[int, float]:
-        """How often all workers were lost, and the time over which that was counted."""
+        """Returns how often all workers were lost, and over how many seconds that was counted."""
         return self._losses, self._observed_s + now - self._began_at

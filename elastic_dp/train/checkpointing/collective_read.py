@@ -1,12 +1,10 @@
-"""The members of a generation read the newest checkpoint together: each a share, and the rest from
-the other members.
+"""Reads the newest checkpoint with all members of a generation: each reads a share and sends it.
 
-- Rank 0 alone lists and reads commit records and says which checkpoint it is, so all members go on
-  from the same one.
-- Each byte leaves the store once, whatever the number of members that read or wrote it.
-- All or nothing: the members exchange bytes only when each has said that its share is intact, into
-  memory that holds no state yet. If one share is damaged, all members go back to the checkpoint
-  before.
+- Only rank 0 lists and reads commit records and chooses the checkpoint, so all members restore the
+  same one.
+- Each byte is read from the store once, whatever the number of members.
+- The members exchange bytes only after each has reported that its share is intact, into memory that
+  does not hold state yet. If one share is damaged, all members go back to the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -30,11 +28,12 @@ def read_collectively(
     enters: Callable[[str], None],
     damaged: Callable[[CheckpointDamaged], None],
 ) -> tuple[CommitRecord, torch.Tensor]:
-    """The commit record and its line of bytes, on the host; the same on all members of `group`.
+    """Returns the commit record and its line of bytes on the host, the same on all members of
+    `group`.
 
-    Each calls `enters` with "restore" before it reads, which may take as long as the store likes,
-    and with "receive" when only peers are waited for; rank 0 calls `damaged` for each checkpoint
-    that is not taken. Raises CheckpointError if none is whole.
+    Each member calls `enters` with "restore" before it reads, which may take as long as the store
+    needs, and with "receive" when it waits only for peers. Rank 0 calls `damaged` for each
+    checkpoint that is skipped. Raises CheckpointError if all checkpoints are damaged.
     """
     commits = newest_first(catalog, damaged)
     while True:
@@ -56,7 +55,7 @@ def read_collectively(
 
 
 def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
-    """The one of rank 0."""
+    """Returns the commit record of rank 0 on all members."""
     if group.world_size == 1:
         assert commit is not None
         return commit
@@ -69,7 +68,7 @@ def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
 
 
 def _read(catalog: Catalog, commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> str:
-    """Our share of the line; returns what is wrong with it, or nothing."""
+    """Reads this member's share of the line. Returns what is wrong with it, or an empty text."""
     try:
         read_share(catalog, commit, group.rank, group.world_size, line)
     except CheckpointDamaged as error:

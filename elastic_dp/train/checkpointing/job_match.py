@@ -1,12 +1,11 @@
-"""Compares a checkpoint with the job that goes on from it: what must be the same, and what may have
-changed.
+"""Compares a checkpoint with the job that continues from it: what must match, and what may differ.
 
-- Tensors that do not fit, another optimizer, another `state=`: RunMismatch, which names the first
-  difference.
-- Other hyper-parameters (a learning rate) give a warning, and the values of the checkpoint are
-  used, as after `load_state_dict` of a PyTorch optimizer, since a scheduler or the loop body may
-  have changed them. The values that the code sets before the first step are compared, so a change
-  that the run itself made is no difference.
+- Tensors that do not fit, another optimizer, or another `state=` raise RunMismatch, which names the
+  first difference.
+- Changed hyper-parameters (such as a learning rate) give a warning, and the values of the
+  checkpoint are used, as after `load_state_dict` of a PyTorch optimizer, since a scheduler or the
+  loop body may have changed them. The comparison uses the values that the code sets before the
+  first step, so a change that the run itself made is not a difference.
 """
 
 from __future__ import annotations
@@ -22,15 +21,18 @@ from elastic_dp.errors import RunMismatch
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.wording import counted
 
-_FOLLOWS = ("params", "initial_lr", "base_lrs")  # from what else is compared
+_FOLLOWS = ("params", "initial_lr", "base_lrs")  # derived from values that are compared
 
 
 def hyperparameters_of(
     optimizer: torch.optim.Optimizer, scheduler: Any, total_steps: int | None
 ) -> dict[str, Any]:
-    """What the code gave the optimizer and the scheduler, as texts; to be called before the first
-    step. `total_steps`: that the code was told, from which it may have made any of it (a lambda has
-    no text)."""
+    """Returns the arguments of the optimizer and the scheduler as texts. Call it before the first
+    step.
+
+    `total_steps` is the total that the code read: the code may have derived any argument from it,
+    and an argument such as a lambda has no text.
+    """
     groups = [
         {key: _text(value) for key, value in group.items() if key not in _FOLLOWS}
         for group in optimizer.param_groups
@@ -49,7 +51,10 @@ def hyperparameters_of(
 
 
 def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words. `then` is empty in a checkpoint of before there was such a record."""
+    """Returns a text for each changed hyper-parameter.
+
+    `then` is empty in checkpoints of versions that did not store hyper-parameters.
+    """
     if not then:
         return []
     pairs = [
@@ -67,7 +72,10 @@ def changed_hyperparameters(then: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def job_identity(spec: JobSpec) -> dict[str, Any]:
-    """What decides a run's result, beside its data, and must not change while it keeps its name."""
+    """Returns what determines a run's result besides its data.
+
+    These values must not change while the run keeps its name.
+    """
     return {
         "virtual_workers": spec.scaling.num_virtual_workers,
         "micro_batch_size": spec.data.micro_batch_size,
@@ -77,42 +85,42 @@ def job_identity(spec: JobSpec) -> dict[str, Any]:
 
 
 def check_job(metadata: CommitMetadata, job: Mapping[str, Any], data: str) -> None:
-    """Raises RunMismatch where a checkpoint was made by another job: `run.json` may have been
-    replaced since. What a checkpoint of an earlier version does not tell is not compared."""
+    """Raises RunMismatch if another job wrote the checkpoint, for example because `run.json` was
+    replaced.
+
+    A value that a checkpoint of an earlier version lacks is not compared.
+    """
     then = {"data": metadata.data, **metadata.naming.get("job", {})}
     for name, mine in {**job, "data": data}.items():
         if then.get(name, "") not in ("", mine):
             what = "data (its fingerprint)" if name == "data" else name
             raise RunMismatch(
                 f"{what} is {mine!r}, but the newest checkpoint of the run was made with "
-                f"{then[name]!r}. Use a new name= "
-                "for a new run, or the old value to go on with this one"
+                f"{then[name]!r}. Use a new name= for a new run, or the old value to go on with "
+                "this one"
             )
 
 
 def changed_total_steps(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
-    """In words, where the code reads the total: by itself it says nothing of what is made from
-    it."""
+    """Returns a warning if the code reads `ctx.total_steps` and the value has changed."""
     old, new = then.get("total_steps"), now["total_steps"]
     if old is None or new is None or old == new:
         return []
     return [
-        f"ctx.total_steps is {new} now, and was {old} up to step {step}: a schedule that is "
-        "made from it was made for "
-        f"{counted(old, 'step')} up to there, so its learning rates are not those of one run "
-        f"of {counted(new, 'step')}"
+        f"ctx.total_steps is {new} now and was {old} up to step {step}: a schedule that depends "
+        f"on it was made for {counted(old, 'step')} up to there, so its learning rates are not "
+        f"those of one run of {counted(new, 'step')}"
     ]
 
 
 def check_fits(tree: Mapping[str, Any], naming: Mapping[str, Any], state: TrainState) -> None:
-    """Raises RunMismatch where the tree of a checkpoint is not that of this job."""
+    """Raises RunMismatch if the state in a checkpoint does not fit this job."""
     for what, theirs, mine in _compared(tree, naming, state):
         if theirs != mine:
             raise RunMismatch(
-                f"{what}: {mine} here, {theirs} in the newest checkpoint of the run. Use a "
-                "new name= for a new "
-                "run (elastic_dp.load_state gives it these weights), or the old code to go "
-                "on with this one"
+                f"{what}: {mine} here, {theirs} in the newest checkpoint of the run. Use a new "
+                "name= for a new run (elastic_dp.load_state gives it these weights), or the old "
+                "code to continue this one"
             )
 
 
@@ -127,14 +135,14 @@ def _compared(
         yield from _tensors("parameter", theirs, state.parameters)
     yield "the parameters", called, [*state.parameters]
     yield from _tensors("buffer", step["buffers"], dict(state.model.named_buffers()))
-    if "extra_state" in step:  # else it is of before it was carried
+    if "extra_state" in step:  # else an earlier version wrote it
         named = sorted(state.committed_extra)
         yield "the modules with get_extra_state", sorted(step["extra_state"]), named
     kind = type(state.optimizer).__name__
     yield "the optimizer", naming.get("made", {}).get("optimizer", kind), kind
     groups = [[names[p] for p in group["params"]] for group in state.optimizer.param_groups]
     yield "the optimizer's groups", naming.get("groups", groups), groups
-    if "inner_hyper" in step:  # else it is of before they were carried
+    if "inner_hyper" in step:  # else an earlier version wrote it
         mine = len(state.optimizers.committed["inner_hyper"])
         yield "the number of optimizers in the optimizer", len(step["inner_hyper"]), mine
     yield "a scheduler", body["scheduler"] is not None, state.scheduler is not None
@@ -158,7 +166,7 @@ def _of_group(number: int, made: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Empty for what has no text that is the same in each process."""
+    """Returns a text that is equal in every process, or an empty one if the value has none."""
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
     if isinstance(value, list | tuple):

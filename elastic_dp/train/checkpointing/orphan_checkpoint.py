@@ -1,13 +1,14 @@
-"""The last checkpoint of a worker that has lost its controller: the worker writes and commits it
+"""The last checkpoint of a worker that has lost its controller: it writes and commits all of it
 alone.
 
-For a moment it does what the controller did. It takes the run's lease when that has run out, makes
-a claim that goes on from the newest checkpoint, writes all parts, commits them, and releases the
-lease.
+The worker briefly acts as the controller did. It takes the run's lease after that has expired,
+makes a claim that continues from the newest checkpoint, writes all parts, commits them, and
+releases the lease.
 
-- It does so only after its own controller: where the lease was renewed, released, or belongs to
-  another controller, the run has ended or goes on elsewhere, and the worker writes nothing.
-- Several such workers take turns. One that finds a checkpoint as new as its own state writes
+- It does so only if its own controller held the lease last. If the lease was renewed, released, or
+  belongs to another controller, the run has ended or continues elsewhere, and the worker writes
+  nothing.
+- Several such workers take turns. A worker that finds a checkpoint as new as its own state writes
   nothing.
 - A worker that is suspended in the middle does no harm: its claim is not part of the history of its
   successors.
@@ -38,10 +39,11 @@ def commit_without_controller(
     token: str,
     lease_s: float,
 ) -> str:
-    """Returns what came of it, for the log. `token`: of the controller's lease. `metadata`: given
-    the newest commit's.
+    """Writes and commits the snapshot. Returns the outcome as a text for the log.
 
-    Waits for the lease up to `lease_s`, or some times that if there are other orphans.
+    `token` is that of the controller's lease. `metadata` receives the metadata of the newest
+    commit, or None, and returns that of the new one. The function waits for the lease up to
+    `lease_s`, or a multiple of that if there are other orphans.
     """
     lease = Lease(f"orphan {worker}", f"{token}.{worker}", lease_s)
     holder = Holder(catalog.store, lease, time.monotonic, time.time)
@@ -59,25 +61,26 @@ def commit_without_controller(
 
 
 def _take_lease(holder: Holder, token: str) -> str:
-    """Empty when it is ours; else why it never will be."""
+    """Acquires the lease. Returns an empty text, or why this worker will never hold it."""
     first = newest = holder.newest()
     while newest is not None and _may_follow(newest, token):
         if newest.token == token and newest != first:
             return "a controller leads the run"
         taken = holder.acquire()
         if not isinstance(taken, Held):
-            followed = holder.lease.followed  # another orphan may have come and gone meanwhile
+            followed = holder.lease.followed  # another orphan may have committed meanwhile
             if followed == first or (followed and followed.token.startswith(f"{token}.")):
                 return ""
             holder.release()
             break
         time.sleep(min(taken.wait_s, 1.0))
         newest = holder.newest()
-    return "the run has ended, or goes on elsewhere"
+    return "the run has ended or continues elsewhere"
 
 
 def _may_follow(record: Record, token: str) -> bool:
-    """Our controller held it last, and never gave it up; or another of its orphans."""
+    """Returns whether our controller, or another of its orphans, held the lease last without
+    releasing it."""
     return (record.token == token and record.state == "held") or record.token.startswith(
         f"{token}."
     )
@@ -93,7 +96,7 @@ def _commit(
     names = catalog.names()
     newest: CommitName | None = names[-1] if names else None
     if newest is not None and newest.step >= snapshot.step:
-        return f"step {newest.step} is committed already"
+        return f"step {newest.step} is already committed"
     fence = holder.lease.fence
     catalog.claim(fence, newest)
     before = (
@@ -104,6 +107,6 @@ def _commit(
         parts = range(len(manifest.layout.parts))
         share = write_parts(catalog, snapshot, parts, executor, writer=worker)
     if not holder.lease.is_valid(time.monotonic()):
-        holder.renew()  # or learn that another one was faster
+        holder.renew()  # raises LeaseLost if another worker was faster
     write_commit(catalog, manifest, [share], fence, metadata(before))
     return f"checkpoint of step {snapshot.step} is committed, without a controller"

@@ -1,12 +1,12 @@
-"""Checkpoints of which some parts are written: which parts are missing, who has them, and when one
-is complete.
+"""Checkpoints with some parts written: which parts are missing, who has them, when one is complete.
 
-Here is no clock and no I/O. The rules:
-- A checkpoint is complete when every part of one state is written, by whomever, and each member
-  that is there has told its digest, also one that had nothing to write.
-- A part whose writer is lost is requested from another member that has told that it holds the
-  state; once from each.
-- What is told late of a step before the newest commit record is of no use to anybody.
+The module has no clock and no I/O. The rules:
+
+- A checkpoint is complete when every part of one state is written, by any member, and each member
+  that is present has reported its digest, even one that had nothing to write.
+- A part whose writer is lost is requested from another member that has reported the same state,
+  once from each member.
+- A late report about a step before the newest commit record is ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from elastic_dp.train.controller_link import WrittenParts
 
 @dataclass
 class PendingCheckpoint:
-    """`first`: what the first member told of it."""
+    """A checkpoint of which some parts are written. `first` is the first report about it."""
 
     first: WrittenParts
     shares: dict[WorkerId, list[Share]] = field(default_factory=dict)
-    requested: dict[int, WorkerId] = field(default_factory=dict)  # from whom each part was
+    requested: dict[int, WorkerId] = field(
+        default_factory=dict
+    )  # the member that each part was requested from
     stall_s: float = 0.0
     told_at: float = 0.0
 
@@ -52,14 +54,14 @@ class PendingCheckpoint:
         self.told_at = now
 
     def share_of(self, worker: WorkerId) -> Sequence[int]:
-        """The parts that this one of its members is to write."""
+        """Returns the parts that this member is to write."""
         members = self.first.members
         return self.manifest.layout.share(members.index(worker), len(members))
 
 
 @dataclass(frozen=True, slots=True)
 class PartsRequest:
-    """Have `worker` write these parts of the checkpoint of `step`, too."""
+    """A request that `worker` also writes these parts of the checkpoint of `step`."""
 
     worker: WorkerId
     step: int
@@ -68,21 +70,21 @@ class PartsRequest:
 
 @dataclass(frozen=True, slots=True)
 class AlreadySealed:
-    """`step` is the newest that is; whoever requested it again is told again."""
+    """`step` is the newest committed one. A member that reports it again is told so again."""
 
     step: int
 
 
 class PendingCheckpoints:
-    """Of one run."""
+    """The pending checkpoints of one run."""
 
     def __init__(self) -> None:
         self._pending: dict[int, PendingCheckpoint] = {}
         self._committed = 0  # the newest
         self._refused: set[int] = set()  # steps of which the members hold different states
         self._lost: set[WorkerId] = set()
-        self._abandoned: frozenset[WorkerId] = frozenset()  # lost in a lineage that was left
-        self._rejected = -1  # what those made who began in this generation or before is wrong
+        self._abandoned: frozenset[WorkerId] = frozenset()  # lost in an abandoned lineage
+        self._rejected = -1  # reports of this lineage or earlier ones are wrong
 
     def all(self) -> list[PendingCheckpoint]:
         return list(self._pending.values())
@@ -94,7 +96,7 @@ class PendingCheckpoints:
     def add(
         self, worker: WorkerId, written: WrittenParts, now: float
     ) -> PendingCheckpoint | AlreadySealed | None:
-        """None: it counts for nothing."""
+        """Records what a member wrote. Returns None if it is ignored."""
         step = written.share.step
         abandoned = worker in self._abandoned or written.lineage_id <= self._rejected
         if abandoned or step in self._refused:
@@ -109,12 +111,12 @@ class PendingCheckpoints:
         self._lost.add(worker)
 
     def requests_for_lost(self, one: PendingCheckpoint) -> list[PartsRequest]:
-        """For the shares of all members that are lost."""
+        """Returns requests for the shares of all lost members."""
         lost = self._lost.intersection(one.first.members)
         return [x for worker in lost for x in self._requests(one, one.share_of(worker))]
 
     def requests_after_loss(self, one: PendingCheckpoint, worker: WorkerId) -> list[PartsRequest]:
-        """For the share of this one, and for what was requested from it."""
+        """Returns requests for the share of a lost member and for what was requested from it."""
         again = [part for part, asked in one.requested.items() if asked == worker]
         for part in again:
             del one.requested[part]
@@ -122,13 +124,18 @@ class PendingCheckpoints:
         return self._requests(one, [*again, *share])
 
     def requests_for_missing(self, one: PendingCheckpoint) -> list[PartsRequest]:
-        """For whatever is not written; also what is in nobody's share, where members shared the
-        writing by two memberships."""
+        """Returns requests for all missing parts.
+
+        They include parts in the share of no member, where members divided the writing by two
+        memberships.
+        """
         return self._requests(one, one.all_parts)
 
     def _requests(self, one: PendingCheckpoint, parts: Sequence[int]) -> list[PartsRequest]:
-        """From a member that is there and has told that it holds this state; twice written does no
-        harm."""
+        """Returns requests to one member that is present and has reported this state.
+
+        Writing a part twice does no harm.
+        """
         there = [worker for worker in one.shares if worker not in self._lost]
         absent = set(missing(one.manifest, one.written)).intersection(parts)
         absent.difference_update(one.requested)
@@ -138,34 +145,37 @@ class PendingCheckpoints:
         return [PartsRequest(there[0], one.step, sorted(absent))]
 
     def is_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> bool:
-        """`waits`: for the digests of those who are there and have not told. False when a later one
-        was committed meanwhile."""
+        """Returns whether the checkpoint can be committed. False if a later one was committed
+        meanwhile.
+
+        With `waits`, it also needs the digests of all members that are present.
+        """
         if one.step not in self._pending:
             return False
         silent = set(one.first.members).difference(one.shares, self._lost)
         return not missing(one.manifest, one.written) and not (silent and waits)
 
-    # ---------------------------------------------------------------------- what became of them
+    # ------------------------------------------------------------------------------- outcomes
 
     def begin_seal(self, step: int) -> None:
-        """This one is committed now, and none before it any more."""
+        """Removes this checkpoint, which is about to be committed, and all earlier ones."""
         self._pending = {s: other for s, other in self._pending.items() if s > step}
 
     def committed(self, step: int) -> None:
         self._committed = step
 
     def refuse(self, step: int) -> None:
-        """The members hold different states."""
+        """Records that the members hold different states of this step."""
         self._refused.add(step)
 
     def reject(self, lineage_id: int) -> None:
-        """What was made by those who began in generation `lineage_id` or before is wrong."""
+        """Discards what was made in lineage `lineage_id` or an earlier one: it is wrong."""
         self._pending.clear()
         self._rejected, self._committed = lineage_id, 0
 
     def restart(self) -> None:
-        """The run goes on from a checkpoint: of what came behind it nothing counts."""
+        """The run restarts from a checkpoint: later pending checkpoints are discarded."""
         self._pending.clear()
-        self._committed = 0  # what is newest by name may be damaged
+        self._committed = 0  # the newest one by name may be damaged
         self._refused.clear()
         self._abandoned = frozenset(self._lost)

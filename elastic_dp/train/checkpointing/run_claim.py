@@ -1,5 +1,8 @@
-"""Who may commit checkpoints of a run: the holder of its lease, under a claim that goes on from the
-newest checkpoint."""
+"""The right to commit checkpoints of a run.
+
+It belongs to the holder of the run's lease, under a claim that continues from the newest
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,22 @@ _HOST = socket.gethostname()
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """`step`: of the newest checkpoint, None: there is none. `after_loss`: everyone was lost, so it
-    is gone on from."""
+    """The checkpoint that the run continues from.
+
+    `step` is that of the newest checkpoint, None if there is none. `after_loss`: the run continues
+    from it because all workers were lost.
+    """
 
     step: int | None
     after_loss: bool
 
 
 class RunClaim:
-    """Its methods but `renew_at_s` and `fence` do I/O: they raise StorageError, and LeaseLost where
-    another holds the run."""
+    """The lease on a run and the claim under it.
+
+    All methods except `renew_at_s` and `fence` do I/O. They raise StorageError, and LeaseLost if
+    another controller holds the run.
+    """
 
     def __init__(self, catalog: Catalog, lease_s: float, token: str | None) -> None:
         """`token`: see `CheckpointCommitter`."""
@@ -38,12 +47,13 @@ class RunClaim:
         self._holder = Holder(
             catalog.store, lease, time.monotonic, time.time, catalog.highest_fence
         )
-        self._was_lost = False  # whether going on from a checkpoint means that everyone was lost
-        self._at_most = sys.maxsize  # steps behind it are wrong
+        self._was_lost = False  # whether the next `resume` follows a loss of all workers
+        self._at_most = sys.maxsize  # later steps are wrong
         self.fence = 0  # until a claim is made
 
     @property
     def renew_at_s(self) -> float:
+        """When to renew the lease, in seconds of `time.monotonic`."""
         return self._holder.lease.renew_at_s()
 
     @property
@@ -52,8 +62,8 @@ class RunClaim:
         return self._holder.lease.held is not None
 
     def acquire(self, tell: Callable[[str], None], wait: Callable[[float], bool]) -> None:
-        """The lease; waits for whoever holds it, until `wait(seconds)` returns True: the run has
-        ended."""
+        """Acquires the lease. Waits for its holder, until `wait(seconds)` returns True because the
+        run ended."""
         said = ""
         while True:
             before = self._holder.newest()
@@ -66,21 +76,23 @@ class RunClaim:
             if wait(min(held.wait_s, 1.0)):
                 return
         if before is not None and before.token != self._token:
-            self._was_lost = before.state == "held"  # it was never given up: its holder died
+            self._was_lost = before.state == "held"  # it was never released: its holder died
 
     def renew(self) -> None:
         self._holder.renew()
 
     def renew_unless_valid(self) -> None:
         if not self._holder.lease.is_valid(time.monotonic()):
-            self._holder.renew()  # or learn that another holds the run
+            self._holder.renew()  # raises LeaseLost if another holds the run
 
     def release(self) -> None:
         self._holder.release()
 
     def resume(self) -> ResumePoint:
-        """From the newest checkpoint, under a claim of our own: what is committed from now on
-        descends from it."""
+        """Makes a claim that continues from the newest checkpoint.
+
+        Everything that is committed from now on descends from that checkpoint.
+        """
         self.fence = self._holder.renew().number
         names = [name for name in self._catalog.names() if name.step <= self._at_most]
         self._at_most = sys.maxsize
@@ -89,12 +101,12 @@ class RunClaim:
         return ResumePoint(names[-1].step if names else None, after_loss)
 
     def reject_after(self, step: int) -> None:
-        """The run goes on from a checkpoint of this step or before."""
+        """Ignores checkpoints after this step in the next call of `resume`."""
         self._at_most = step
 
 
 def _is_gone(record: Record) -> bool:
-    """Whether its holder was a process of this machine that is no more."""
+    """Returns whether the holder was a process of this machine that no longer exists."""
     host, _, pid = record.holder.rpartition("/")
     if host != _HOST:
         return False

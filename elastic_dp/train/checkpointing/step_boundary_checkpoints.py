@@ -1,7 +1,7 @@
-"""At the head of the loop: whether this worker takes part in a checkpoint of the step whose body
-has ended.
+"""Decides at the head of the loop whether this worker takes a checkpoint of the step that has
+ended.
 
-First what is asked for, by whom (`CheckpointRequest`); then what is done about it
+It first collects what is requested (`CheckpointRequest`), then decides what to do about it
 (`CheckpointDecision`).
 """
 
@@ -23,23 +23,27 @@ from elastic_dp.train.user_loop import UserLoop
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
-    """A checkpoint of `step` is asked for by the job (`is_due`) or by the controller, which names
-    the `writers`."""
+    """A request for a checkpoint of `step`.
+
+    It comes from the job (`is_due`) or from the controller, which names the `writers`.
+    """
 
     step: int
     is_due: bool
-    is_last: bool  # no other one comes behind it, so it is waited for
-    agreed_to_wait: bool  # the members leave it out, as an upload of one of them is late
+    is_last: bool  # no checkpoint follows it, so training waits for it
+    agreed_to_wait: bool  # the members skip it, because an upload of one of them is late
     writers: Sequence[WorkerId]
 
 
 class CheckpointDecision(enum.Enum):
     TAKE = enum.auto()
-    DEFER = enum.auto()  # the same is asked for once more, of a later step
-    LEAVE_OUT = enum.auto()  # the controller asks again, if it still wants one
+    DEFER = enum.auto()  # it is requested again for a later step
+    LEAVE_OUT = enum.auto()  # the controller requests it again if it still needs one
 
 
 class StepBoundaryCheckpoints:
+    """The checkpoints that one worker takes between a step's body and the next step."""
+
     def __init__(
         self,
         checkpointer: WorkerCheckpointer,
@@ -55,8 +59,10 @@ class StepBoundaryCheckpoints:
         self._control, self._reporter = control, reporter
 
     def take_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
-        """Returns when the state is copied. `writers`: they share the writing, as the controller
-        says."""
+        """Takes a checkpoint if one is requested. Returns when the state is copied.
+
+        `writers` are the members that share the writing, if the controller names them.
+        """
         if not self._has_right_state() or self._state.record is None:
             return
         request = self._request(writers)
@@ -64,11 +70,12 @@ class StepBoundaryCheckpoints:
             self._reporter.report("keep")
             self._reporter.pass_point("keeping")
             self._act(request, self._decide(request))
-            self._weights.compare_after(request.step)  # others may have taken it
+            self._weights.compare_after(request.step)  # other members may have taken it
         self._control.upload_is_late(self._checkpointer.late)
 
     def take_without_controller(self) -> None:
-        """A last checkpoint without a controller, where a body has ended and nothing is newer."""
+        """Takes a last checkpoint without a controller, unless the body is running or a newer one
+        exists."""
         if self._has_right_state():
             progress = self._progress
             self._checkpointer.commit_without_controller(
@@ -89,7 +96,7 @@ class StepBoundaryCheckpoints:
         return CheckpointRequest(step, due, ended or interrupted, record.late, writers)
 
     def _decide(self, request: CheckpointRequest) -> CheckpointDecision:
-        """Waits for the upload before this one, within its patience."""
+        """Waits for the previous upload within its patience, then decides."""
         if request.is_last:
             return CheckpointDecision.TAKE
         may = bool(request.writers) or not request.agreed_to_wait

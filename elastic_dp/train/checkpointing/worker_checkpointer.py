@@ -1,15 +1,14 @@
-"""One worker's part in the run's checkpoints: a snapshot at the head of the loop, and its share
-written in the background.
+"""One worker's part in checkpoints: a snapshot at the head of the loop, and a share written later.
 
 - All members take snapshots of the same steps: those that `CheckpointConfig` names, those that the
-  loop body requested, and those that the members agreed on in the header of the step before (a
+  loop body requests, and those that the members agreed on in the header of the previous step (a
   controller's request reaches one member, and through the header all of them).
-- A slow store does not stop training: while any member's last upload is late, as the headers tell,
-  all members leave out every checkpoint but the run's last one, and request it again until it is
-  made.
+- A slow store does not stop training. While the last upload of any member is late, as the headers
+  tell, all members skip every checkpoint except the run's last one, and request it again until it
+  is taken.
 - Each member holds the whole state of the step, so each can write a part that another one did not.
-- A checkpoint holds nothing that differs between members (rank, when it was restored): all hold the
-  same bytes.
+- A checkpoint holds nothing that differs between members (such as the rank), so all members hold
+  the same bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,10 @@ from elastic_dp.train.state.train_state import TrainState, types_of
 
 
 class WorkerCheckpointer:
-    """`write` is called by the control thread, every other method by the training thread."""
+    """The checkpoints of one worker.
+
+    The control thread calls `write`, the training thread every other method.
+    """
 
     def __init__(
         self,
@@ -60,13 +62,15 @@ class WorkerCheckpointer:
         lease_token: str = "",
         lease_s: float = 60.0,
     ) -> None:
-        """`lease_token`, `lease_s`: of the controller's lease on the run, for a worker that has
-        lost its controller."""
+        """`lease_token` and `lease_s` are those of the controller's lease on the run.
+
+        A worker that has lost its controller needs them (orphan_checkpoint.py).
+        """
         self._catalog, self._config = catalog, config
         self._lease_token, self._lease_s = lease_token, lease_s
         self._worker, self._link = worker, link
         self._uploader = Uploader(catalog, self._wrote)
-        self._taken = 0  # the step of the newest snapshot, or of the checkpoint that was restored
+        self._taken = 0  # the step of the newest snapshot or of the restored checkpoint
         self._requested = False  # by the body
         self._stall_s = 0.0
         self._members: tuple[WorkerId, ...] = ()
@@ -86,9 +90,12 @@ class WorkerCheckpointer:
         job: Mapping[str, Any],
         total_steps: int | None,
     ) -> None:
-        """Before anything is trained: raises StateError if something of the state cannot be stored.
-        `job`: what else than the data decides the result, by name. `total_steps`: of the run, where
-        the train function has read it."""
+        """Prepares for checkpoints before training. Raises StateError if some state cannot be
+        stored.
+
+        `job` holds what determines the result besides the data, by name. `total_steps` is the total
+        that the train function has read, if it did.
+        """
         made = hyperparameters_of(state.optimizer, state.scheduler, total_steps)
         self._naming = naming_of(state.model, state.optimizer) | {"made": made, "job": dict(job)}
         software = {name.lower(): version for name, version in signature.software}
@@ -99,13 +106,14 @@ class WorkerCheckpointer:
 
     @property
     def late(self) -> bool:
-        """Whether the last upload takes so long that training goes on without the next
-        checkpoint."""
+        """Whether the last upload takes so long that training skips the next checkpoint."""
         return self._uploader.late
 
     def ready(self, step: int) -> bool:
-        """Whether `take` will not wait. If not, this checkpoint is left out, and the user is told
-        so."""
+        """Returns whether `take` can run without waiting.
+
+        If not, this checkpoint is skipped, and the user gets a message.
+        """
         was_late = self.late
         if self._uploader.ready():
             return True
@@ -113,18 +121,20 @@ class WorkerCheckpointer:
             before = self._uploader.snapshot.step
             self._link.say(
                 f"{self._worker}: no checkpoint of step {step} yet: that of step {before} is "
-                "still being written; "
-                "training goes on"
+                "still being written; training goes on"
             )
         return False
 
     def defer(self) -> None:
-        """Treat what the loop body requested like a request of the controller: a later step will
-        do."""
+        """Treats the loop body's request like one of the controller: a later step may satisfy
+        it."""
         self._requested = False
 
     def due(self, step: int, agreed: bool, ended: bool) -> bool:
-        """At the head of the loop after `step`. The last step always is."""
+        """Returns whether a checkpoint is due at the head of the loop after `step`.
+
+        The last step always gets one. `agreed`: the members agreed on one in the step's header.
+        """
         if step <= self._taken:
             return False
         every = self._config.every_steps
@@ -138,14 +148,17 @@ class WorkerCheckpointer:
         members: tuple[WorkerId, ...],
         lineage_id: int,
     ) -> None:
-        """Raises StateError if something in the state cannot be stored, where the job makes
-        checkpoints of its own; one that only others requested is then not made, and the user is
-        told so."""
+        """Takes a snapshot and starts to write this member's share.
+
+        Raises StateError if something in the state cannot be stored and the job takes checkpoints
+        of its own. If only others requested the checkpoint, it is skipped, and the user gets a
+        message.
+        """
         by_job = self._requested or self._config.enabled
         self._taken, self._requested = step, False
         try:
             self._uploader.wait()
-        except StorageError as error:  # that one is lost, and training goes on
+        except StorageError as error:  # that checkpoint is lost, and training continues
             self._link.say(f"{self._worker}: no checkpoint: {error}")
         tree = _tree(state, evaluations)
         self._members, self._founded = members, lineage_id
@@ -159,22 +172,26 @@ class WorkerCheckpointer:
             self._link.say(f"{self._worker}: no checkpoint of step {step}: {error}")
 
     def writing(self, step: int) -> bool:
+        """Returns whether this member is still writing its share of `step`."""
         return self.busy and self._taken == step
 
     @property
     def busy(self) -> bool:
-        """Whether this member's share of the newest one is still being written."""
+        """Whether this member is still writing its share of the newest checkpoint."""
         return self._uploader.busy
 
     def write(self, step: int, parts: Sequence[int]) -> None:
-        """Write these parts, too, in place of a member that is lost."""
+        """Also writes these parts, in place of a member that is lost."""
         self._uploader.write(step, parts, writer=self._worker)
 
     def commit_without_controller(
         self, state: TrainState, step: int, evaluations: Sequence[dict[str, float]]
     ) -> None:
-        """At the head of the loop, when no controller has answered for long: see
-        orphan_checkpoint.py. Says what came of it."""
+        """Writes and commits a checkpoint without a controller (orphan_checkpoint.py). Reports the
+        outcome.
+
+        It is called at the head of the loop when no controller has answered for long.
+        """
         with contextlib.suppress(StorageError):
             self._uploader.wait()
         snapshot = self._uploader.snapshot
@@ -212,10 +229,11 @@ class WorkerCheckpointer:
         device: torch.device,
         enters: Callable[[str], None],
     ) -> tuple[CommitRecord, list[dict[str, float]]]:
-        """Load the newest intact checkpoint, together with all members of `group`.
-        Returns it, and what its step's body evaluated. `enters`: see `read_collectively`.
+        """Loads the newest intact checkpoint, together with all members of `group`.
 
-        Raises RunMismatch if it is not of this job."""
+        Returns its commit record and the evaluations of its step's body. `enters`: see
+        `read_collectively`. Raises RunMismatch if the checkpoint is not of this job.
+        """
 
         def damaged(error: CheckpointDamaged) -> None:
             self._link.say(f"{self._worker}: {error}; taking the one before it")
@@ -227,7 +245,7 @@ class WorkerCheckpointer:
         kind = group.gather_bytes(self._versions["kind"].encode())[0].decode()
         kinds = tree["step"].setdefault(
             "kinds", [commit.metadata.versions["kind"]]
-        )  # absent at first
+        )  # absent in early versions
         warnings = []
         if kind not in kinds:
             kinds.append(kind)
@@ -240,11 +258,11 @@ class WorkerCheckpointer:
         if texts := changed_hyperparameters(made, self._naming["made"]):
             warnings.append(
                 f"{'; '.join(texts)}. The values of the checkpoint of step {commit.step} "
-                "count, as after "
-                "load_state_dict; to change them in this run, set them in the loop's body"
+                "count, as after load_state_dict; to change them in this run, set them in the "
+                "loop's body"
             )
         warnings += changed_total_steps(made, self._naming["made"], commit.step)
-        if group.rank == 0:  # the others have nothing else to say
+        if group.rank == 0:  # the others would report the same
             self._link.say(f"going on from step {commit.step}")
             for text in warnings:
                 self._link.say(f"WARNING: {text}")
@@ -254,7 +272,7 @@ class WorkerCheckpointer:
         return commit, tree["evaluations"]
 
     def close(self) -> None:
-        """Wait until the upload under way has ended."""
+        """Waits until the upload under way has ended."""
         self._uploader.close()
 
     def _wrote(self, share: Share, manifest: Manifest) -> None:
@@ -273,7 +291,7 @@ class WorkerCheckpointer:
 
 
 def _tree(state: TrainState, evaluations: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Equal on all members: without what one may have computed, and another not."""
+    """Returns the state without values that only some members may have computed."""
     tree = state.tree(evaluations, None)
     if state.record is not None:
         tree["step"]["record"] = dataclasses.replace(state.record, grad_norm=None)

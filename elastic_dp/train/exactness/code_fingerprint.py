@@ -1,12 +1,11 @@
-"""A digest of the user's code: equal for two starts of the same script, and for two workers that
-run the same code.
+"""A digest of the user's code: equal for two starts of the same script and for all workers.
 
 It covers the train function and what it reaches by name in the user's own modules: functions,
 classes, and constants made of numbers and strings. It reads compiled code, so comments and line
 breaks do not count, and it works in notebooks and in a worker, which may not have the source. A
-pickle would not do: it differs from process to process. Nor would the text of the script: raising a
-limit in it would change the digest. Installed packages are not covered. Python compiles differently
-from one minor version to the next, so its version is stored beside the digest.
+pickle differs from process to process, and the text of the script changes when a limit in it is
+raised, so neither is suitable. Installed packages are not covered. Python compiles differently from
+one minor version to the next, so its version is stored with the digest.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ from elastic_dp.module_pickling import is_installed
 
 
 def code_fingerprint(train: Any, *, constants: bool = True) -> str:
-    """16 hexadecimal digits. Without `constants` for workers to compare: a module of theirs may
-    hold the name of its host."""
+    """Returns 16 hexadecimal digits.
+
+    Workers compare fingerprints without `constants`: a module of theirs may hold the name of its
+    host.
+    """
     walk = _Walk(constants)
     walk.visit("train", train)
     return walk.digest.hexdigest()[:16]
@@ -77,7 +79,7 @@ class _Walk:
     def _add_function(self, name: str, value: types.FunctionType) -> None:
         self._add(f"def {name}")
         names: set[str] = set()
-        variables: set[str] = set()  # not the attributes that happen to have the name of one
+        variables: set[str] = set()  # without attributes that have the name of one
         for code in _codes(value.__code__):
             names.update(code.co_names)
             variables.update(_global_names(code))
@@ -86,7 +88,7 @@ class _Walk:
         self.visit("defaults", value.__defaults__)
         self.visit("keyword defaults", value.__kwdefaults__)
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if cell != types.CellType():  # one that is empty yet
+            if cell != types.CellType():  # an empty cell
                 self.visit(key, cell.cell_contents)
         for key in sorted(variables & value.__globals__.keys()):
             found = value.__globals__[key]
@@ -111,7 +113,7 @@ class _Walk:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """It, and those that are defined within it."""
+    """Yields a code object and those defined within it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -133,7 +135,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Sets have another order in each process."""
+    """Returns a text that is equal in every process. The order of a set differs between
+    processes."""
     if isinstance(value, set | frozenset):
         return f"{{{sorted(map(_text, value))}}}"
     if isinstance(value, tuple | list):

@@ -1,5 +1,5 @@
-"""What determines the bits that a machine computes, and the switches that make it compute the same
-bits each time."""
+"""What determines the bits that a machine computes, and the settings that make them
+reproducible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 def machine_kind(device: torch.device, exact: bool) -> str:
-    """Equal strings: the same operations give the same bits (with deterministic kernels)."""
+    """Returns a text. On machines with equal texts, deterministic kernels compute the same bits."""
     parts = [f"torch {torch.__version__}", f"exact {exact}"]
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
@@ -78,8 +78,10 @@ def _reduced(mkldnn: Any) -> str | None:
 
 
 def _processor() -> str:
-    """By this, too, MKL and oneDNN choose their kernels; vector units of two vendors add in
-    different orders."""
+    """Returns the model of the CPU, by which MKL and oneDNN choose their kernels.
+
+    Vector units of different vendors add in different orders.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -90,8 +92,7 @@ def _processor() -> str:
 
 
 def software_versions(device: torch.device, code: str) -> tuple[tuple[str, str], ...]:
-    """What members must have in common to understand each other and to run the same program, exact
-    or not."""
+    """Returns the versions that all members must share, in exact mode or not."""
     versions = [
         ("Python", ".".join(platform.python_version_tuple()[:2])),
         ("torch", torch.__version__),

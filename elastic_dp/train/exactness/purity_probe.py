@@ -1,21 +1,20 @@
-"""Runs one micro-batch of the first step twice and compares what comes of it, before anything is
-trained.
+"""Runs one micro-batch of the first step twice and compares the results, before training.
 
-Both runs begin with the same weights, buffers, random numbers and rows. So a difference comes from
-something that the code keeps for itself: a generator of its own, a counter, a clock, a tensor that
-is no buffer. Such a thing is not the same on a worker that joins, and changes as often as that
-worker happens to run micro-batches; so the job is refused, and what differs is named, with whatever
-else changed meanwhile, since that is usually the cause.
+Both runs start with the same weights, buffers, random numbers and rows. A difference therefore
+comes from something that the code keeps to itself: a generator of its own, a counter, a clock, a
+tensor that is not a buffer. Such a thing is not the same on a worker that joins, and changes as
+often as that worker happens to run micro-batches. The job is refused, and the error names what
+differs, with whatever else changed meanwhile, since that is usually the cause.
 
-Three things are not refused. Where kernels may be the reason (on a GPU, or where torch has named an
+Three things are not refused. If kernels may be the reason (on a GPU, or if torch has named an
 operation without a deterministic one), the run is not exact, and `Result.inexact_because` says so.
-And a number that changes each time without changing the result may be harmless, a count of calls
-for a log; it is said. So is a metric that is another one each time: it may be the time that the
-micro-batch took.
+A number that changes each time without changing the result, such as a count of calls for a log,
+gives a warning. So does a metric that differs each time, which may be the time that the micro-batch
+took.
 
-The worker that gives the initial state does this, in place of the first steps' slow start; joiners
+The worker that provides the initial state runs the probe instead of a warm-up; workers that join
 run the code that it has tried. What shows only later (another branch after a thousand steps) cannot
-be seen this way.
+be detected this way.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from elastic_dp.device.faults import suppress_errors_of_code
 from elastic_dp.errors import DataError, LossError
 from elastic_dp.train.state.weight_comparison import digest_of
 
-_MOST = 64  # items of a container; a larger one counts by its length
+_MOST = 64  # items of a container; only the length of a larger one is compared
 _DEEPEST = 2  # containers within containers
 _NAMED = 5  # differences that a message names
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
-Facts = dict[str, str]  # what is compared, by name; a digest begins with "#"
+Facts = dict[str, str]  # values that are compared, by name; a digest begins with "#"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """What one run of a micro-batch gave."""
+    """The outcome of one run of a micro-batch."""
 
     rows: Facts
     result: Facts  # loss, weight, gradients, buffers
@@ -58,27 +57,32 @@ class ProbeOutcome:
 
 
 class ProbeTarget(Protocol):
-    """`TrialRun`, as a probe needs it."""
+    """The part of `TrialRun` that a probe needs."""
 
     exact: bool
     device: torch.device
 
     def try_out(self) -> ProbeOutcome | None:
-        """Run the micro-batch and undo what it wrote; None where it has no loss."""
+        """Runs the micro-batch and undoes what it wrote. Returns None if it has no loss."""
         ...
 
     def holds(self) -> tuple[Facts, Facts]:
-        """`ProbeOutcome.left` and `ProbeOutcome.kept`, now."""
+        """Returns the present `ProbeOutcome.left` and `ProbeOutcome.kept`."""
         ...
 
 
 def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> None:
-    """Raises DataError and LossError. `because`: why the run is not exact, so far."""
-    kernels = bool(because) or runs.device.type == "cuda"  # may be why results differ
+    """Runs the probe. Raises DataError and LossError.
+
+    `because` holds the reasons so far why the run is not exact; the probe adds to it.
+    """
+    kernels = (
+        bool(because) or runs.device.type == "cuda"
+    )  # kernels may be the reason for different results
     left: Facts = {}
     kept: Facts = {}
     first = second = None
-    with suppress_errors_of_code():  # what user code raises here it raises again in a step
+    with suppress_errors_of_code():  # user code that raises here raises again in a step
         left, kept = runs.holds()
         first = runs.try_out()
         second = runs.try_out()
@@ -92,21 +96,17 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
     if error is None:
         if metrics := _differences(first.metrics, second.metrics):
             say(
-                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as "
-                "what a clock shows does. All "
-                "workers are given the same value, but a step that is done again has another "
-                "one: let the loop's body log "
-                "it, and nothing depend on it"
+                f"WARNING: {_listed(metrics)} differs when one micro-batch is run twice, as the "
+                "time of a clock does. All workers get the same value, but a step that is "
+                "repeated has another one: log it in the loop's body, and let nothing depend on it"
             )
         if changing:
             say(
-                f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that "
-                "joins or starts again begins "
-                "with a value of its own, and how often it changes depends on the number of "
-                "workers. If the loss "
-                "depends on it, make it a buffer of the model, or an object that is passed "
-                "as state= and changed in the "
-                "loop's body"
+                f"WARNING: {_listed(changing)} changes with each micro-batch. A worker that joins "
+                "or starts again begins with a value of its own, and how often it changes "
+                "depends on the number of workers. If the loss depends on it, make it a buffer "
+                "of the model, or an object that is passed as state= and changed in the loop's "
+                "body"
             )
         return
     if not runs.exact:
@@ -121,7 +121,7 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
 
 
 def _settings_undone(device: torch.device) -> list[str]:
-    """Of those that exact runs begin with, what user code has turned back."""
+    """Returns the settings of exact runs that user code has reverted."""
     found = []
     if not torch.are_deterministic_algorithms_enabled():
         found.append("torch.use_deterministic_algorithms was turned off")
@@ -136,37 +136,32 @@ def _judge(
     if rows := _differences(first.rows, second.rows):
         return DataError(
             f"data gave other values when one micro-batch was read twice: {_listed(rows)}. A "
-            "step may be done again, by "
-            "another worker: draw random numbers from Python's, NumPy's or torch's global "
-            "generators, which are "
-            "seeded for each micro-batch, or from the rng that DataConfig.transform is given"
+            "step may be repeated by another worker: draw random numbers from Python's, NumPy's "
+            "or torch's global generators, which are seeded for each micro-batch, or from the "
+            "rng that DataConfig.transform receives"
         )
     if written := _differences(before, first.left) or _differences(first.left, second.left):
         return LossError(
             f"the loss function changed {_listed(written)}. It may run more than once for a "
-            "step, and each worker runs it "
-            "for its own micro-batches: change parameters by the optimizer, and its settings "
-            "in the loop's body; what "
-            "is set from the first batch is to be set before the loop"
+            "step, and each worker runs it for its own micro-batches: change parameters by the "
+            "optimizer, and its settings in the loop's body; set what depends on the first "
+            "batch before the loop"
         )
     if results := _differences(first.result, second.result):
         cause = f" What changed meanwhile: {_listed(meanwhile)}." if meanwhile else ""
         return LossError(
             "one micro-batch of step 1, run twice from the same weights, rows and random "
-            "numbers, gave "
-            f"{_listed(results)}.{cause} The loss must depend on nothing else: draw from the "
-            "global generators, which are "
-            "seeded for each micro-batch, make what forward changes a buffer, pass what the "
-            "loop's body changes as "
-            "state=, and use no clock; if only its first call differs, call the model once "
-            "before the loop; or train "
-            "with exact=False"
+            f"numbers, gave {_listed(results)}.{cause} The loss must depend on nothing else: draw "
+            "from the global generators, which are seeded for each micro-batch, make what "
+            "forward changes a buffer, pass what the loop's body changes as state=, and use no "
+            "clock; if only its first call differs, call the model once before the loop; or "
+            "train with exact=False"
         )
     return None
 
 
 def _differences(one: Facts, other: Facts) -> list[str]:
-    """Each by name, with its values where they are short."""
+    """Returns the names of what differs, with short values."""
     names = [name for name in one | other if one.get(name) != other.get(name)]
     return [f"{name}{_values(one.get(name), other.get(name))}" for name in names]
 
@@ -181,12 +176,11 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-# -------------------------------------------------------------------------------------- what is
-# seen
+# ----------------------------------------------------------------------------------------- facts
 
 
 def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
-    """Of the modules, and of the variables that the loss function reaches by name."""
+    """Returns facts about the modules and the variables that the loss function reaches by name."""
     facts: Facts = {}
     for prefix, module in model.named_modules():
         dot = f"model.{prefix}." if prefix else "model."
@@ -201,10 +195,10 @@ def attributes_of(model: nn.Module, loss_fn: Any) -> Facts:
 
 
 def variables_of(loss_fn: Any) -> Mapping[str, Any]:
-    """By name."""
+    """Returns the variables that the loss function reaches, by name."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
-    owner = getattr(loss_fn, "__self__", loss_fn)  # of a method
+    owner = getattr(loss_fn, "__self__", loss_fn)  # the object of a method
     held = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
     own = {f"loss_fn.{name}": value for name, value in held.items()}
     try:
@@ -215,7 +209,7 @@ def variables_of(loss_fn: Any) -> Mapping[str, Any]:
 
 
 def facts_of(name: str, value: Any) -> Facts:
-    """Numbers, texts, tensors, states of generators, and containers of them; nothing of other
+    """Returns facts about numbers, texts, tensors, generators and containers of them, not other
     objects."""
     return dict(_facts(name, value, 0))
 

@@ -1,9 +1,9 @@
-"""The process groups of one worker: those of its generation, and older ones that peers may still be
-reading from.
+"""The process groups of one worker: those of its generation, and older ones that peers may still
+use.
 
-Each generation has up to three, formed at the same time where all are needed: one for the steps,
-one between the members that give and take state, and, when it is first used, one for evaluations.
-All end with the generation.
+A generation has up to three groups: one for the steps, one between the members that send and
+receive state, formed at the same time where both are needed, and one for evaluations, formed when
+it is first used. All end with the generation.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
 
 
 class GenerationGroups:
-    """`main` is set while the worker is inside a generation; `membership` stays that of the last
-    one."""
+    """The groups of one worker.
+
+    `main` is set while the worker is inside a generation. `membership` stays that of the last one.
+    """
 
     def __init__(
         self, worker: WorkerId, device: torch.device, backend: str, control: WorkerControl
     ) -> None:
         self._worker, self._device, self._backend, self._control = worker, device, backend, control
         self.main: ProcessGroup | None = None
-        self.unreachable: tuple[WorkerId, ...] = ()  # in the last forming that failed
+        self.unreachable: tuple[
+            WorkerId, ...
+        ] = ()  # members that the last failed forming did not reach
         self._form: FormGroup | None = None
         self._side: ProcessGroup | None = None
         self._old: list[ProcessGroup] = []
 
     @property
     def membership(self) -> Membership | None:
-        """Of the present generation, or of the last one; None before the first."""
+        """The membership of the present or the last generation; None before the first."""
         return None if self._form is None else self._form.membership
 
     @property
@@ -51,19 +55,19 @@ class GenerationGroups:
         return 0 if self._form is None else self._form.membership.generation
 
     def enter(self, form: FormGroup) -> None:
-        """From now on this is the present generation."""
+        """Makes this the present generation."""
         self._form, self.unreachable = form, ()
 
     def start(self, involved: Sequence[int]) -> None:
-        """Begin to form the group of all, and that of the ranks between which state travels, if any
-        does."""
+        """Starts to form the group of all members, and that of the ranks `involved` in a state
+        transfer."""
         assert self._form is not None
         self._involved = involved
         self._main_forming = self._forming("main", range(len(self._form.membership.members)))
         self._state_forming = self._forming("state", involved) if involved else None
 
     def formed(self) -> ProcessGroup | None:
-        """Wait until they are. Sets `main`; returns the other. Raises GroupError."""
+        """Waits for both groups. Sets `main` and returns the other one. Raises GroupError."""
         state = self._state_forming
         try:
             self.main = self._formed(self._main_forming, range(self.world_size))
@@ -74,12 +78,12 @@ class GenerationGroups:
             raise
         for old in self._old:
             old.close()
-        # Others may still be receiving when we are done: closed with the next forming.
+        # Other members may still be receiving, so the group closes with the next forming.
         self._old = [] if state_group is None else [state_group]
         return state_group
 
     def side(self) -> ProcessGroup:
-        """A second group of the same members, for evaluations. Raises GroupError."""
+        """Returns a second group of the same members, for evaluations. Raises GroupError."""
         assert self._form is not None
         if self._side is None:
             everyone = range(len(self._form.membership.members))
@@ -87,14 +91,16 @@ class GenerationGroups:
         return self._side
 
     def leave(self) -> None:
-        """Peers may still be receiving what we sent for the step we both committed, so these close
-        later."""
+        """Leaves the generation. Its groups close later.
+
+        Peers may still be receiving what this worker sent for the step that all committed.
+        """
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 
     def _forming(self, purpose: str, ranks: Sequence[int]) -> Forming:
-        """The making of a group of the members with these ranks (in this order; I am one of
-        them)."""
+        """Starts to form a group of the members with these ranks, in this order, this worker
+        included."""
         assert self._form is not None
         membership, meet = self._form.membership, self._form.rendezvous
         prefix = f"{meet.prefix}/{membership.generation}/{purpose}"

@@ -1,8 +1,7 @@
-"""How a worker gets the run's state when a generation begins: from another member, or from a
-checkpoint.
+"""How a worker gets the run's state when a generation begins: from another member or a checkpoint.
 
-`plan_state_transfer` depends on the membership and on the worker's own position alone, so all
-members come to the same plan; `StateTransfer` carries it out.
+`plan_state_transfer` depends only on the membership and the worker's own position, so all members
+make the same plan. `StateTransfer` executes it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from elastic_dp.train.step.batch_source import BatchSource
 
 
 class TransferRole(enum.Enum):
-    NONE = enum.auto()  # this worker has what it needs, and nobody needs it of this one
+    NONE = enum.auto()  # this worker neither needs state nor sends it
     GIVE = enum.auto()
     TAKE = enum.auto()
     RESTORE = enum.auto()  # all members read the newest checkpoint together
@@ -36,7 +35,10 @@ class TransferRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What this worker does; `ranks`: of all between whom state travels, the source first."""
+    """What this worker does.
+
+    `ranks` are those of all members that send or receive state, the source first.
+    """
 
     role: TransferRole
     ranks: Sequence[int] = ()
@@ -45,7 +47,7 @@ class TransferPlan:
 def plan_state_transfer(
     membership: Membership, worker: WorkerId, position: TrainingPosition
 ) -> TransferPlan:
-    """For `worker`, which is at `position`."""
+    """Returns the plan for `worker`, which is at `position`."""
     ranks = state_transfer_ranks(membership, membership.rank(worker), position)
     if membership.restore:
         return TransferPlan(TransferRole.RESTORE, ranks)
@@ -58,8 +60,10 @@ def plan_state_transfer(
 def state_transfer_ranks(
     membership: Membership, rank: int, position: TrainingPosition
 ) -> list[int]:
-    """The ranks between which state travels, the source first; empty if `rank` (at `position`) is
-    not one."""
+    """Returns the ranks that send or receive state, the source first.
+
+    The list is empty if `rank`, at `position`, is not one of them.
+    """
     members = membership.members
     source = membership.rank(membership.source)
     first = not any(member.has_state for member in members)
@@ -74,7 +78,8 @@ def state_transfer_ranks(
 
 
 class StateTransfer:
-    """Of one worker: `give`, `take` or `restore`, once a group is formed for it."""
+    """Executes the plan of one worker: `give`, `take` or `restore`, once a group is formed for
+    it."""
 
     def __init__(
         self,
@@ -93,7 +98,8 @@ class StateTransfer:
         self._device, self._total_steps = device, total_steps
 
     def payload(self) -> StatePayload:
-        """All that another member may need. Needs no group, so it is made while one forms."""
+        """Returns everything that another member may need. Needs no group, so it runs while one
+        forms."""
         progress = self._progress
         tree = self._state.tree(progress.evaluations, progress.ended)
         ours = {"position": progress.position, "evaluations_in_loop": progress.evaluations_in_loop}
@@ -105,7 +111,7 @@ class StateTransfer:
         send(group, payload)
 
     def take(self, group: ProcessGroup, lineage_id: int) -> int:
-        """Returns the bytes taken. All or nothing changes."""
+        """Receives the state, all of it or nothing. Returns the number of bytes received."""
         self._reporter.report("receive")
         self._reporter.pass_point("taking_state")
         joins = not self._progress.has_state
@@ -119,14 +125,14 @@ class StateTransfer:
             self._progress.another_body_begins(tree["evaluations_in_loop"] if joins else 0)
             record = self._state.record
             if record is not None and record.kept and not joins:
-                self._control.checkpoint_agreed()  # this is the step that all agreed on
-        # Else it was ahead only by an evaluation or the end: hyper-parameters that our body wrote
-        # are ours to keep.
+                self._control.checkpoint_agreed()  # all members agreed on a checkpoint of this step
+        # Otherwise the source was ahead only by an evaluation or the end of the run, and this
+        # worker keeps the hyper-parameters that its own body set.
         self._progress.took_over(position, tree["evaluations"], tree["ended"], lineage_id)
         return nbytes
 
     def restore(self, group: ProcessGroup, checkpoints: WorkerCheckpointer) -> None:
-        """From the newest checkpoint, as all members do."""
+        """Restores the newest checkpoint, together with all members."""
 
         def enters(phase: str) -> None:
             self._reporter.report(phase)

@@ -1,10 +1,10 @@
 """What a worker's control thread tells its training thread, and the one lock between them.
 
-The control thread may call at any instant, also while the training thread is inside a collective or
-is about to commit. Three things always hold: a step commits only through `commit`, which excludes
-`abort` (before it the worker is at step k and cannot apply k+1 any more, after it the worker is at
-k+1); a worker that left a generation never goes back into it; and of several planned ends of one
-generation the smallest counts.
+The control thread may call at any time, also while the training thread is inside a collective or is
+about to commit. Three invariants hold. A step commits only through `commit`, which excludes
+`abort`: before it the worker is at step k and cannot apply k+1 any more, after it the worker is at
+k+1. A worker that left a generation never returns to it. Of several planned ends of one generation
+the smallest counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from elastic_dp.errors import GroupAborted
 
 
 class Released(BaseException):
-    """Unwinds the user's train function in a worker that leaves. Not an Exception, so user code
-    does not catch it."""
+    """Ends the user's train function in a worker that is released.
+
+    It is not an Exception, so user code does not catch it.
+    """
 
 
 class Abortable(Protocol):
@@ -60,8 +62,8 @@ class Orphaned:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Write a checkpoint of the state that this worker has held since `generation`, together with
-    the other `writers`."""
+    """Write a checkpoint of the state held since `generation`, together with the other
+    `writers`."""
 
     generation: int
     writers: tuple[WorkerId, ...]
@@ -73,7 +75,7 @@ ORPHANED = "no controller has answered for orphan_timeout_s"
 
 @dataclass
 class WorkerControl:
-    """Methods above the line are the control thread's, those below it the training thread's."""
+    """The control thread calls the methods above the line, the training thread those below it."""
 
     lease_s: float = math.inf
     orphan_timeout_s: float = math.inf
@@ -86,14 +88,18 @@ class WorkerControl:
     _ended: int = 0  # this generation and all before it are over
     _planned: dict[int, int] = field(default_factory=dict)  # generation -> last step
     _attempting: int | None = None
-    _asked: int = 0  # answer for this generation, when next waiting
+    _asked: int = 0  # the generation to confirm in the next `wait`
     _form: FormGroup | None = None
     _checkpoint: CheckpointState | None = None
     _release: str | None = None
     _stop: str | None = None
     checkpoint_wanted: bool = False
-    checkpoint_late: bool = False  # our last upload is: nobody takes the next one before it is done
-    interrupted: int = 0  # by this signal to the user's own process: the loop ends at its head
+    checkpoint_late: bool = (
+        False  # this worker's last upload is late, so no member takes the next one
+    )
+    interrupted: int = (
+        0  # the signal that the user's own process received: the loop ends at its head
+    )
     _abortables: list[Abortable] = field(default_factory=list)
 
     def form(self, membership: Membership, rendezvous: Rendezvous) -> None:
@@ -104,7 +110,7 @@ class WorkerControl:
                 self._planned = {
                     g: s for g, s in self._planned.items() if g >= membership.generation
                 }
-                if self._inside:  # the controller forms a new one only when the present one is over
+                if self._inside:  # the controller forms a new one only after the present one ended
                     self._end(membership.generation - 1)
                 self._changed.notify_all()
 
@@ -126,7 +132,7 @@ class WorkerControl:
                 self._asked = max(self._asked, generation)
                 self._changed.notify_all()
             elif self.idle or (self._attempting is not None and self._attempting > last):
-                self._end(generation)  # the others did not enter this step
+                self._end(generation)  # the other members did not enter this step
 
     def release(self, reason: str) -> None:
         with self._changed:
@@ -139,11 +145,11 @@ class WorkerControl:
             self._stop = self._stop or str(reason or "asked without a reason")
 
     def request_checkpoint(self) -> None:
-        """A checkpoint of one of the next steps is wanted: the next header tells all."""
+        """Requests a checkpoint of one of the next steps: the next header tells all members."""
         self.checkpoint_wanted = True
 
     def interrupt(self, number: int) -> None:
-        """The user's own process got this signal."""
+        """Records that the user's own process received this signal."""
         self.interrupted = number
 
     def checkpoint_state(self, generation: int, writers: tuple[WorkerId, ...]) -> None:
@@ -168,15 +174,17 @@ class WorkerControl:
         return self._release
 
     def orphaned_in_s(self) -> float:
-        """Seconds until this worker counts as orphaned if no controller answers; 0 or less: it
-        does."""
+        """Returns the seconds until this worker counts as orphaned if no controller answers.
+
+        0 or less: it is orphaned.
+        """
         if self.renewed_at is None:
             return threading.TIMEOUT_MAX
         left_s = self.renewed_at() + self.orphan_timeout_s - time.monotonic()
         return min(left_s, threading.TIMEOUT_MAX)
 
     def wait(self) -> FormGroup | ConfirmLeft | CheckpointState | Orphaned:
-        """Wait, outside of every generation, for what to do next. Raises Released."""
+        """Waits outside of every generation for what to do next. Raises Released."""
         with self._changed:
             while True:
                 if self._release is not None:
@@ -195,7 +203,9 @@ class WorkerControl:
                     self._form = None
                     self._changed.wait(left_s)
                 elif self._lease_ran_out():
-                    self._changed.wait(_LOOK_AGAIN_S)  # a controller was away; now it answers soon
+                    self._changed.wait(
+                        _LOOK_AGAIN_S
+                    )  # a controller was unreachable and should answer soon
                 else:
                     self._form = None
                     self._generation, self._inside = form.membership.generation, True
@@ -203,21 +213,23 @@ class WorkerControl:
                     return form
 
     def wait_for_release(self, timeout_s: float) -> None:
-        """Raises Released."""
+        """Waits for the release, up to `timeout_s`. Raises Released."""
         with self._changed:
             if self._changed.wait_for(lambda: self._release is not None, timeout_s):
                 raise Released(self._release)
 
     def abort_at_end(self, abortable: Abortable) -> None:
-        """Abort this, too, when the present generation ends."""
+        """Aborts `abortable`, too, when the present generation ends."""
         with self._changed:
             self._abortables.append(abortable)
             if self._ended >= self._generation:
                 abortable.abort()
 
     def wait_until_ended(self) -> bool:
-        """With nothing left to do in the present generation, until it ends. False: no controller is
-        expected any more."""
+        """Waits until the present generation ends, when this worker has nothing left to do in it.
+
+        Returns False if no controller is expected any more.
+        """
         ended = EndSignal()
         self.abort_at_end(ended)
         self.idle = True
@@ -228,7 +240,7 @@ class WorkerControl:
         return not orphaned
 
     def may_attempt(self, step: int) -> str | None:
-        """At a boundary: None, and `step` is being attempted; or why this generation ends here.
+        """Returns None if `step` may be attempted, or why this generation ends at this boundary.
 
         An evaluation in the body of step k attempts k: a planned end before k aborts it, one at k
         does not.
@@ -244,13 +256,12 @@ class WorkerControl:
             return reason
 
     def may_continue(self) -> None:
-        """Between micro-batches. Raises GroupAborted."""
+        """Raises GroupAborted if the generation has ended. Called between micro-batches."""
         if self._ended >= self._generation:
             raise GroupAborted("the generation was ended")
 
     def commit(self) -> None:
-        """The one instant at which a step becomes committed, or cannot any more: raises
-        GroupAborted."""
+        """Commits the step, or raises GroupAborted: afterwards it cannot be committed any more."""
         with self._changed:
             reason = self._over()
             if reason is not None:
@@ -258,8 +269,10 @@ class WorkerControl:
             self._attempting = None
 
     def leave(self) -> int:
-        """Leave the present generation for good; returns its number. Clears the requests that this
-        answers."""
+        """Leaves the present generation for good and returns its number.
+
+        Clears the requests that this answers.
+        """
         with self._changed:
             self._inside, self._attempting = False, None
             self._ended = max(self._ended, self._generation)
@@ -269,11 +282,14 @@ class WorkerControl:
             return self._generation
 
     def checkpoint_agreed(self) -> None:
-        """The members make one, so nobody need ask for it any more."""
+        """Clears the request for a checkpoint: the members agreed on one."""
         self.checkpoint_wanted = False
 
     def upload_is_late(self, late: bool) -> None:
-        """Our last upload; nobody takes the next checkpoint before it is done."""
+        """Records whether this worker's last upload is late.
+
+        While it is, no member takes the next checkpoint.
+        """
         self.checkpoint_late = late
 
     def _over(self) -> str | None:

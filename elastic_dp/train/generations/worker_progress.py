@@ -1,4 +1,4 @@
-"""How far one worker is, and whether it holds the run's state: what it tells the coordinator."""
+"""The position of one worker, and whether it holds the run's state, for the coordinator."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ LAST_STEP = "the last step"
 
 @dataclass
 class WorkerProgress:
-    """Other parts read the fields; each method below is something that happens to a worker, and all
-    that changes with it."""
+    """The progress of one worker. Other parts only read the fields.
+
+    Each method is an event of the worker and updates every field that the event changes.
+    """
 
     position: TrainingPosition = field(default_factory=lambda: TrainingPosition(0))
     has_state: bool = False
-    lineage_id: int = 0  # the generation whose source gave the initial weights of our state
+    lineage_id: int = 0  # the generation whose source gave the initial weights
     ended: str | None = None  # why the run has ended
     evaluations: list[dict[str, float]] = field(default_factory=list)  # of the present step's body
     evaluations_begun: int = 0
-    evaluations_in_loop: int = 0  # in the last body; those after the loop come behind them
+    evaluations_in_loop: int = 0  # in the last body; those after the loop follow them
 
     def step_committed(self, step: int, *, is_last: bool) -> None:
         self.position = TrainingPosition(step, int(is_last))
@@ -32,7 +34,7 @@ class WorkerProgress:
         self.ended, self.position = reason, self.position._replace(ended=1)
 
     def evaluation_begins(self) -> int:
-        """Returns its number within the body."""
+        """Starts an evaluation. Returns its number within the body."""
         self.evaluations_begun += 1
         return self.evaluations_begun - 1
 
@@ -44,19 +46,21 @@ class WorkerProgress:
         self.evaluations_in_loop = self.evaluations_begun
 
     def has_initial_state(self, lineage_id: int) -> None:
-        """Our own weights, or those of a checkpoint, are the ones that generation `lineage_id`
-        begins with."""
+        """Records that this worker holds the state with which generation `lineage_id` begins.
+
+        The state consists of its own weights or those of a checkpoint.
+        """
         self.has_state, self.lineage_id = True, lineage_id
 
     def restored(self, step: int, evaluations: list[dict[str, float]], *, is_last: bool) -> None:
-        """From a checkpoint, which is made at the end of a body."""
+        """Records a restored checkpoint, which was taken at the end of a body."""
         self.evaluations = evaluations
         self.evaluations_begun = self.evaluations_in_loop = len(evaluations)
         self.ended = LAST_STEP if is_last else None
         self.position = TrainingPosition(step, int(is_last), len(evaluations))
 
     def another_body_begins(self, evaluations_begun: int) -> None:
-        """The one that the source of our state is in."""
+        """Records the body that the source of the state is in."""
         self.evaluations_begun = evaluations_begun
 
     def took_over(

@@ -1,18 +1,20 @@
-"""Detects a loop body that changes parameters, the optimizer's parameter groups, or the optimizer's
-state.
+"""Detects a loop body that changes parameters, the optimizer's parameter groups or its state.
 
-Each member runs each body once, on the state that the step gave it or that it took over from
-another member. What a body writes into that state, some members would have twice. Detected, for
-some tens of microseconds a step, are:
-- a call of `optimizer.step()`, at once;
-- a parameter, buffer or module that did not exist before the loop, also one that a forward pass
-  made;
-- another tensor or module in the place of a parameter, and whatever raises a parameter's version;
+Each member runs each body once, on the state that the step computed or that it took over from
+another member. If a body wrote to that state, some members would apply the change twice. For some
+tens of microseconds per step, the guard detects:
+
+- a call of `optimizer.step()`, immediately;
+- a parameter, buffer or module that did not exist before the loop, even one that a forward pass
+  created;
+- another tensor or module in the place of a parameter, and every write that raises a parameter's
+  version;
 - for a few parameters in turn, a change of the optimizer's state and, on the host, a change that
   bypasses the version (`p.data.mul_(…)`). The latter is found by a sample of values, read through
-  NumPy: a torch operator costs ten times as much. A change to all parameters is found at once, a
-  change to one of them some steps later. On a device this comparison would make the host wait, so
-  it is left out.
+  NumPy, since a torch operator costs ten times as much. A change to all parameters is found at
+  once, a change to one of them some steps later. On a device this comparison would make the host
+  wait, so it is left out.
+
 Numbers and strings that modules hold as plain attributes are compared in turn, too. A body may set
 them, but a worker that joins lacks the new value, so the user gets a warning.
 """
@@ -32,15 +34,15 @@ from torch import nn
 
 from elastic_dp.errors import LoopError, LossError
 
-_WATCHED = 4  # so many parameters a step are looked at closely
-_SAMPLED_NUMEL = 16  # of each of them, spread over it
+_WATCHED = 4  # parameters that are compared closely in a step
+_SAMPLED_NUMEL = 16  # elements of each of them, spread over it
 _PLAIN = (int, float, complex, str)
 _version = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
 class _ModuleEntry:
-    """What a module holds under a name: a parameter, or a module with parameters."""
+    """A parameter, or a module with parameters, that a module holds under a name."""
 
     name: str
     holder: dict[str, Any]
@@ -50,7 +52,7 @@ class _ModuleEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A view of some elements of a parameter whose memory began here."""
+    """A view of some elements of a parameter, and the address of its memory at that time."""
 
     at: int
     view: np.ndarray[Any, Any]
@@ -75,7 +77,7 @@ class LoopBodyGuard:
             if d[k] is None
         ]
         self._optimizer = optimizer
-        # What a module has as extra state goes to a worker that joins.
+        # Modules with extra state are left out: a worker that joins receives it.
         self._plain = [
             (f"{name}.".lstrip("."), vars(module))
             for name, module in model.named_modules()
@@ -90,7 +92,7 @@ class LoopBodyGuard:
         optimizer.register_step_pre_hook(self._steps)
 
     def begin(self) -> None:
-        """The body begins."""
+        """Records the state at the start of the body."""
         self._versions = self._present_versions()
         first = self._window.stop if self._window.stop < len(self._names) else 0
         self._window = range(first, min(first + _WATCHED, len(self._names)))
@@ -102,7 +104,7 @@ class LoopBodyGuard:
 
     @contextlib.contextmanager
     def in_loss(self) -> Iterator[None]:
-        """The loss function runs."""
+        """A context in which the loss function runs."""
         self.is_in_loss = True
         try:
             yield
@@ -110,38 +112,35 @@ class LoopBodyGuard:
             self.is_in_loss = False
 
     def versions(self) -> list[int]:
-        """Of the parameters."""
+        """Returns the versions of the parameters."""
         return list(map(_version, self._parameters))
 
     def written_since(self, versions: list[int]) -> str | None:
-        """The name of a parameter."""
+        """Returns the name of a parameter whose version differs from `versions`, or None."""
         now = self.versions()
         if now == versions:
             return None
         return next(n for n, a, b in zip(self._names, versions, now, strict=True) if a != b)
 
     def check(self) -> None:
-        """The body has ended. Raises LoopError."""
+        """Checks the state at the end of the body. Raises LoopError."""
         if not self._watching:
             return
         self._watching = False
         if _groups(self._optimizer) != self._groups:
             raise LoopError(
                 "the body of the loop over ctx.steps changed which parameters the optimizer "
-                "has, e.g. by "
-                "add_param_group: a worker that joins could not tell. Make all groups before "
-                "the loop, and in the body "
-                "set their lr, or requires_grad of their parameters"
+                "has, e.g. by add_param_group: a worker that joins would not know. Make all "
+                "groups before the loop, and in the body set their lr, or requires_grad of their "
+                "parameters"
             )
         grown = self._grown()
         if grown is not None:
             raise LoopError(
-                f"model.{grown} was added to the model, or taken from it, since the loop "
-                "over ctx.steps began: a worker "
-                "that joins could not tell, and what a forward pass makes of its rows is "
-                "another on each worker. Have all "
-                "parameters, buffers and modules there before the loop; a cache may be a "
-                "plain attribute"
+                f"model.{grown} was added to the model, or removed from it, since the loop over "
+                "ctx.steps began: a worker that joins would not know, and what a forward pass "
+                "derives from its rows differs between workers. Create all parameters, buffers "
+                "and modules before the loop; a cache may be a plain attribute"
             )
         same = list(map(is_, map(dict.get, self._holders, self._keys), self._module_entries))
         if not all(same):
@@ -160,7 +159,7 @@ class LoopBodyGuard:
                 raise _body_wrote(f"wrote to the optimizer's state of {self._names[i]!r}")
 
     def attributes_set(self) -> list[str]:
-        """Warnings of plain attributes that the body which has ended has set, each once."""
+        """Returns warnings about plain attributes that the body has set, each one once."""
         found = []
         for (prefix, _), before, now in zip(
             self._plain[self._at :], self._attributes, self._present_attributes(), strict=False
@@ -171,9 +170,8 @@ class LoopBodyGuard:
         self._attributes, self._said = [], self._said.union(found)
         return new and [
             f"WARNING: the body of the loop over ctx.steps changed {', '.join(new)}, which a "
-            "worker that joins or starts "
-            "again lacks. If the loss depends on it, keep it in an object that is passed as "
-            "state=, or in get_extra_state"
+            "worker that joins or starts again lacks. If the loss depends on it, keep it in an "
+            "object that is passed as state=, or in get_extra_state"
         ]
 
     # ------------------------------------------------------------------------------ private
@@ -185,8 +183,11 @@ class LoopBodyGuard:
         ]
 
     def _grown(self) -> str | None:
-        """The name of a parameter, buffer or module that was not there, or None and is no more; or
-        is gone."""
+        """Returns the name of a parameter, buffer or module that was added, removed, or set from
+        None.
+
+        Returns None if there is no such change.
+        """
         if list(map(len, self._dicts)) != self._sizes:
             for prefix, d, before in zip(self._dict_names, self._dicts, self._entries, strict=True):
                 for key in before ^ set(d):
@@ -199,24 +200,22 @@ class LoopBodyGuard:
     def _steps(self, *_: Any) -> None:
         if self.is_in_loss:
             raise LossError(
-                "the loss function called optimizer.step(): return the loss, and the "
-                "optimizer makes its step once for "
-                "the whole global batch"
+                "the loss function called optimizer.step(): return the loss, and the optimizer "
+                "makes one step for the whole global batch"
             )
         if self._watching:
             raise LoopError(
-                "the body of the loop over ctx.steps called optimizer.step(): when a body "
-                "begins, the step has "
-                "been taken, and its gradients are gone"
+                "the body of the loop over ctx.steps called optimizer.step(): when a body begins, "
+                "the step has been made, and its gradients are gone"
             )
 
     def _present_versions(self) -> list[int]:
-        """And where their memory is, which `p.data = …` changes."""
+        """Returns the parameters' versions and addresses. `p.data = …` changes the latter."""
         places = map(torch.Tensor.data_ptr, self._parameters)
         return [*self.versions(), *places]
 
     def _sample(self, i: int) -> bytes:
-        """Some elements of a parameter, bit by bit."""
+        """Returns the bytes of some elements of a parameter."""
         p, sample = self._parameters[i], self._samples.get(i)
         if sample is None or sample.at != p.data_ptr():
             sample = self._samples[i] = _Sample(p.data_ptr(), _sampled_view(p))
@@ -235,7 +234,8 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 def _dicts(model: nn.Module) -> tuple[list[dict[str, Any]], list[str]]:
-    """All that hold parameters, buffers and modules, and what comes before the names in them."""
+    """Returns all dicts that hold parameters, buffers and modules, and the prefixes of the names in
+    them."""
     dicts, names = [], []
     for prefix, module in model.named_modules():
         dicts += [module._parameters, module._buffers, module._modules]
@@ -255,11 +255,11 @@ def _module_entries(model: nn.Module) -> Iterator[_ModuleEntry]:
 
 
 def _sampled_view(p: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A view of some elements; of none on a device."""
+    """Returns a view of some elements, or an empty array for a tensor on a device."""
     if p.device.type != "cpu" or p.numel() == 0:
         return np.empty(0)
     p = p.detach()
-    while p.dim() > 1:  # where it is not one vector, a line through its middle
+    while p.dim() > 1:  # unless it is contiguous, a line through its middle
         p = p.view(-1) if p.is_contiguous() else p.select(0, p.shape[0] // 2)
     few = p.view(-1)[:: math.ceil(p.numel() / _SAMPLED_NUMEL)]
     return few.unsqueeze(-1).view(torch.uint8).numpy()
@@ -267,9 +267,7 @@ def _sampled_view(p: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _body_wrote(what: str) -> LoopError:
     return LoopError(
-        f"the body of the loop over ctx.steps {what}. Parameters, buffers and the "
-        "optimizer's state may change only "
-        "inside the step; keep an average of them in a model of its own and pass it as "
-        "state=, or evaluate another "
-        "model with ctx.evaluate(…, model=…)"
+        f"the body of the loop over ctx.steps {what}. Parameters, buffers and the optimizer's "
+        "state may change only inside the step; keep an average of them in a model of its own "
+        "and pass it as state=, or evaluate another model with ctx.evaluate(…, model=…)"
     )

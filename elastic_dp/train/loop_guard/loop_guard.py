@@ -1,4 +1,4 @@
-"""All checks of one loop body, from its begin to its end."""
+"""All checks of one loop body, from its start to its end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from elastic_dp.train.state.train_state import TrainState
 
 
 class LoopGuard:
+    """Checks each loop body for changes that a worker that joins would miss."""
+
     def __init__(self, state: TrainState, buffers: StepBuffers, loss_fn: Any) -> None:
         self._state, self._buffers = state, buffers
         passed = [state.scheduler, *state.user.values()]
@@ -22,7 +24,7 @@ class LoopGuard:
         self._unpassed.begin()
 
     def body_ended(self, warn: Callable[[str], None]) -> None:
-        """Raises LoopError."""
+        """Checks the body that has ended. Passes warnings to `warn`. Raises LoopError."""
         self._state.loop_body_guard.check()
         self._state.optimizers.check_body()
         for warning in [*self._state.loop_body_guard.attributes_set(), *self._unpassed.check()]:
@@ -30,10 +32,9 @@ class LoopGuard:
         written = self._buffers.written_outside()
         if written is not None:
             raise LoopError(
-                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. "
-                "by calling the model "
-                "in training mode: use ctx.evaluate, or call model.eval() before and "
-                "model.train() after; "
-                "keep an average of buffers in a model of its own and pass it as state="
+                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by "
+                "calling the model in training mode: use ctx.evaluate, or call model.eval() "
+                "before and model.train() after; keep an average of buffers in a model of its "
+                "own and pass it as state="
             )
         self._buffers.take_extra_state()

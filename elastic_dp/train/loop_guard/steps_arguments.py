@@ -1,5 +1,5 @@
-"""Checks the arguments of `ctx.steps` before anything starts. Each error names the argument and the
-way out."""
+"""Checks the arguments of `ctx.steps` before training. Each error names the argument and a
+solution."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ def check_steps_arguments(
     precision: Any,
     state: Mapping[str, Any],
 ) -> None:
-    """Raises SpecError and ModelError."""
+    """Raises SpecError or ModelError for an argument of `ctx.steps` that cannot be used."""
     check_precision(precision)
     if clip_norm is not None and not (isinstance(clip_norm, Real) and float(clip_norm) > 0):
         raise SpecError(f"clip_norm is {clip_norm!r}, must be a number of more than 0, or None")
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"ctx.steps got a {type(model).__name__} as model, must be a torch.nn.Module; "
-            "several go into one "
-            "nn.ModuleDict"
+            "several go into one nn.ModuleDict"
         )
     _check_model(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(
             f"ctx.steps got a {type(optimizer).__name__} as optimizer, must be a "
-            "torch.optim.Optimizer; a step has one, "
-            "whose parameter groups may differ in lr and the like"
+            "torch.optim.Optimizer; a step has one, whose parameter groups may differ in lr "
+            "and the like"
         )
     _check_optimizer(optimizer, model)
     check_loss_fn("loss_fn", loss_fn)
@@ -56,23 +55,26 @@ def check_steps_arguments(
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise SpecError(
                 f"state[{key!r}] is a {type(value).__name__}, and needs state_dict() and "
-                "load_state_dict(), as a model or "
-                "a scheduler has them; a dict of tensors can be the buffers of an nn.Module"
+                "load_state_dict(), as a model or a scheduler has them; a dict of tensors can "
+                "be the buffers of an nn.Module"
             )
         _check_state_dict(f"state[{key!r}]", value)
 
 
 def check_loss_fn(name: str, given: Any) -> None:
-    """Raises SpecError unless it can be called with a model and a batch."""
+    """Raises SpecError unless `given` can be called with a model and a batch."""
     check_function(name, given, 2, "(model, batch)")
 
 
 def check_function(name: str, given: Any, arguments: int, told: str) -> None:
-    """Raises SpecError unless it can be called with so many arguments; `told`: which."""
+    """Raises SpecError unless `given` can be called with this number of arguments.
+
+    `told` describes them in the error.
+    """
     must = f"must be a function of {told}"
     if not callable(given):
         raise SpecError(f"{name} is a {type(given).__name__}, {must}")
-    with contextlib.suppress(ValueError):  # some that are not Python's own have no signature
+    with contextlib.suppress(ValueError):  # some callables of extension modules have no signature
         signature = inspect.signature(given)
         try:
             signature.bind(*[None] * arguments)
@@ -84,56 +86,50 @@ def _check_model(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             "model is a TorchScript module, whose parameters and buffers cannot be watched; "
-            "train the module that it was "
-            "made of, and script that one after the training"
+            "train the module that it was made from, and script that one after the training"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ModelError(
                 f"model.{name} is a SyncBatchNorm, which needs a collective in forward. Use "
-                "BatchNorm: "
-                "its statistics are per virtual worker, so they do not change with the fleet"
+                "BatchNorm: its statistics are per virtual worker, so they do not depend on the "
+                "number of workers"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"model.{name} makes sparse gradients; use sparse=False")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ModelError(
-                f"model.{name} has max_norm={module.max_norm:g}: its forward pass writes to "
-                "its weight, for the rows of its "
-                "micro-batch, so weights would differ between workers. Scale what it returns "
-                "instead (torch.renorm)"
+                f"model.{name} has max_norm={module.max_norm:g}: its forward pass writes to its "
+                "weight, for the rows of its micro-batch, so weights would differ between "
+                "workers. Scale what it returns instead (torch.renorm)"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ModelError(
                 f"model.{name} has no shape yet, since its module is a lazy one; run a batch "
-                "through the model "
-                "before the optimizer is made"
+                "through the model before the optimizer is made"
             )
         if tensor.is_complex() and isinstance(tensor, nn.Parameter):
             raise ModelError(
                 f"model.{name} is of type {tensor.dtype}, and complex gradients are not "
-                "added up; keep it as "
-                "torch.view_as_real has it, and call torch.view_as_complex in forward"
+                "supported; keep it as torch.view_as_real returns it, and call "
+                "torch.view_as_complex in forward"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise ModelError(
-                f"model.{name} is not a dense tensor ({tensor.layout}, {tensor.dtype}), and "
-                "a worker that joins is given only "
-                "those. Register what it is made of (indices and values), or keep it as a "
-                "plain attribute, if it never changes"
+                f"model.{name} is not a dense tensor ({tensor.layout}, {tensor.dtype}), and only "
+                "those are sent to a worker that joins. Register what it consists of (indices "
+                "and values), or keep it as a plain attribute, if it never changes"
             )
         if tensor.is_inference():
             raise ModelError(
-                f"model.{name} was made under torch.inference_mode(), where nothing tells "
-                "whether it is written; make the "
-                "model outside of it, or replace it by a .clone()"
+                f"model.{name} was made under torch.inference_mode(), so writes to it cannot be "
+                "detected; make the model outside of it, or replace it by a .clone()"
             )
         if tensor.is_meta:
             raise ModelError(
-                f"model.{name} is on the meta device and holds no values; give it memory "
-                "before the optimizer is "
-                "made: model.to_empty(device=ctx.device), then its initial values"
+                f"model.{name} is on the meta device and holds no values; give it memory before "
+                "the optimizer is made: model.to_empty(device=ctx.device), then its initial values"
             )
 
 
@@ -146,9 +142,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         raise ModelError(
-            f"optimizer is a {type(optimizer).__name__}, whose step() needs more ({error}); "
-            "it is called without "
-            "a closure, once per step"
+            f"optimizer is a {type(optimizer).__name__}, whose step() needs arguments ({error}); "
+            "it is called without a closure, once per step"
         ) from None
     known = set(model.parameters())
     for group in optimizer.param_groups:
@@ -156,8 +151,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             if p not in known:
                 raise ModelError(
                     f"the optimizer holds a tensor of shape {tuple(p.shape)} that is not a "
-                    "parameter of "
-                    "the model given to ctx.steps; pass one module that holds all of them"
+                    "parameter of the model given to ctx.steps; pass one module that holds all "
+                    "of them"
                 )
 
 
@@ -173,15 +168,14 @@ def _check_scheduler(scheduler: Any) -> None:
         inspect.signature(scheduler.step).bind()
     except TypeError as error:
         raise SpecError(
-            f"scheduler is of type {kind}, whose step() needs more ({error}). Call it in the "
-            "loop's body, e.g. "
-            'scheduler.step(step.loss), and pass it as state={"scheduler": scheduler} instead'
+            f"scheduler is of type {kind}, whose step() needs arguments ({error}). Call it in "
+            "the loop's body, e.g. scheduler.step(step.loss), and pass it as "
+            'state={"scheduler": scheduler} instead'
         ) from None
 
 
 def _check_state_dict(name: str, holder: Any) -> None:
-    """Raises SpecError unless it can be given to a worker that joins, and stored in a
-    checkpoint."""
+    """Raises SpecError unless the state can be sent to a worker and stored in a checkpoint."""
     try:
         encode(holder.state_dict())
     except StateError as error:

@@ -1,12 +1,13 @@
-"""Detects objects that the loop body changes and that are not passed to `ctx.steps`: a worker that
-joins lacks the changes.
+"""Detects objects that the loop body changes and that are not passed to `ctx.steps`.
+
+A worker that joins would lack the changes.
 
 - Schedulers of the run's optimizers and torch's averaged models: a body that uses one that is not
-  passed raises LoopError. They are searched once, among all objects of the process, when the loop
-  begins.
+  passed raises LoopError. The guard searches them once, among all objects of the process, when the
+  loop begins.
 - Variables of the loss function: numbers, generators, tensors and modules that it reaches by name.
-  They are compared around the first bodies only, since that costs too much for each step. A change
-  gives a warning.
+  The guard compares them around the first bodies only, since that is too slow for each step. A
+  change gives a warning.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_dp.errors import LoopError
 from elastic_dp.train.exactness.purity_probe import Facts, facts_of, variables_of
 
-_BODIES = 2  # around so many the variables of the loss function are looked at
-_DEEPEST = 5  # attributes and containers within what is passed
-_MOST = 1000  # items of one of them
+_BODIES = 2  # bodies around which the variables of the loss function are compared
+_DEEPEST = 5  # nesting of attributes and containers in passed objects
+_MOST = 1000  # items of one container
 _NOT_WALKED = (
     *(type, torch.Tensor, types.ModuleType, types.FunctionType, types.MethodType),
     *(int, float, complex, str, bytes, types.NoneType),  # equal ones may be one object
@@ -34,8 +35,11 @@ _NOT_WALKED = (
 
 
 class UnpassedStateGuard:
-    """`passed`: scheduler, if there is one, and values of `state=`. What optimizers hold is
-    carried, too."""
+    """Watches objects that are not passed to `ctx.steps`.
+
+    `passed` are the scheduler, if there is one, and the values of `state=`. What optimizers hold
+    counts as passed, too.
+    """
 
     def __init__(
         self,
@@ -63,21 +67,20 @@ class UnpassedStateGuard:
         self._before: Facts | None = None
 
     def begin(self) -> None:
-        """The body begins."""
+        """Records the state at the start of the body."""
         self._before = self._variables() if self._bodies < _BODIES else None
 
     def check(self) -> list[str]:
-        """The body has ended. Returns what is to be said. Raises LoopError."""
+        """Checks the state at the end of the body. Returns warnings. Raises LoopError."""
         for one, before in self._used:
             if _uses(one) != before:
                 name = type(one).__name__
                 word = "ema" if isinstance(one, AveragedModel) else "scheduler"
                 alone = "" if word == "ema" else ", or as scheduler= and leave the call to the loop"
                 raise LoopError(
-                    f"the body of the loop over ctx.steps changed a {name} that is not "
-                    "passed to ctx.steps: a worker that joins "
-                    f'or starts again would begin it anew. Pass it as state={{"{word}": '
-                    f"{word}}}{alone}"
+                    f"the body of the loop over ctx.steps changed a {name} that is not passed "
+                    "to ctx.steps: a worker that joins or starts again would start it from the "
+                    f'beginning. Pass it as state={{"{word}": {word}}}{alone}'
                 )
         if self._before is None:
             return []
@@ -86,11 +89,10 @@ class UnpassedStateGuard:
         new = [x for x in before | now if before.get(x) != now.get(x) and x not in self._said]
         self._said.update(new)
         return new and [
-            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new[:5])}, of "
-            "which the loss function knows. A "
-            "worker that joins or starts again begins with a value of its own: if the loss "
-            "depends on it, keep it in an "
-            "object that is passed as state="
+            f"WARNING: the body of the loop over ctx.steps changed {', '.join(new[:5])}, which "
+            "the loss function refers to. A worker that joins or starts again begins with a "
+            "value of its own: if the loss depends on it, keep it in an object that is passed "
+            "as state="
         ]
 
     def _variables(self) -> Facts:
@@ -110,8 +112,8 @@ class UnpassedStateGuard:
 
 
 def _of(kinds: tuple[type, ...]) -> Iterator[Any]:
-    """All objects of the process that are of these kinds. There are many others: a class is looked
-    at once."""
+    """Yields all objects of the process with these types. It looks at each class only once, for
+    speed."""
     fits: dict[type, bool] = {}
     for one in gc.get_objects():
         cls = type(one)
@@ -122,7 +124,7 @@ def _of(kinds: tuple[type, ...]) -> Iterator[Any]:
 
 
 def _uses(one: Any) -> Any:
-    """Something that changes when it is used."""
+    """Returns a value that changes when the object is used."""
     return (
         one.n_averaged._version if isinstance(one, AveragedModel) else vars(one).get("last_epoch")
     )
@@ -134,7 +136,7 @@ def _written(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _within(values: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    """Objects in containers and attributes."""
+    """Yields the objects in containers and attributes."""
     if len(values) > _MOST:
         return
     for value in values.values() if isinstance(values, dict) else values:

@@ -1,4 +1,4 @@
-"""A worker's training state. `StepRecord` is found here under the name that checkpoints give it."""
+"""A worker's training state. Checkpoints name `StepRecord` as a member of this package."""
 
 from elastic_dp.train.state.step_record import StepRecord
 

@@ -1,4 +1,4 @@
-"""The factor that keeps gradients of fp16 from vanishing."""
+"""The loss scale, which keeps small fp16 gradients from becoming zero."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class LossScale:
     steps_since_overflow: int = 0
 
     def update(self, overflow: bool) -> None:
+        """Adjusts the scale after a step. `overflow`: a gradient was infinite or NaN."""
         if overflow:
             self.scale, self.steps_since_overflow = self.scale * 0.5, 0
             return

@@ -1,15 +1,13 @@
-"""The state of a run's optimizer, of the optimizers that it holds (Lookahead, Muon beside AdamW),
-and of its scheduler.
+"""The state of a run's optimizer, of the optimizers inside it (Lookahead, Muon beside AdamW), and
+of its scheduler.
 
-    state       per parameter, and whatever else lies in `optimizer.state`: read when it is
-                transferred
+    state       per parameter, and everything else in `optimizer.state`: read when it is sent
     hyper       the parameter groups, and
-    own         attributes that are not torch's own, and objects registered as step hooks: copied at
-                each commit, since
-                the loop body may change them, too
+    own         attributes that are not torch's own, and objects registered as step hooks: both are
+                copied at each commit, since the loop body may change them
 
-State that cannot be carried is refused by name: before the first step, after the first step what
-that created, and after any later step where an attribute changes its type.
+State that cannot be sent is refused by name: before the first step; after it, for what that step
+created; and after any later step in which an attribute changes its type.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ import torch
 from elastic_dp.checkpoint.python_objects import MISSING, Capture, References, Restore, held_in
 from elastic_dp.errors import LoopError, ModelError
 
-_OF_TORCH = ("defaults", "state", "param_groups")  # attributes that every optimizer has
+_OF_TORCH = ("defaults", "state", "param_groups")  # attributes of every optimizer
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _SCHEDULER = "scheduler.state_dict()"
 
 
 class OptimizerState:
-    """`references`: what else of the run's objects has a name. Raises ModelError."""
+    """The state of an optimizer. `references` names the run's other objects. Raises ModelError."""
 
     def __init__(
         self,
@@ -41,12 +39,12 @@ class OptimizerState:
         self.outer, self._scheduler, self._references = optimizer, scheduler, references
         self._parameters = parameters
         found = {id(one): (path, one) for path, one in held_in(optimizer, "optimizer")}
-        self._all = list(found.values())  # the outer one first
+        self._all = list(found.values())  # the outermost one first
         for path, one in self._all:
             self._refer_to(path, one)
         self.all = [one for _, one in self._all]
         references.add("scheduler", scheduler)
-        # Paths of what was there when the loop began, or a state was taken over; None: look for it.
+        # Paths of the objects at the start of the loop or the last transfer; None: not known yet.
         self._built: set[str] | None = None
         self._constants: dict[str, Any] = {}
         self._state_is_checked = False
@@ -54,8 +52,10 @@ class OptimizerState:
         self.committed: dict[str, Any] = {}
 
     def note_commit(self) -> None:
-        """A step is committed, or a state was taken over: this is what the body begins with. Raises
-        ModelError."""
+        """Records the state at a commit, or after a state transfer: the body starts from it.
+
+        Raises ModelError for state that cannot be sent.
+        """
         began, captures = self._built is not None, [Capture(self._references, clones=True)]
         captures.append(Capture(self._references))
         self.committed = self._now(*captures)
@@ -67,31 +67,30 @@ class OptimizerState:
         self._check(*captures)
 
     def check_body(self) -> None:
-        """Raises LoopError if the loop's body wrote into a tensor that is an optimizer's own."""
+        """Raises LoopError if the loop body wrote to a tensor that belongs to an optimizer."""
         for path, tensor, version in self._watched:
             if tensor._version != version:
                 raise LoopError(
                     f"the body of the loop over ctx.steps wrote to {path}: tensors of the "
-                    "optimizer may change only inside "
-                    "the step; keep what the body changes in an object of its own and pass "
-                    "it as state="
+                    "optimizer may change only inside the step; keep what the body changes in an "
+                    "object of its own and pass it as state="
                 )
 
-    # ------------------------------------------------------------------------------ hand-over
+    # ------------------------------------------------------------------------------- transfer
 
     def now(self) -> dict[str, Any]:
-        """What the body may have changed; what it was at the commit is `committed`."""
+        """Returns what the body may have changed. `committed` holds the same as of the commit."""
         return self._now(Capture(self._references, clones=True), Capture(self._references))
 
     def state(self) -> dict[str, Any]:
-        """What only steps change. Tensors are the optimizers' own. Raises ModelError."""
+        """Returns what only steps change. Tensors are the optimizers' own. Raises ModelError."""
         capture = Capture(self._references)
         tree = self._state(capture)
         self._check(capture)
         return tree
 
     def owners(self) -> dict[str, torch.Tensor]:
-        """Tensors that a worker has anyway, in whose memory state may lie."""
+        """Returns the tensors that every worker has, in whose memory state may lie."""
         groups = {
             f"{path}.param_groups[{i}][{key!r}]": item
             for path, one in self._all
@@ -102,8 +101,10 @@ class OptimizerState:
         return {f"parameter {name}": p for name, p in self._parameters.items()} | groups
 
     def adopt(self, state: Mapping[str, Any], hyper: Mapping[str, Any], shared: set[int]) -> None:
-        """`state` as of `state()`, `hyper` as of `now()`; either may be of before the one or the
-        other was carried."""
+        """Takes over `state`, as `state()` returns it, and `hyper`, as `now()` returns it.
+
+        Both may come from an earlier version and lack entries.
+        """
         restore = Restore(self._references, shared)
         names = {p: name for name, p in self._parameters.items()}
         for p, given in zip(self._optimized(), state["optimizer"], strict=True):
@@ -125,9 +126,9 @@ class OptimizerState:
         for (path, one), given in zip(self._all[1:], state.get("inner_state", ()), strict=False):
             if given is not None:
                 self._adopt_pairs(restore, one, given, f"{path}.state", set())
-        vars(self.outer).update(rest.get("own", {}))  # as it once was
+        vars(self.outer).update(rest.get("own", {}))  # checkpoints of earlier versions
         self._adopt_hyper(hyper, shared)
-        self._built = None  # also what was made here just now
+        self._built = None  # includes what this call created
 
     # ------------------------------------------------------------------------------- private
 
@@ -143,8 +144,8 @@ class OptimizerState:
                 if id(p) not in mine:
                     raise ModelError(
                         f"{path} holds a tensor of shape {tuple(p.shape)} that is not a "
-                        "parameter of "
-                        "the model given to ctx.steps; pass one module that holds all of them"
+                        "parameter of the model given to ctx.steps; pass one module that holds "
+                        "all of them"
                     )
         add = self._references.add
         add(path, one)
@@ -158,8 +159,7 @@ class OptimizerState:
         return [p for group in self.outer.param_groups for p in group["params"]]
 
     def _now(self, capture: Capture, own: Capture) -> dict[str, Any]:
-        """`capture`: for the groups and the scheduler, whose tensors are copied; `own`: for
-        attributes."""
+        """`capture` copies tensors and is for groups and scheduler; `own` is for attributes."""
         hyper = [
             [
                 capture.attributes(
@@ -208,8 +208,10 @@ class OptimizerState:
         return tree
 
     def _check(self, *captures: Capture) -> None:
-        """Nothing has been made, or replaced, since the loop began that a worker that joins would
-        not have."""
+        """Raises ModelError for objects that were created or replaced since the loop began.
+
+        A worker that joins would not have them.
+        """
         built = {path for capture in captures for path in capture.built}
         constants = {path: x for capture in captures for path, x in capture.constants.items()}
         if self._built is None:
@@ -223,10 +225,9 @@ class OptimizerState:
         for path, value in constants.items():
             if self._constants.setdefault(path, value) is not value:
                 raise ModelError(
-                    f"{path} is a {type(value).__name__}, which is not carried to a worker "
-                    "that joins, and was replaced by "
-                    "another one in a step; keep it out of the optimizer, or make it of "
-                    "numbers and tensors"
+                    f"{path} is a {type(value).__name__}, which is not sent to a worker that "
+                    "joins, and was replaced by another one in a step; keep it out of the "
+                    "optimizer, or make it of numbers and tensors"
                 )
 
     def _adopt_pairs(
@@ -271,7 +272,8 @@ class OptimizerState:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Of captured values: equal, and tensors the same memory."""
+    """Returns whether captured values are equal. Tensors are equal if they share the same
+    memory."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -1,5 +1,7 @@
-"""The state as members send it to each other: JSON and tensors, as in a checkpoint. It names no
-code and runs none."""
+"""The state as members send it to each other: JSON and tensors, as in a checkpoint.
+
+A payload names no code, and reading it runs none.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ from elastic_dp.distributed import tensor_broadcast
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import StatePayload, TensorMeta
 
-# For an encoded tree and its tensors: which of ours are to be written in place, by number.
+# Returns the tensors that are written in place, by slot, for an encoded tree and its tensors.
 Targets = Callable[[Any, Sequence[TensorMeta]], Mapping[int, torch.Tensor]]
 
 
 def serialize_state(tree: Any) -> StatePayload:
-    """Raises StateError, which names the entry that has no such form."""
+    """Returns the payload of a tree. Raises StateError, which names an entry that cannot be
+    stored."""
     encoded, tensors = encode(tree)
     text = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
     return tensor_broadcast.pack_payload(text, [tensor for _, tensor in tensors])
@@ -33,8 +36,10 @@ def receive_state(
     types: Mapping[str, type],
     targets: Targets | None = None,
 ) -> tuple[Any, int]:
-    """The tree that rank 0 of `group` sends, and the bytes of its tensors. `types`: see
-    `decode`."""
+    """Returns the tree that rank 0 of `group` sends, and the size of its tensors in bytes.
+
+    `types`: see `decode`. `targets` names tensors that are received in place.
+    """
 
     def ours(text: bytes, specs: Sequence[TensorMeta]) -> Mapping[int, torch.Tensor]:
         return {} if targets is None else targets(json.loads(text), specs)
@@ -51,8 +56,10 @@ def rehome_state(
     targets: Targets,
     device_types: Mapping[str, str],
 ) -> Any:
-    """The same tree, each of its tensors copied once, into memory of our own: the tensors that
-    `targets` names, or new ones. `device_types`: by a tensor's name, where it belongs."""
+    """Returns the tree with each tensor copied once: to those that `targets` names, or to new ones.
+
+    `device_types` is the type of the device on which each tensor belongs, by the tensor's name.
+    """
     encoded, named = encode(tree)
     metas = [
         replace(tensor_broadcast.meta_of(tensor), device_type=device_types.get(name, "cpu"))
@@ -64,6 +71,6 @@ def rehome_state(
 
 
 def tensor_slot(encoded: Any) -> int | None:
-    """The number of the tensor that stands here in an encoded tree, if one does."""
+    """Returns the slot of a tensor in an encoded tree, or None if the value is not a tensor."""
     is_tensor = isinstance(encoded, dict) and encoded.get("$") == "tensor"
     return encoded["v"] if is_tensor else None

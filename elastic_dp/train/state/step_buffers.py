@@ -1,24 +1,24 @@
-"""Buffers of the model within a step: every virtual worker starts from the same ones.
+"""The model's buffers within a step: every virtual worker starts from the same values.
 
-A copy of all buffers as of the last commit is kept. What a leaf wrote (seen by identity, by where
-the memory is, by tensor version, and, for small buffers, bit by bit, since batch normalisation and
-`buffer.data.copy_` write without raising the version) is saved and undone before the next leaf, and
-undone for good when the step is aborted. Large buffers are compared bit by bit in the micro-batch
-that is run before the first step, and always where that one wrote without raising the version. At
-the end
+A copy of all buffers is kept as of the last commit. What a leaf (one virtual worker's micro-batch)
+writes is saved and undone before the next leaf, and discarded if the step is aborted. A write is
+detected by the tensor's identity, its memory address and its version. Small buffers are also
+compared bit by bit, since batch normalisation and `buffer.data.copy_` write without raising the
+version. Large buffers are compared bit by bit in the trial micro-batch before the first step, and
+in every step if that one wrote to them without raising the version. At the end of a step:
 
-- a float buffer that some leaf changed becomes the mean over all leaves that contributed, added up
-  along the tree of virtual workers;
-- `num_batches_tracked`, the count of torch's batch normalisation, becomes the largest of them: each
-  leaf begins from the same count, so a step counts once where any leaf used the module, as it does
-  where all of them used it. (A sum would count a step V times, and a cumulative average, which
-  divides by the count, would give it a V-th of its weight.)
-- any other buffer of integers or booleans, and a module's extra state (`get_extra_state`), must be
-  the same on all.
+- A float buffer that some leaf changed becomes the mean over all leaves that contributed, added up
+  along the tree of virtual workers.
+- `num_batches_tracked`, the count of torch's batch normalisation, becomes the largest value. Each
+  leaf starts from the same count, so a step counts once if any leaf used the module. (A sum would
+  count a step V times, and a cumulative average, which divides by the count, would give it a V-th
+  of its weight.)
+- Any other integer or boolean buffer, and a module's extra state (`get_extra_state`), must be the
+  same on all leaves.
 
-Buffers that share memory (the same tensor under two names, a view of another one, an expanded one)
-are one piece of memory here, so what is undone and combined is each element once. One that lies in
-the memory of a parameter belongs to that parameter.
+Buffers that share memory (one tensor under two names, a view, an expanded tensor) are treated as
+one piece of memory, so each element is undone and combined once. A buffer in the memory of a
+parameter belongs to that parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Value = torch.Tensor | bytes
 
 @dataclass(frozen=True, slots=True)
 class _BufferSlot:
-    """Where a buffer lives, so that one that was assigned anew is seen and put back."""
+    """Where a module holds a buffer, so that an assignment to it is detected and undone."""
 
     name: str
     module: nn.Module
@@ -58,17 +58,16 @@ class _BufferSlot:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What one or several buffers hold. `content`: each of its elements once."""
+    """The memory of one or several buffers. `content` holds each element once."""
 
     slots: tuple[_BufferSlot, ...]
-    tensors: tuple[torch.Tensor, ...]  # of these places
-    homes: tuple[torch.Tensor, ...]  # they see the memory in which the tensors were at first
+    tensors: tuple[torch.Tensor, ...]  # of these slots
+    homes: tuple[torch.Tensor, ...]  # views of the tensors' original memory
     content: torch.Tensor
 
     @property
     def replaced(self) -> bool:
-        """Whether another tensor is in a slot, or a tensor is elsewhere in memory (`buffer.data =
-        …`)."""
+        """Whether a slot holds another tensor, or a tensor has other memory (`buffer.data = …`)."""
         return any(
             slot.tensor is not tensor or tensor.data_ptr() != home.data_ptr()
             for slot, tensor, home in zip(self.slots, self.tensors, self.homes, strict=True)
@@ -96,8 +95,7 @@ class _Memory:
 
 
 class StepBuffers:
-    """The buffers of one model. Raises ModelError for those that share memory in a way that is not
-    kept."""
+    """The buffers of one model. Raises ModelError for unsupported ways of sharing memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = list(_memories(model))
@@ -108,12 +106,11 @@ class StepBuffers:
         self._versions = [memory.version for memory in self._own]
         self._extra = extra_states(model)
         self._committed_extra = [extra.read() for extra in self._extra]
-        # virtual worker -> what it changed, by number; extra state is numbered behind the buffers
+        # virtual worker -> what it changed, by number; extra state is numbered after the buffers
         self._leaves: dict[int, dict[int, _Value]] = {}
 
     def reload(self) -> None:
-        """Other code (a state transfer) has written the buffers: these are the committed ones
-        now."""
+        """Takes the present buffers, which a state transfer has written, as the committed ones."""
         for memory, committed in zip(self._own, self._committed, strict=True):
             committed.copy_(memory.content)
         self._leaves.clear()
@@ -121,18 +118,22 @@ class StepBuffers:
         self.take_extra_state()
 
     def take_extra_state(self) -> None:
-        """As the loop's body left it: that may change it, as it may what is given as `state=`."""
+        """Takes the present extra state as committed: the loop body may change it, like
+        `state=`."""
         self._committed_extra = [extra.read() for extra in self._extra]
 
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
-        """Save what this leaf wrote, and undo it."""
+        """Saves what this leaf wrote, and undoes it."""
         changed = self._undo()
         if contributes:
             self._leaves[virtual_worker] = changed
 
     def undo(self, *, tried: bool = False) -> None:
-        """Back to the committed buffers; nothing of the step remains. `tried`: it was the
-        micro-batch before the first step, in which large buffers show how they are written."""
+        """Restores the committed buffers and discards the step.
+
+        `tried`: the trial micro-batch before the first step just ran, which shows how large buffers
+        are written.
+        """
         if tried:
             for i in range(len(self._own)):
                 self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
@@ -140,7 +141,7 @@ class StepBuffers:
         self._leaves.clear()
 
     def changed(self) -> bytes:
-        """One byte per buffer and extra state: whether some leaf of mine wrote it."""
+        """Returns a byte per buffer and extra state: 1 if a leaf of this worker wrote to it."""
         flags = bytearray(len(self._own) + len(self._extra))
         for leaf in self._leaves.values():
             for i in leaf:
@@ -148,7 +149,10 @@ class StepBuffers:
         return bytes(flags)
 
     def payload(self, changed: Sequence[int]) -> bytes:
-        """My leaves' values of what any leaf changed: [virtual worker, bytes of each]…"""
+        """Returns this worker's values of everything that any leaf changed.
+
+        The format is the virtual worker and the bytes of each value, for each leaf.
+        """
         committed: list[_Value] = [*self._committed, *self._committed_extra]
         parts = []
         for v, leaf in self._leaves.items():
@@ -165,8 +169,10 @@ class StepBuffers:
     def combine(
         self, payloads: Sequence[bytes], changed: Sequence[int], virtual_workers: int
     ) -> dict[int, _Value]:
-        """The new value of all that was changed, from the payloads of all ranks. Raises
-        ModelError."""
+        """Returns the new value of everything that was changed, from the payloads of all ranks.
+
+        Raises ModelError for values that must agree and do not.
+        """
         leaves: dict[int, dict[int, _Value]] = {}
         for payload in payloads:
             at = 0
@@ -193,7 +199,7 @@ class StepBuffers:
 
     @torch.no_grad()
     def commit(self, values: Mapping[int, _Value]) -> None:
-        """The step is committed: these are the new buffers."""
+        """Makes these values the committed buffers."""
         for i, value in values.items():
             if isinstance(value, bytes):
                 self._extra[i - len(self._own)].write(value)
@@ -205,7 +211,7 @@ class StepBuffers:
         self._leaves.clear()
 
     def written_outside(self) -> str | None:
-        """The name of a buffer that differs from the committed one before a step has begun."""
+        """Returns the name of a buffer that was written outside a step, or None."""
         for i, memory in enumerate(self._own):
             if memory.replaced or self._written(i):
                 return memory.slots[0].name
@@ -250,8 +256,8 @@ class StepBuffers:
         def total(node: Node) -> torch.Tensor | None:
             if node[1] - node[0] == 1:
                 copy = tensors.get(node[0])
-                # Of 16 or 8 bits a sum may overflow where the mean does not; and float8 is not
-                # added up at all.
+                # A sum in 16 or 8 bits may overflow where the mean does not, and torch cannot add
+                # float8.
                 return copy.float() if copy is not None and copy.element_size() < 4 else copy
             split = middle(node)
             left, right = total((node[0], split)), total((split, node[1]))
@@ -264,7 +270,7 @@ class StepBuffers:
         return (summed / len(tensors)).to(first.dtype)
 
     def _agreed(self, i: int, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Of integers or booleans."""
+        """Returns the common value of integer or boolean buffers, or the largest count."""
         own, first = self._own[i], next(iter(copies.values()))
         if own.is_count:
             return reduce(torch.maximum, copies.values())
@@ -274,8 +280,8 @@ class StepBuffers:
                     f"buffer {own.names} ({first.dtype}) differs between virtual workers "
                     f"after a step ({first.flatten()[:4].tolist()} and, on virtual worker {v}, "
                     f"{copy.flatten()[:4].tolist()}); only float buffers are averaged, and "
-                    f"of {_COUNT} the largest "
-                    "is taken. Make it a float buffer, or change it in the loop's body"
+                    f"of {_COUNT} the largest is taken. Make it a float buffer, or change it in "
+                    "the loop's body"
                 )
         return first
 
@@ -285,10 +291,9 @@ class StepBuffers:
             if copy != first:
                 raise ModelError(
                     f"the extra state {self._extra[i].name!r} (get_extra_state) differs on "
-                    f"virtual worker {v} after a step: "
-                    "forward may change it only in a way that does not depend on the rows, "
-                    "as it cannot be averaged. Keep "
-                    "what depends on rows in a float buffer"
+                    f"virtual worker {v} after a step: forward may change it only in a way that "
+                    "does not depend on the rows, as it cannot be averaged. Keep what depends on "
+                    "rows in a float buffer"
                 )
         return first
 
@@ -297,14 +302,15 @@ class StepBuffers:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: they compare where numbers are NaN, 0.0 or -0.0."""
+    """Returns a view of the memory as integers, which compare equal for NaN and tell 0.0 from
+    -0.0."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, each once: one of those that `expand` made of it."""
+    """Returns a view with each element once, without the repetitions that `expand` made."""
     shape = [
         1 if stride == 0 else size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -314,8 +320,10 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_values(mine: torch.Tensor, given: torch.Tensor) -> None:
-    """Copy the values of `given`, also into a tensor that `expand` made, of which one element is
-    many."""
+    """Copies the values of `given` to `mine`, including the case that `mine` is an expanded tensor.
+
+    One element of memory is many elements of an expanded tensor.
+    """
     if mine.data_ptr() == given.data_ptr():
         return
     for dim, (size, stride) in enumerate(zip(mine.shape, mine.stride(), strict=True)):
@@ -325,7 +333,7 @@ def copy_values(mine: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def _memories(model: nn.Module) -> Iterable[_Memory]:
-    """The memory of the buffers, in the order of their first names."""
+    """Returns the memory of the buffers, in the order of their first names."""
     held: dict[int, list[tuple[int, _BufferSlot, torch.Tensor]]] = {}  # by the tensor's identity
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -345,7 +353,7 @@ def _memories(model: nn.Module) -> Iterable[_Memory]:
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """In groups: all of a group lie, one after the other, in memory that overlaps."""
+    """Yields groups of tensors whose memory overlaps."""
     empty = [tensor for tensor in tensors if tensor.numel() == 0]
     yield from ([tensor] for tensor in {id(tensor): tensor for tensor in empty}.values())
     full = [tensor for tensor in tensors if tensor.numel()]
@@ -382,9 +390,8 @@ def _content(slots: Sequence[_BufferSlot], tensors: Sequence[torch.Tensor]) -> t
         if tensor.dtype != first.dtype or not stored:
             raise ModelError(
                 f"buffer {slot.name!r} ({tensor.dtype}) shares memory with {slots[0].name!r} "
-                f"({tensors[0].dtype}) in "
-                "another dtype or by way of NumPy. Register one of them, and make the other "
-                "from it in forward"
+                f"({tensors[0].dtype}) in another dtype or through NumPy. Register one of them, "
+                "and make the other from it in forward"
             )
     size = max(_last(tensor)[1] for tensor in tensors) - first.data_ptr()
     elements = size // first.element_size()
@@ -392,12 +399,11 @@ def _content(slots: Sequence[_BufferSlot], tensors: Sequence[torch.Tensor]) -> t
 
 
 def _assigned(own: _Memory) -> torch.Tensor:
-    """The value of a buffer that a leaf assigned anew. Raises ModelError."""
+    """Returns the value that a leaf assigned to a buffer. Raises ModelError."""
     if len(own.slots) > 1:
         raise ModelError(
-            f"buffers {own.names} share memory, and one of them was assigned anew in a step; "
-            "write into it "
-            "(copy_, add_), or register a copy of the other"
+            f"buffers {own.names} share memory, and one of them was reassigned in a step; "
+            "write into it (copy_, add_), or register a copy of the other"
         )
     slot, tensor = own.slots[0], own.homes[0]
     present = slot.tensor
@@ -411,8 +417,7 @@ def _assigned(own: _Memory) -> torch.Tensor:
             value = value.narrow(dim, 0, 1)
     if value.shape != present.shape and not torch.equal(value.expand_as(present), present):
         raise ModelError(
-            f"buffer {slot.name!r} is an expanded tensor, of which many elements are one, "
-            "and was assigned others in a "
-            "step; register it with .clone()"
+            f"buffer {slot.name!r} is an expanded tensor, whose elements share memory, and was "
+            "assigned different elements in a step; register it with .clone()"
         )
     return torch.empty_like(own.content).copy_(value)

@@ -1,5 +1,7 @@
-"""What a committed step came to. It goes into checkpoints, so its fields and its name stay as they
-are."""
+"""The outcome of a committed step.
+
+Checkpoints store it, so its fields and its name do not change.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 class StepRecord:
     """The outcome of one committed step; equal on every worker."""
 
-    __module__ = "elastic_dp.train.state"  # checkpoints name it so
+    __module__ = "elastic_dp.train.state"  # the name in checkpoints
 
     number: int
     epoch: int
@@ -21,4 +23,4 @@ class StepRecord:
     lr: float
     grad_norm: float | None = None  # None: not computed yet
     kept: bool = False  # the members agreed on a checkpoint of it
-    late: bool = False  # they agreed on none, since one of them still writes the last one
+    late: bool = False  # the members skip checkpoints: an upload of one of them is late

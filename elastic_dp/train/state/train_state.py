@@ -1,11 +1,11 @@
 """A worker's training state, and the two ways in which another worker takes it over.
 
 *What a step changes* (parameters, buffers, optimizer, loss scale, the step's record,
-hyper-parameters and scheduler as they were at the commit) is what a member that is behind takes
-from one that is ahead. *What the loop body changes* (the user's `state=`, hyper-parameters and
-scheduler as they are now) belongs to each member, since each runs every body once; only a worker
-that joins takes both. A transfer is all or nothing: `adopt` is called with the whole tree or not at
-all, and only a worker without state receives straight into its own tensors.
+hyper-parameters and scheduler as of the commit) is what a member that is behind takes from one that
+is ahead. *What the loop body changes* (the user's `state=`, hyper-parameters and scheduler as they
+are now) belongs to each member, since each runs every body once; only a worker that joins takes
+both. A transfer is all or nothing: `adopt` is called with the whole tree or not at all, and only a
+worker without state receives directly into its own tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_buffers import copy_values
 from elastic_dp.train.state.step_record import StepRecord
 
-# What the trees of `OptimizerState` are called.
+# The keys of the trees of `OptimizerState`.
 _OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
 _OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
@@ -47,8 +47,8 @@ class TrainState:
     loss_scale: LossScale | None
     user: Mapping[str, Any]
     record: StepRecord | None = None
-    bad_row_groups: set[int] = field(default_factory=set)  # left out of the data by all members
-    kinds: list[str] = field(default_factory=list)  # of machines that have made steps of this state
+    bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
+    kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     committed_extra: dict[str, bytes] = field(default_factory=dict)
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
 
@@ -69,8 +69,11 @@ class TrainState:
         self.note_commit()
 
     def layout(self) -> tuple[str, bytes]:
-        """What must be equal on all members (names, shapes, dtypes, the order in the optimizer), a
-        line each: (digest, all of it, compressed)."""
+        """Returns a description of what must be equal on all members: its digest, and the
+        compressed text.
+
+        The text has one line for each name, shape and dtype, in the optimizer's order.
+        """
         lines = [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in self.parameters.items()]
         buffers = self.model.named_buffers()
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
@@ -84,21 +87,21 @@ class TrainState:
         return hashlib.sha256(text).hexdigest()[:16], zlib.compress(text)
 
     def note_commit(self) -> None:
-        """Remember what the body may change as it is now, for those who have yet to run it."""
-        torch.clear_autocast_cache()  # for a body that is under autocast, as the whole loop may be
+        """Records what the body may change, for members that have not run the body yet."""
+        torch.clear_autocast_cache()  # the body may run under autocast
         self.optimizers.note_commit()
         self.committed_extra = self._extra_state()
 
     # ----------------------------------------------------------------- transfer
 
     def tree(self, evaluations: Sequence[dict[str, float]], ended: str | None) -> dict[str, Any]:
-        """All of the state, as the source sends it."""
+        """Returns the whole state as the source sends it."""
         optimizers = self.optimizers
         state, committed, now = optimizers.state(), optimizers.committed, optimizers.now()
         if same(now["own"], committed["own"]):
-            now["own"] = None  # once is enough
-        # Of the groups tensors are copies, and written into those that are there: what they share
-        # stays as it is.
+            now["own"] = None  # sent once, as committed
+        # Tensors of the groups are copies, and the receiver writes them into its own: there they
+        # share memory as before.
         carried = {"state": state, "committed": committed["own"], "now": now["own"]}
         carried, shared = split(carried, self._owners())
         return {
@@ -128,11 +131,11 @@ class TrainState:
         }
 
     def preallocate(self) -> None:
-        """On a worker that will join: allocate memory for the optimizer's state, so that the group
-        need not wait for it.
+        """Allocates memory for the optimizer's state on a worker that will join, so that the group
+        need not wait.
 
-        Two tensors a parameter, as Adam has; touched, since the first touch of a page costs more
-        than receiving it.
+        It allocates two tensors per parameter, as Adam needs, and writes to them, since the first
+        write to a page costs more than receiving it.
         """
         self._preallocated = [
             [torch.zeros_like(p, requires_grad=False) for _ in range(2)]
@@ -143,8 +146,11 @@ class TrainState:
         ]
 
     def own_tensors(self, encoded: Any, specs: Sequence[TensorMeta]) -> dict[int, torch.Tensor]:
-        """For a worker without state: receive parameters and buffers in place, and optimizer state
-        in preallocated memory. `encoded`: the tree, with numbers for its tensors."""
+        """Returns the tensors of a worker without state that receive in place, by slot.
+
+        These are parameters, buffers and preallocated optimizer state. `encoded` is the tree with
+        slots for its tensors.
+        """
         step = encoded["step"]
         buffers = dict(self.model.named_buffers())
         ours: dict[int, torch.Tensor] = {}
@@ -164,8 +170,10 @@ class TrainState:
 
     @torch.no_grad()
     def adopt(self, tree: Any, *, body: bool) -> None:
-        """Take what a step changes from a complete tree and, if `body` (on a worker that joins),
-        what loop bodies change."""
+        """Takes over what a step changes from a complete tree.
+
+        With `body`, on a worker that joins, it also takes over what loop bodies change.
+        """
         step = tree["step"]
         for mine, given in zip(self.parameters.values(), step["parameters"], strict=True):
             copy_values(mine, given)
@@ -178,10 +186,10 @@ class TrainState:
         state = {key: step[key] for key in step.keys() & _OF_STEPS}
         carried, shared = join({"state": state, "own": own}, step.get("shared", []), self._owners())
         hyper = {key: changeable[key] for key in changeable.keys() & _OF_BODIES}
-        if own is not None:  # else it is of before it was carried
+        if own is not None:  # else an earlier version wrote the checkpoint
             hyper["own"] = carried["own"]
         self.optimizers.adopt(carried["state"], hyper, shared)
-        given = changeable.get("extra_state", {})  # absent in checkpoints of before it was carried
+        given = changeable.get("extra_state", {})  # absent in early versions
         for extra in self._extra:
             if extra.name in given:
                 extra.write(given[extra.name])
@@ -216,7 +224,8 @@ class TrainState:
         return {extra.name: extra.read() for extra in self._extra}
 
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes and bytes of parameters and buffers, in order."""
+        """Returns the SHA-256 of names, shapes, dtypes and bytes of parameters and buffers, in
+        order."""
         digest = hashlib.sha256()
         for name, tensor in [*self.parameters.items(), *self.model.named_buffers()]:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -226,6 +235,8 @@ class TrainState:
 
 
 def types_of(state: TrainState) -> dict[str, type]:
-    """The dataclasses, enums and named tuples that a state of this job holds, by name: a script's
-    own are in no module."""
+    """Returns the dataclasses, enums and named tuples that a state of this job holds, by name.
+
+    `decode` needs them for types that a script defines, which are in no importable module.
+    """
     return types_in(state.tree([], None)) | types_in(StepRecord(0, 0, False, 0.0, 0.0, {}, 0.0))

@@ -1,13 +1,12 @@
-"""Compares the weights of all members: digests of them, exchanged in a step's header every so many
-steps.
+"""Compares the weights of all members: their digests travel in a step's header every N steps.
 
-A replica that went wrong (a flipped bit, a bad kernel) changes all the others by its gradients. So
-the run goes back to the last step after which all members agreed; that step's number travels with
+A faulty replica (a flipped bit, a bad kernel) affects all others through its gradients. The run
+therefore goes back to the last step after which all members agreed. That step's number travels with
 the state.
 
-Weights that go into a checkpoint are compared in the step after it. Other steps cost one look at
-their number. A digest is XXH3 at the speed of memory on the host, and sums of the bits on a device;
-only these are waited for.
+Weights that go into a checkpoint are compared in the step after it. In other steps the comparison
+costs one look at the step number. A digest is XXH3, at memory speed, on the host, and sums of the
+bits on a device; the host waits only for these sums.
 """
 
 from __future__ import annotations
@@ -25,41 +24,44 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightComparison:
-    """`every`: compare after each step that it divides; None: never."""
+    """Compares weights after each step that is a multiple of `every`; None: never."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], every: int | None) -> None:
         self._parameters, self._every = parameters, every
         self._wanted = 0
         self.members: tuple[WorkerId, ...] = ()
-        self.agreed = 0  # after this step all members held the same, or read it from a checkpoint
+        self.agreed = 0  # after this step all members agreed, or read a checkpoint
         self.mismatch: ReplicaMismatch | None = None
 
     def compare_among(self, members: tuple[WorkerId, ...]) -> None:
-        """Of the generation that begins."""
+        """Sets the members of the generation that begins."""
         self.members = members
 
     def agreed_at(self, step: int) -> None:
-        """Our weights are those that all held after this step, or those of its checkpoint."""
+        """Records that the weights are those of all members after this step, or of its
+        checkpoint."""
         self.agreed = step
 
     def compare_after(self, step: int) -> None:
-        """It goes into a checkpoint."""
+        """Requests a comparison after this step, which goes into a checkpoint."""
         self._wanted = step
 
     def digest(self, step: int) -> str | None:
-        """Of the weights after `step`, if they are to be compared."""
+        """Returns the digest of the weights after `step`, or None if they are not compared."""
         if self._every is None or step <= self.agreed:
             return None
         if step % self._every and step != self._wanted:
             return None
         if len(self.members) == 1:
-            self.agreed = step  # there is nobody to differ from
+            self.agreed = step  # there is no other member
             return None
         return digest_of(list(self._parameters.values()))
 
     def compare(self, step: int, digests: Sequence[str | None]) -> None:
-        """Those of all members, by rank. Raises GroupError if they differ: nobody may go on from
-        here."""
+        """Compares the digests of all members, by rank.
+
+        Raises GroupError if they differ: no member may continue from this step.
+        """
         if not any(digests):
             return
         said = {w: d for w, d in zip(self.members, digests, strict=True) if d is not None}
@@ -74,7 +76,7 @@ class WeightComparison:
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Of their bytes, in this order."""
+    """Returns a digest of the tensors' bytes, in this order."""
     digest = xxhash.xxh3_64()
     tensors = [tensor.detach().contiguous().view(-1) for tensor in tensors]
     for tensor in tensors:
@@ -85,7 +87,8 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Of their bits as integers, computed where they are: any one flipped bit changes one."""
+    """Returns sums of the tensors' bits as integers, computed on their devices. Any flipped bit
+    changes one."""
     sums = [
         t.view(torch.int32 if t.is_complex() else INTEGERS[t.element_size()]).sum(dtype=torch.int64)
         for t in tensors

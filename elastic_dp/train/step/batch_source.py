@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class BatchSource(Protocol):
-    """What a step needs of a data set; see `elastic_dp.data`."""
+    """What a step needs from a data set; see `elastic_dp.data`."""
 
     fingerprint: str
     steps_per_epoch: int

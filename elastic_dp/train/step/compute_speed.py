@@ -1,10 +1,10 @@
-"""How fast this worker computes: its seconds per virtual worker, from which virtual workers are
+"""How fast this worker computes: its seconds per virtual worker, by which virtual workers are
 assigned.
 
-Measured is the worker's own work, from a forward pass whose batch is there to the end of the
+The time covers the worker's own work, from a forward pass whose batch is ready to the end of the
 backward pass and its sums, without waits for data and for other workers. The value is the median of
 the last steps of the present generation; with fewer than `STEPS` of them it is 0. On a GPU, which
-runs behind its host, it is measured by events in the stream.
+runs asynchronously to its host, it is measured by events in the stream.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ STEPS = 16
 
 
 class ComputeSpeed:
-    """`tell` gets the value after each step; None: nothing is measured."""
+    """Measures one worker. `tell` receives the value after each step; None: nothing is measured."""
 
     def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
         self._tell, self._on_gpu = tell, device.type == "cuda"
         self._instant: Callable[[], Any] = _event if self._on_gpu else time.perf_counter
         self._steps: deque[float] = deque(maxlen=STEPS)
-        self._instants: list[Any] = []  # of this step: begin, end, begin, end, …
+        self._instants: list[Any] = []  # in this step: begin, end, begin, end, …
 
     def open(self) -> None:
-        """A new generation."""
+        """Starts a generation."""
         self._steps.clear()
         if self._tell is not None:
             self._tell(0.0)
 
     def begin(self) -> None:
-        """A new step, or the same one again."""
+        """Starts a step, or repeats one."""
         self._instants.clear()
 
     def start_micro_batch(self) -> None:
@@ -47,7 +47,7 @@ class ComputeSpeed:
             self._instants.append(self._instant())
 
     def end_step(self) -> None:
-        """The device has finished all of this step's virtual workers."""
+        """Ends a step, when the device has finished all of its virtual workers."""
         if self._tell is None or not self._instants:
             return
         begins, ends = self._instants[::2], self._instants[1::2]

@@ -1,10 +1,10 @@
-"""Evaluation by the whole group: each member evaluates a share of the batches, and all get the same
-sums.
+"""Evaluation by the whole group: each member evaluates a share of the batches, and all get the
+result.
 
-The result of a batch depends on its rows and the weights alone, so any member may compute it.
-Members exchange the results that they have, split what is missing, and exchange again. The results
-of a member that dies before an exchange are computed once more by the others. The sum runs over the
-batches in order, in double precision on the host.
+The result of a batch depends only on its rows and the weights, so any member may compute it.
+Members exchange the results that they have, split what is missing, and exchange again. If a member
+dies before an exchange, the others compute its results again. The sum runs over the batches in
+order, in double precision on the host.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from elastic_dp.train.step.loss_result import mean, parse_loss
 from elastic_dp.train.step.micro_batch import LossFn, to_device
 from elastic_dp.train.step.precision import autocast
 
-# batch -> (loss, weight, metrics, rows that were left out since they cannot be decoded)
+# batch -> (loss, weight, metrics, rows that were skipped because they cannot be decoded)
 Results = dict[int, tuple[float, float, dict[str, float], int]]
 
 _EVALUATION = 1 << 32  # keeps the seeds of evaluation batches apart from those of virtual workers
 
 
 class EvaluationBatches(Protocol):
-    """What an evaluation needs of a data set; see `elastic_dp.data`."""
+    """What an evaluation needs from a data set; see `elastic_dp.data`."""
 
     num_batches: int
 
@@ -49,7 +49,7 @@ class EvaluationBatches(Protocol):
 def evaluate(
     session: Session, fn: LossFn, data: EvaluationBatches, model: torch.nn.Module | None
 ) -> dict[str, float]:
-    """Means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
+    """Returns means over all rows of `data`, as {"eval_loss": …, "eval_<metric>": …}."""
     if session.membership is None or not session.loop.opened:
         raise LoopError(
             "ctx.evaluate needs the group: call it in the loop over ctx.steps, or after it"
@@ -67,7 +67,7 @@ def evaluate(
     while index >= len(progress.evaluations):
         session.ensure_generation()
         if index < len(progress.evaluations):
-            break  # the others had finished it; it came with the hand-over
+            break  # the others had finished it; the state transfer brought it
         reason = session.control.may_attempt(progress.position.step)
         if reason is not None:
             session.leave(reason)
@@ -91,7 +91,7 @@ def _complete(
     model: torch.nn.Module | None,
     known: Results,
 ) -> None:
-    """Until every member knows the results of all batches."""
+    """Computes until every member has the results of all batches."""
     session.report("evaluate")
     group = session.side_group()
     while True:
@@ -128,7 +128,8 @@ def _one(
 
 @contextlib.contextmanager
 def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """No gradients, evaluation mode; modes, buffers and random numbers as before afterwards."""
+    """A context without gradients in evaluation mode. Restores modes, buffers and random
+    numbers."""
     modes = [(module, module.training) for module in model.modules()]
     generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state(session.device) if session.device.type == "cuda" else None

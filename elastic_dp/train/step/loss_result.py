@@ -10,15 +10,17 @@ import torch
 
 from elastic_dp.errors import LossError
 
-# Weights multiply gradients, mostly in float32, and what counts is how they relate: no need to go
+# Weights multiply gradients, mostly in float32. Only their ratios matter, so they need not come
 # near its limits.
 LARGEST_WEIGHT = 1e30
 LEAST_WEIGHT = 1e-30  # of a whole global batch
 
 
 def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str, float]]:
-    """The loss as a tensor without dimensions, its weight (default: `rows`), metrics. Raises
-    LossError."""
+    """Returns the loss as a scalar tensor, its weight (default: `rows`), and the metrics.
+
+    Raises LossError.
+    """
     metrics: Any = {}
     loss, weight = returned, rows
     if isinstance(returned, tuple):
@@ -52,8 +54,10 @@ def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str,
 
 
 def mean(values: Sequence[tuple[float, float]]) -> float:
-    """Of (value, weight), exactly, in any order; nan where nothing has a weight. Numbers at their
-    limits are added as they come: inf, or nan."""
+    """Returns the exact mean of (value, weight) pairs, in any order; nan if the total weight is 0.
+
+    Values near the limits of a float are added directly and may give inf or nan.
+    """
     parts, weight = [x * w for x, w in values], math.fsum(w for _, w in values)
     try:
         has_state = math.fsum(parts)

@@ -1,5 +1,4 @@
-"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss from which
-backward begins."""
+"""One virtual worker's micro-batch: read, seeded, and run forward, up to the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ LossFn = Callable[[Any, Any], Any]
 
 @dataclass(slots=True)
 class MicroBatchResult:
-    """What one virtual worker's forward pass gave."""
+    """The result of one virtual worker's forward pass."""
 
     loss: float
     weight: float
@@ -57,7 +56,8 @@ class MicroBatchRunner:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """The micro-batch that is run before the first step, to see what the loss function does."""
+        """A context for the micro-batch before the first step, which shows what the loss function
+        does."""
         self._is_trial = True
         try:
             yield
@@ -72,7 +72,8 @@ class MicroBatchRunner:
     def forward(
         self, batch: Any, step: int, v: int, expected: float
     ) -> tuple[torch.Tensor | None, MicroBatchResult]:
-        """The scaled loss to run backward from, or None where the weight is 0."""
+        """Returns the scaled loss to run backward from, or None if the weight is 0; and the
+        result."""
         self._report(f"compute {v}")
         seed_everything(seed_for(self._seed, step, v))
         if batch is None:  # all its rows lie in bad row groups
@@ -109,8 +110,11 @@ class MicroBatchRunner:
         return loss * scale, result
 
     def _check_written(self, name: str) -> None:
-        """The loss function has written to a parameter. Raises LossError, unless it did so before
-        the first step, too: there all values are compared, so it writes them back."""
+        """Raises LossError if the loss function has changed a parameter.
+
+        If it wrote to the parameter in the trial, too, where all values are compared, it only
+        writes the values back.
+        """
         self._writes_back |= self._is_trial
         if self._exact and not self._writes_back:
             raise LossError(
@@ -122,8 +126,7 @@ class MicroBatchRunner:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors anywhere in dicts, lists and tuples, and anything else with a `.to` (a
-    BatchEncoding)."""
+    """Moves tensors in dicts, lists and tuples, and other objects with `.to` (a BatchEncoding)."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Mapping) and type(batch) is dict:

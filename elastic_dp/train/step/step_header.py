@@ -1,5 +1,4 @@
-"""The record that each member sends to all others in a step: what it computed, what it saw, what it
-asks for.
+"""The record that each member sends to all others in a step: its results, flags and requests.
 
     1 byte      whether a hook fired twice
     n bytes     per parameter: whether it got a gradient
@@ -22,7 +21,7 @@ from elastic_dp.train.step.micro_batch import MicroBatchResult
 
 @dataclass(frozen=True, slots=True)
 class MemberHeader:
-    """What one member sends."""
+    """The record that one member sends."""
 
     late: bool
     used: bytes
@@ -50,21 +49,22 @@ class MemberHeader:
 
 @dataclass(frozen=True, slots=True)
 class StepHeader:
-    """What the records of all ranks say together."""
+    """The combined content of the records of all ranks."""
 
     stop: str | None
     late: bool  # a hook fired twice somewhere
     used: bytes  # per parameter of the layout, whether any virtual worker gave it a gradient
     changed: list[int]  # indices of buffers that any virtual worker changed
-    keep: bool  # somebody wants a checkpoint of this step
-    keeps_late: bool  # somebody's last checkpoint is still being written: not yet
+    keep: bool  # a member requests a checkpoint of this step
+    keeps_late: bool  # a member is still writing its last checkpoint, so none is taken yet
     bad: frozenset[int]  # row groups that some member could not decode, and no step before recorded
     results: dict[int, MicroBatchResult]  # by virtual worker
     weights: list[str | None]  # by rank: the digest of its weights, where they are compared
 
     @classmethod
     def of(cls, records: Sequence[bytes], used: int, changed: int) -> StepHeader:
-        """`used`, `changed`: how many flags there are for parameters, and for buffers."""
+        """Combines the records. `used` and `changed` are the numbers of flags for parameters and
+        buffers."""
         size = 1 + used + changed
         either = _or([record[:size] for record in records])
         texts = [
@@ -88,7 +88,7 @@ class StepHeader:
 
 
 def _or(rows: Sequence[bytes]) -> bytes:
-    """Byte by byte; rows of one length."""
+    """Combines rows of one length byte by byte."""
     either = 0
     for row in rows:
         either |= int.from_bytes(row, "little")

@@ -48,19 +48,20 @@ from elastic_dp.train.step.step_header import MemberHeader, StepHeader
 
 @dataclass(frozen=True, slots=True)
 class StopAgreed:
-    """Somebody asked for the end in this step's header: nobody commits it."""
+    """A member requested the end in this step's header: no member commits the step."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """A parameter fired twice in one backward: nobody commits, all redo the step more carefully."""
+    """A parameter fired twice in one backward: no member commits, all repeat the step
+    sequentially."""
 
 
 @dataclass
 class StepRunner:
-    """Runs steps for one session; `group` and `shares` are set anew in each generation."""
+    """Runs steps for one session. `group` and `shares` are set in each generation."""
 
     state: TrainState
     weights: WeightComparison
@@ -76,7 +77,7 @@ class StepRunner:
     speed: ComputeSpeed
     _group: ProcessGroup | None = None
     _shares: list[Node] = field(default_factory=list)
-    # Of the last committed step, while they are still there.
+    # The gradients of the last committed step, until they are dropped.
     _gradients: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +91,7 @@ class StepRunner:
         self.speed.open()
 
     def close(self) -> None:
-        """Undo what is not committed and let go of the group."""
+        """Undoes what is not committed and releases the group."""
         self._gradients = None  # the next generation may use their memory
         self.gradients.drop()
         self.gradients.close()
@@ -98,7 +99,7 @@ class StepRunner:
         self._group = None
 
     def attempt(self, step: int) -> StepRecord | StopAgreed | Redo:
-        """Raises GroupError when the step could not be completed; then nothing was applied."""
+        """Attempts a step. Raises GroupError if it was not completed; then nothing was applied."""
         group = self._group
         assert group is not None
         totals = [self.data.rows(step, v) for v in range(self.virtual_workers)]
@@ -133,8 +134,7 @@ class StepRunner:
         if 0 < weight < LEAST_WEIGHT:
             raise LossError(
                 f"the weights of step {step} add up to {weight:g}, too little to divide "
-                "gradients by: what counts is how "
-                "they relate to each other, so multiply all of them"
+                "gradients by: only their ratios matter, so multiply all of them"
             )
         loss_scale = self.state.loss_scale
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
@@ -164,7 +164,7 @@ class StepRunner:
     def _run_mine(
         self, step: int, stop: str | None, expected: float
     ) -> dict[int, MicroBatchResult]:
-        """Run my virtual workers, forward and backward."""
+        """Runs this worker's virtual workers, forward and backward."""
         assert self._group is not None
         mine = fold(*self._shares[self._group.rank], self.virtual_workers)
         results: dict[int, MicroBatchResult] = {}
@@ -191,7 +191,7 @@ class StepRunner:
     def _launch_header(
         self, step: int, results: Mapping[int, MicroBatchResult], stop: str | None
     ) -> tuple[int, int]:
-        """How many flags it has for parameters, and for buffers: as many as the others' have."""
+        """Sends the header. Returns its numbers of flags for parameters and for buffers."""
         bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
         header = MemberHeader(
             late=self.gradients.late,
@@ -216,7 +216,7 @@ class StepRunner:
     def _counting(
         self, step: int, results: Mapping[int, MicroBatchResult]
     ) -> dict[int, MicroBatchResult]:
-        """Those that have a weight, in the order of virtual workers. Raises LossError."""
+        """Returns the results with a weight, in the order of virtual workers. Raises LossError."""
         for v in sorted(results):
             result = results[v]
             if result.weight and not math.isfinite(result.loss) and self.state.loss_scale is None:
@@ -273,7 +273,7 @@ class StepRunner:
                 state.scheduler.step()
         if state.loss_scale is not None:
             state.loss_scale.update(overflow=not finite)
-        # A member that takes the step over has no gradients for its body, so nobody's body has any.
+        # A member that takes the step over has no gradients for its body, so no member's body has.
         self.gradients.drop()
         state.record = record
         state.note_commit()
@@ -281,14 +281,14 @@ class StepRunner:
         return record
 
     def grad_norm(self) -> float | None:
-        """Of the last committed step, while its gradients are still there."""
+        """Returns the norm of the last committed step's gradients, or None if they are gone."""
         if self._gradients is None:
             return None
         return float(torch.nn.utils.get_total_norm(self._gradients))
 
 
 def _mean_metrics(results: Any) -> dict[str, float]:
-    """Over the micro-batches that reported each."""
+    """Returns the mean of each metric over the micro-batches that reported it."""
     by_name: dict[str, list[tuple[float, float]]] = {}
     for result in results:
         for name, value in result.metrics.items():

@@ -1,5 +1,5 @@
-"""One micro-batch before the first step, which is forgotten again: to see what user code does, and
-to have done it once."""
+"""Runs one micro-batch before the first step and undoes it, to see what user code does and to warm
+up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBat
 
 
 class TrialRun:
-    """Of the virtual worker with most rows."""
+    """A trial of the virtual worker with the most rows."""
 
     def __init__(
         self,
@@ -46,11 +46,12 @@ class TrialRun:
         self._virtual_workers, self._report = virtual_workers, report
 
     def warm_up(self) -> None:
-        """Run one micro-batch and forget it, so that a group need not wait while this worker
-        compiles the model, chooses kernels, and touches memory for the first time.
+        """Runs one micro-batch and undoes it.
 
-        What user code raises here it raises again in a step, unless this model is refused before
-        that. A worker whose device fails, or has too little memory, does not join.
+        The group then need not wait while this worker compiles the model, chooses kernels, and
+        touches memory for the first time. What user code raises here it raises again in a step,
+        unless this model is refused before that. A worker whose device fails, or has too little
+        memory, does not join.
         """
         with suppress_errors_of_code():
             self._run_once(self._micro_batches.batch(1, self._largest()))
@@ -58,8 +59,11 @@ class TrialRun:
         self._report("start")
 
     def probe(self, because: list[str], say: Callable[[str], None]) -> None:
-        """The same, twice, by whoever gives the others their state. Raises DataError and LossError;
-        see purity_probe.py."""
+        """Runs a micro-batch twice, on the worker that provides the initial state; see
+        purity_probe.py.
+
+        Raises DataError and LossError.
+        """
         try:
             probe(self, because, say)
         finally:

@@ -88,7 +88,7 @@ def test_orphan_writes_nothing_where_a_controller_leads(tmp_path):
             time.sleep(0.1)
     assert waits.result() == "no last checkpoint: a controller leads the run"
     stage.committer.close()
-    ended = "no last checkpoint: the run has ended, or goes on elsewhere"
+    ended = "no last checkpoint: the run has ended or continues elsewhere"
     assert orphan(tmp_path, 9) == ended
     other = Stage(str(tmp_path))
     assert other.goes_on_from() is None

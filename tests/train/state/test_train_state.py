@@ -347,7 +347,7 @@ def test_optimizer_state_of_every_kind_is_carried(name, tmp_path):
     ("make", "words"),
     [
         (zoo.ByIterator, "optimizer.rates is a itertools.cycle"),
-        (zoo.LateInner, "optimizer.inner is an optimizer that was not there when the loop began"),
+        (zoo.LateInner, "optimizer.inner is an optimizer that was created after the loop began"),
         (zoo.LateIterator, "optimizer.state[0.weight].rates is a builtins.list_iterator"),
     ],
 )
@@ -414,7 +414,7 @@ def test_optimizer_attributes_that_need_not_be_carried_are_not_refused(tmp_path)
 
 def test_optimizer_attribute_that_is_not_carried_and_changes_is_refused_by_name():
     words = refusal(with_optimizer(lambda m: Redated(m.parameters())))
-    assert "optimizer.rate is a Fraction, which is not carried" in words
+    assert "optimizer.rate is a Fraction, which is not sent" in words
 
 
 def stepped(make, steps, seed=0):
