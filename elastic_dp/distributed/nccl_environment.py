@@ -28,7 +28,6 @@ REQUIRED = {
 # A user's own value stays: the flight recorder costs memory and time, and ends nobody.
 DEFAULTS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_FR_BUFFER_SIZE": "0",
 }
 _DEBUG = "TORCH_DISTRIBUTED_DEBUG"

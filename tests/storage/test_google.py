@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from gcsfs.retry import HttpError
 
-from elastic_dp.checkpoint.storage_probe import prove
+from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_evaluation
 from elastic_dp.storage import Store
@@ -34,7 +34,7 @@ def test_rows_on_google_cloud_storage_are_read(gs_bucket, given):
 
 def test_storage_probe_finds_gcsfs_fit_for_a_run_s_folder(gs_bucket):
     endpoint, name = gs_bucket
-    prove(gs_place(endpoint, name, gcsfs_options(endpoint)).open(), "token")
+    probe(gs_place(endpoint, name, gcsfs_options(endpoint)).open(), "token")
 
 
 def test_obstore_creates_on_google_only_where_there_is_no_generation():

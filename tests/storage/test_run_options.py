@@ -48,7 +48,7 @@ def trainer(path, options, steps=4):
 
 
 def job(steps):
-    spec = spec_of(steps=steps, workers=2, virtual=4)
+    spec = spec_of(steps=steps, workers=2, virtual=4, min_workers=2)
     return dataclasses.replace(spec, checkpoint=CheckpointConfig(every_steps=3))
 
 

@@ -78,7 +78,7 @@ def asserts_at_a_row(ctx):
 
 def test_a_row_that_trips_a_device_side_assert_is_named_by_its_micro_batch():
     outcome, _ = group(job(max_losses_of_micro_batch=1), asserts_at_a_row)
-    assert "2 workers died while they ran virtual worker" in outcome.error
+    assert "2 workers died one after another while running virtual worker" in outcome.error
 
 
 def out_of_memory_in_its_first_micro_batch(ctx):

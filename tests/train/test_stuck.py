@@ -76,7 +76,7 @@ def test_the_one_that_stands_still_is_replaced_and_not_those_who_wait_for_it(
     )
     outcome, run = group(spec, plain, faults=(fault,), script=until_it_is_gone(gate))
     evicted, stacks = judged(outcome, run, spec)
-    assert f"in {phase!r}" in evicted["reason"]
+    assert f"in phase {phase!r}" in evicted["reason"]
     assert "in _act" in stacks and "in attempt" in stacks
 
 
@@ -100,7 +100,7 @@ def test_worker_that_holds_the_interpreter_lock_is_replaced_with_its_stacks(tmp_
     )
     outcome, run = group(spec, holds_the_lock, script=until_it_is_gone(gate))
     evicted, stacks = judged(outcome, run, spec, holds_the_lock)
-    assert "in 'compute'" in evicted["reason"]
+    assert "in phase 'compute'" in evicted["reason"]
     assert "in loss_fn" in stacks
 
 

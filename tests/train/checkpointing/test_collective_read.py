@@ -122,7 +122,7 @@ def test_each_byte_is_read_once_by_whatever_group(readers, slow, calm, there, tm
 
 def waits(run):
     """Until that is said of one, which is what becomes of it."""
-    eventually(lambda: any(text.startswith("no step for") for text in texts_of(run)))
+    eventually(lambda: any(text.startswith("no step in") for text in texts_of(run)))
 
 
 def test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there):

@@ -60,7 +60,7 @@ def told(run, kind, **fields):
 
 def test_drain_of_all_workers_repeats_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        drain_checkpointer, "NOTICES_S", PATIENCE_S
+        drain_checkpointer, "NOTICE_WINDOW_S", PATIENCE_S
     )  # both notices are of one moment
     script = [(5, take_away("w1", "w2")), (5, goes_on), (5, StopRequested("enough"))]
     outcome, run = group(short(), average_and_plateau, script=script, url=str(tmp_path))

@@ -64,7 +64,7 @@ def test_a_flipped_bit_costs_the_steps_since_all_agreed(workers, calm, tmp_path)
 def test_flipped_bit_without_a_checkpoint_fails_the_run_with_the_way_out(tmp_path):
     spec = dataclasses.replace(job(min_workers=3), checkpoint=CheckpointConfig())
     outcome, _ = group(spec, plain, faults=(flip(8, tmp_path),), url=str(tmp_path / "run"))
-    assert "no checkpoint of step 6 or before" in outcome.error
+    assert "no checkpoint of step 6 or earlier" in outcome.error
 
 
 # ------------------------------------------------------------------------------------------ digests
