@@ -67,8 +67,8 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
     told = CliRunner().invoke(cli.app, ("restart", "job", __file__, "--address", "1.2.3.4:6379"))
     assert told.exit_code == 0, told.output
     assert left == [["stop"]] and given == [(None, None)]
-    assert "job is stopped after step 7, and goes on from there" in told.stderr
-    assert "it goes on with a Ray of this process" in told.stderr
+    assert "job is stopped after step 7, and continues from there" in told.stderr
+    assert "the run continues on a Ray cluster of this process" in told.stderr
 
 
 @pytest.mark.parametrize("is_new", [False, True])

@@ -24,7 +24,10 @@ def spec():
 def wants(market, workers=1, needs=NEEDS):
     """What that many waiting workers of a job ask Ray for."""
     return [
-        (needs, worker_placement.preferences(ScalingConfig(max_workers=1, market=market), []))
+        (
+            needs,
+            worker_placement.placement_preferences(ScalingConfig(max_workers=1, market=market), []),
+        )
     ] * workers
 
 

@@ -37,7 +37,6 @@ class Place:
     backend: str
     plant: Callable[[str, bytes], None]
     lists: bool = True
-    read_only: str = ""  # why
     stores: list[Store] = field(default_factory=list)
 
     def open(self, name: str = "", **limits: Any) -> Store:
@@ -134,7 +133,10 @@ def _plant_file(folder: Path) -> Callable[[str, bytes], None]:
     return plant
 
 
-@pytest.fixture(params=["file", "memory", "s3", "s3fs", "az", "gs", "gcsfs", "http", "http-fsspec"])
+KINDS = ["file", "memory", "s3", "s3fs", "az", "gs", "gcsfs", "http", "http-fsspec"]
+
+
+@pytest.fixture(params=KINDS)
 def place(request, tmp_path):
     kind = request.param
     if kind == "file":
@@ -156,8 +158,7 @@ def place(request, tmp_path):
         yield azure_place(endpoint, container, azure_options(endpoint))
     elif kind == "gs":
         endpoint, bucket = request.getfixturevalue("gs_bucket")
-        lacks = "fake-gcs-server 1.54 has no XML uploads, which obstore sends"
-        yield gs_place(endpoint, bucket, gcs_options(endpoint), read_only=lacks)
+        yield gs_place(endpoint, bucket, gcs_options(endpoint))
     elif kind == "gcsfs":
         endpoint, bucket = request.getfixturevalue("gs_bucket")
         yield gs_place(endpoint, bucket, gcsfs_options(endpoint))

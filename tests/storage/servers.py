@@ -18,9 +18,19 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 KEY, SECRET = "AKIAEXAMPLE", "canary-secret-of-the-tests"
+# Moto looks whether an object exists and writes it later: of two such requests both would win.
 _MOTO = """
 import sys
+import threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.server import ThreadedMotoServer
+conditional, answer = threading.Lock(), DomainDispatcherApplication.__call__
+def one_at_a_time(self, environ, start_response):
+    if "HTTP_IF_NONE_MATCH" not in environ:
+        return answer(self, environ, start_response)
+    with conditional:
+        return answer(self, environ, start_response)
+DomainDispatcherApplication.__call__ = one_at_a_time
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)

@@ -104,11 +104,11 @@ def test_the_commands_read_a_run_by_storage_options(far):
     assert EndedRun("far", path, options).status()["phase"] == "over"
 
 
-def test_a_run_on_processes_with_a_kill_has_the_digest_of_a_local_folder(far):
+def test_a_run_on_processes_with_a_kill_has_the_digest_of_a_local_folder(far, tmp_path):
     path, options = far
     spec = job(steps=8)
     url = StorageURL(f"{path}/killed", options)
-    killed = WorkerFault("backward", step=5, rank=1)
+    killed = WorkerFault("backward", step=5, rank=1, once=str(tmp_path / "dead"))
     outcome, run = group(spec, plain, faults=(killed,), url=url)
     assert outcome.error is None and outcome.workers_lost == 1
     assert outcome.digest == local(spec, plain).digest

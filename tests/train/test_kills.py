@@ -42,10 +42,10 @@ VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 # Of the four that form, rank 0 gives the state and rank 3, the joiner, takes it.
 SECONDS = [
     *(tuple(("forming", rank) for rank in ranks) for ranks in [*VICTIMS, (3,), (0, 3)]),
-    (("giving_state", 0),),
+    (("giving_state", None),),  # the source: the first of those that are furthest
     (("taking_state", 3),),
-    (("giving_state", 0), ("taking_state", 3)),
-    (("forming", 1), ("giving_state", 0)),
+    (("giving_state", None), ("taking_state", 3)),
+    (("forming", 1), ("giving_state", None)),
     (("forming", 0), ("taking_state", 3)),
 ]
 
