@@ -41,7 +41,7 @@ from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, median_interval, write
 from benchmarks.slow_store import BUCKET, serving
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import read_share
+from elastic_dp.checkpoint.checkpoint_reader import read_own_range
 from elastic_dp.checkpoint.checkpoint_writer import write_commit
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.uploader import Uploader
@@ -207,7 +207,7 @@ def restore(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             list(executor.map(read_file, range(len(files))))
 
-    return in_turn(rounds, commit.nbytes, lambda: read_share(catalog, commit, 0, 1, line), bare)
+    return in_turn(rounds, commit.nbytes, lambda: read_own_range(catalog, commit, 0, 1, line), bare)
 
 
 def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
@@ -239,7 +239,9 @@ def far(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
             with ThreadPoolExecutor(IN_FLIGHT) as executor:
                 list(executor.map(read, range(len(ranges))))
 
-        return in_turn(rounds, commit.nbytes, lambda: read_share(catalog, commit, 0, 1, line), bare)
+        return in_turn(
+            rounds, commit.nbytes, lambda: read_own_range(catalog, commit, 0, 1, line), bare
+        )
 
 
 def write_one(megabytes: int, folder: Path) -> Any:

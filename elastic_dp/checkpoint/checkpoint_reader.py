@@ -2,7 +2,7 @@
 uses.
 
 A group restores a checkpoint in four steps. Every member reads the same commit record and allocates
-memory for the line (`Layout.total` bytes); reads its share into it with `read_share`; sends the
+memory for the line (`Layout.total` bytes); reads its share into it with `read_own_range`; sends the
 share to the others; and decodes the state with `whole_tree`. A process alone calls `load`.
 
 - A request reads one whole block. Many run concurrently, which hides latency.
@@ -29,7 +29,7 @@ IN_FLIGHT = 32  # concurrent requests for blocks
 _CACHED_BYTES = 1 << 20  # bytes per read; smaller reads make threads wait for the GIL
 
 
-def read_share(
+def read_own_range(
     catalog: Catalog,
     commit: CommitRecord,
     rank: int,
@@ -83,7 +83,7 @@ def load(catalog: Catalog, commit: CommitRecord, **how: Any) -> Any:
     from elastic_dp.checkpoint.decoding import decode
 
     line = torch.empty(commit.manifest.layout.total, dtype=torch.uint8)
-    read_share(catalog, commit, 0, 1, line)
+    read_own_range(catalog, commit, 0, 1, line)
     tensors = [view.clone() for view in commit.manifest.layout.views(line)]
     return decode(commit.manifest.tree, tensors, **how)
 

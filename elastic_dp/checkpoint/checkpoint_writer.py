@@ -19,7 +19,7 @@ from elastic_dp.errors import LeaseLost, StateError
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkerParts:
     """What one member reports to the committer.
 
     `digest` is the digest of the state that it holds; `parts` are the numbers of the parts that it
@@ -32,7 +32,7 @@ class Share:
     parts: tuple[int, ...]
 
 
-def write_share(
+def write_own_parts(
     catalog: Catalog,
     snapshot: Snapshot,
     rank: int,
@@ -40,7 +40,7 @@ def write_share(
     executor: Executor,
     *,
     writer: str = "",
-) -> Share:
+) -> WorkerParts:
     """Writes the share of worker `rank` of `world_size`.
 
     Writing a share again creates the same objects with the same bytes.
@@ -57,7 +57,7 @@ def write_parts(
     executor: Executor,
     *,
     writer: str = "",
-) -> Share:
+) -> WorkerParts:
     """Writes these parts, for example those that a lost member did not write."""
     manifest = snapshot.manifest(executor)
 
@@ -66,10 +66,10 @@ def write_parts(
         catalog.store.write(path, snapshot.part(manifest.layout.parts[number]))
         return number
 
-    return Share(writer, manifest.step, manifest.digest, tuple(executor.map(write, numbers)))
+    return WorkerParts(writer, manifest.step, manifest.digest, tuple(executor.map(write, numbers)))
 
 
-def missing(manifest: Manifest, shares: Iterable[Share]) -> list[int]:
+def missing(manifest: Manifest, shares: Iterable[WorkerParts]) -> list[int]:
     """Returns the numbers of the parts that no member has written yet."""
     written = {number for share in shares for number in share.parts}
     return [part.number for part in manifest.layout.parts if part.number not in written]
@@ -78,7 +78,7 @@ def missing(manifest: Manifest, shares: Iterable[Share]) -> list[int]:
 def write_commit(
     catalog: Catalog,
     manifest: Manifest,
-    shares: Sequence[Share],
+    shares: Sequence[WorkerParts],
     fence: int,
     metadata: CommitMetadata,
 ) -> CommitRecord:

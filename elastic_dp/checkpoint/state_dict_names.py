@@ -16,7 +16,7 @@ from torch import nn
 
 from elastic_dp.checkpoint.extra_state import unpacked
 from elastic_dp.checkpoint.python_objects import MISSING, Plain
-from elastic_dp.checkpoint.shared_memory import join
+from elastic_dp.checkpoint.tensor_aliases import join_aliases
 
 
 def naming_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def optimizer_state(tree: Mapping[str, Any], naming: Mapping[str, Any]) -> dict[
         for key, item in group.items()
         if isinstance(item, torch.Tensor)
     }
-    joined, _ = join(step["optimizer"], step.get("shared", []), owners)
+    joined, _ = join_aliases(step["optimizer"], step.get("shared", []), owners)
     names = [name for group in naming["groups"] for name in group]
     plain = Plain()
     states = {

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import Share, write_parts, write_share
+from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, write_own_parts, write_parts
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.checkpoint.snapshot import Snapshot
 
@@ -39,7 +39,7 @@ class Upload:
     step: int
     stall_s: float
     waited_s: float
-    share: Future[Share]
+    share: Future[WorkerParts]
 
 
 class Uploader:
@@ -50,12 +50,14 @@ class Uploader:
     member computes the same manifest.
     """
 
-    def __init__(self, catalog: Catalog, on_written: Callable[[Share, Manifest], None]) -> None:
+    def __init__(
+        self, catalog: Catalog, on_written: Callable[[WorkerParts, Manifest], None]
+    ) -> None:
         self.snapshot = Snapshot()
         self._catalog, self._on_written = catalog, on_written
         self._one = ThreadPoolExecutor(1, "checkpoint")
         self._writers = ThreadPoolExecutor(WRITES_IN_FLIGHT, "checkpoint-part")
-        self._running: Future[Share] | None = None
+        self._running: Future[WorkerParts] | None = None
         self._last: Future[Any] | None = None  # the same, or parts of it that were requested later
         self._patience_s = 0.0  # what is left of PATIENCE_S for the upload under way
         # Held while the snapshot is filled, and while parts that were requested later are written.
@@ -102,7 +104,7 @@ class Uploader:
         it."""
         self._last = self._one.submit(self._write_more, step, numbers, writer)
 
-    def wait(self) -> Share | None:
+    def wait(self) -> WorkerParts | None:
         """Waits for the upload under way and returns its share, or None if there is none.
 
         Raises the error of that upload, once.
@@ -119,8 +121,8 @@ class Uploader:
     def _is_over(self) -> bool:
         return self._last is None or self._last.done()
 
-    def _write(self, rank: int, world_size: int, writer: str) -> Share:
-        share = write_share(
+    def _write(self, rank: int, world_size: int, writer: str) -> WorkerParts:
+        share = write_own_parts(
             self._catalog, self.snapshot, rank, world_size, self._writers, writer=writer
         )
         self._on_written(share, self.snapshot.manifest())

@@ -115,7 +115,7 @@ def list_(
         world = f"{row.get('world_size', '?')} of {row.get('size', '?')}"
         numbers = str(row.get("step", "?")), world, str(row.get("generation", "?"))
         table.add_row(row["name"], row["phase"], *numbers, row["reason"])
-    _out().print(table if rows else f"no runs {where}")
+    _console().print(table if rows else f"no runs {where}")
 
 
 def status(
@@ -130,7 +130,7 @@ def status(
     if as_json:
         print(json.dumps({"name": name} | said, default=str))
         return
-    out = _out()
+    out = _console()
     out.print(f"{name}: {said['phase']}: {said['reason']}")
     out.print(
         f"step {said['step']}, generation {said['generation']}, {said['world_size']} of "
@@ -156,7 +156,7 @@ def events(
 ) -> None:
     """Print every event, command and metric, one per line; with --json one JSON object per line."""
     for line in _find(name, address, storage_path, storage_option).events(follow=follow):
-        print(json.dumps(line, default=str) if as_json else _told(line), flush=True)
+        print(json.dumps(line, default=str) if as_json else _journal_line(line), flush=True)
 
 
 def logs(
@@ -208,7 +208,7 @@ def scale(
     least = "" if min_workers is None else f", at least {min_workers} needed"
     facts = {"name": name, "size": wanted, "present": present}
     facts |= {} if min_workers is None else {"min_workers": min_workers}
-    _say(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
+    _print_reply(facts, f"{counted(wanted, 'worker')} asked for{least}; {kind}", as_json)
 
 
 def drain(
@@ -220,7 +220,7 @@ def drain(
 ) -> None:
     """Let one worker leave once it is replaced."""
     _attach(name, address).drain(worker, within_s)
-    _say({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
+    _print_reply({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
 
 
 def stop(
@@ -236,16 +236,18 @@ def stop(
     found = _attach(name, address)
     found.stop(reason)
     if not wait:
-        _say({"name": name, "reason": reason}, f"{name} ends after one of its next steps", as_json)
+        _print_reply(
+            {"name": name, "reason": reason}, f"{name} ends after one of its next steps", as_json
+        )
         return
     result = found.result()
-    _say(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
+    _print_reply(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
 
 
 def checkpoint(name: _Name, address: _Address = None, as_json: _Json = False) -> None:
     """Make a checkpoint of one of the next steps."""
     _attach(name, address).checkpoint()
-    _say({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
+    _print_reply({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
 
 
 def restart(
@@ -294,7 +296,7 @@ def add_to(app: typer.Typer) -> None:
 def _run(
     job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
 ) -> int:
-    from elastic_dp.cluster.overrides import Overrides, using
+    from elastic_dp.cluster.overrides import Overrides, overriding
     from elastic_dp.cluster.runs.run_record import read_result
 
     overrides = Overrides(texts)
@@ -303,7 +305,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        stack.enter_context(using(overrides))
+        stack.enter_context(overriding(overrides))
         stack.enter_context(_as_script(job, arguments))
         code, error = _execute(job)
     if texts and not overrides.urls and code == 0:
@@ -365,10 +367,10 @@ def _leave_ray() -> None:
 def _connect(address: str | None) -> None:
     from elastic_dp.cluster.ray.cluster_connection import connect
 
-    connect(address, _tell)
+    connect(address, _print_to_stderr)
 
 
-def _tell(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
@@ -399,14 +401,14 @@ def _find(
     return ended
 
 
-def _say(facts: dict[str, Any], words: str, as_json: bool) -> None:
+def _print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, default=str))
     else:
-        _out().print(words)
+        _console().print(words)
 
 
-def _told(line: dict[str, Any]) -> str:
+def _journal_line(line: dict[str, Any]) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(line["time"]))
     kind = line.get("event") or line.get("command") or "metrics"
     if kind == "Explain":
@@ -415,5 +417,5 @@ def _told(line: dict[str, Any]) -> str:
     return f"{at}  {kind}  " + "  ".join(f"{key}={value}" for key, value in rest.items())
 
 
-def _out() -> Console:
+def _console() -> Console:
     return Console(soft_wrap=True, highlight=False, markup=False)

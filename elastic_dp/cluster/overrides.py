@@ -44,23 +44,23 @@ class Overrides:
         return _changed_fields("", job, {name: hints[name] for name in job}, self._changes)
 
 
-_in_force = Overrides(())
+_active = Overrides(())
 
 
 @contextlib.contextmanager
-def using(overrides: Overrides) -> Iterator[None]:
+def overriding(overrides: Overrides) -> Iterator[None]:
     """Put overrides in force inside a `with` block."""
-    global _in_force
-    before, _in_force = _in_force, overrides
+    global _active
+    before, _active = _active, overrides
     try:
         yield
     finally:
-        _in_force = before
+        _active = before
 
 
-def in_force() -> Overrides:
+def active_overrides() -> Overrides:
     """Return the overrides that are in force."""
-    return _in_force
+    return _active
 
 
 def _changed(name: str, value: Any, hint: Any, changes: _Changes) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.cluster import console
-from elastic_dp.cluster.overrides import in_force
+from elastic_dp.cluster.overrides import active_overrides
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
 from elastic_dp.cluster.runs.run_record import (
@@ -123,7 +123,7 @@ class ElasticTrainer:
             "max_time_s": max_time_s,
             "labels": {} if labels is None else labels,
         }
-        overrides = in_force()
+        overrides = active_overrides()
         job = overrides.applied(job)
         self.storage_path: str = job.pop("storage_path")
         self._storage_options = dict(storage_options or {})

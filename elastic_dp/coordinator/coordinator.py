@@ -38,7 +38,7 @@ Each part owns its state and knows only the parts before it. No part assigns ano
     replica_mismatch     what follows when the weights of members differ
     admission            which workers may become members, and whose initial weights count
     drain_checkpointer   checkpoints on request, and the last one before draining workers leave
-    change_policy        when the present generation should end for a better one
+    generation_change_policy        when the present generation should end for a better one
     membership_planner   the members of the next generation, and when it is safe to form it
     takeover             replacing a controller that is gone
 """
@@ -55,7 +55,7 @@ from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import Command, Event, Membership, WorkerId
 from elastic_dp.coordinator.phases import Phase as Phase
 from elastic_dp.coordinator.planning.admission import Admission
-from elastic_dp.coordinator.planning.change_policy import ChangePolicy
+from elastic_dp.coordinator.planning.generation_change_policy import GenerationChangePolicy
 from elastic_dp.coordinator.planning.membership_planner import MembershipPlanner
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
@@ -94,7 +94,7 @@ class Coordinator:
         self._hang_detector = HangDetector(run, registry, generation)
         self._admission = admission = Admission(run, registry, generation, lineage)
         self._checkpointer = DrainCheckpointer(run, registry, generation)
-        self._changes = ChangePolicy(run, registry, generation, self._checkpointer)
+        self._changes = GenerationChangePolicy(run, registry, generation, self._checkpointer)
         parts = (run, leadership, registry, generation, lineage, admission)
         self._planner = MembershipPlanner(*parts, self._checkpointer, self._changes)
         self._takeover = Takeover(*parts)
@@ -305,9 +305,9 @@ class Coordinator:
         if self._generation.is_over:
             self._planner.generation_over(now)
         if run.phase is Phase.RUNNING:
-            self._changes.consider_change(now)
+            self._changes.plan_end_if_needed(now)
         if run.phase is Phase.GATHERING:
-            self._planner.advance(now)
+            self._planner.plan_next_generation(now)
         self._replenish(now)
 
     def _replenish(self, now: float) -> None:

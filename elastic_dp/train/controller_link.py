@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastic_dp.checkpoint.checkpoint_writer import Share
+from elastic_dp.checkpoint.checkpoint_writer import WorkerParts
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import Event, WorkerId
 
@@ -24,7 +24,7 @@ class WrittenParts:
     - `lineage_id` is the generation in which the run of this state began or went back.
     """
 
-    share: Share
+    share: WorkerParts
     members: tuple[WorkerId, ...]
     manifest: Manifest
     naming: Mapping[str, Any]

@@ -21,8 +21,8 @@ import torch
 # All points, in the order in which a worker passes them; tests enumerate this list.
 POINTS = (
     "forming",
-    "giving_state",
-    "taking_state",
+    "sending_state",
+    "receiving_state",
     "restoring",
     "sharing",
     "before_forward",

@@ -67,7 +67,7 @@ from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
 from elastic_dp.train.step.precision import new_loss_scale
-from elastic_dp.train.step.step_runner import Redo, StepRunner, StopAgreed
+from elastic_dp.train.step.step_runner import RetryStep, StepRunner, StopAgreed
 from elastic_dp.train.step.trial_run import TrialRun
 from elastic_dp.train.user_loop import UserLoop
 
@@ -291,7 +291,7 @@ class Session:
             if isinstance(outcome, StopAgreed):
                 self.progress.stop_agreed(outcome.reason)
             else:
-                assert isinstance(outcome, Redo)
+                assert isinstance(outcome, RetryStep)
 
     def serve_until_released(self) -> NoReturn:
         """Remains a source of state after the train function returned, until released."""
@@ -361,9 +361,9 @@ class Session:
             except GroupError as error:
                 self.leave(error)
 
-    def side_group(self) -> ProcessGroup:
+    def auxiliary_group(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations; formed on first use."""
-        return self._groups.side()
+        return self._groups.auxiliary()
 
     def _enter(self, form: FormGroup) -> None:
         """Forms the groups of a generation, gets its state, and starts to work in it. Raises
@@ -381,7 +381,7 @@ class Session:
         ):  # rows of virtual workers that come here, meanwhile
             self._read_ahead(membership, source.position.step + 1)
         self._groups.start(plan.ranks)
-        payload = self._transfer.payload() if plan.role is TransferRole.GIVE else None  # meanwhile
+        payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
         state_group = self._groups.formed()
         formed_at = time.time()
         taken = 0
@@ -393,10 +393,10 @@ class Session:
             self.progress.has_initial_state(membership.lineage_id)
         if payload is not None:
             assert state_group is not None
-            self._transfer.give(state_group, payload)
-        if plan.role is TransferRole.TAKE:
+            self._transfer.send(state_group, payload)
+        if plan.role is TransferRole.RECEIVE:
             assert state_group is not None
-            taken = self._transfer.take(state_group, membership.lineage_id)
+            taken = self._transfer.receive(state_group, membership.lineage_id)
         copied_at = time.time()
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_share
+from elastic_dp.checkpoint.checkpoint_writer import write_commit, write_own_parts
 from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -78,7 +78,7 @@ def checkpoint(catalog: Catalog, step: int, tree, *, workers: int = 1, fence: in
         for snapshot in snapshots:
             snapshot.take(step, tree)
         shares = [
-            write_share(catalog, snapshot, rank, workers, executor)
+            write_own_parts(catalog, snapshot, rank, workers, executor)
             for rank, snapshot in enumerate(snapshots)
         ]
         return write_commit(

@@ -15,12 +15,12 @@ from elastic_dp.checkpoint.checkpoint_reader import (
     load,
     load_newest,
     missing_parts,
-    read_share,
+    read_own_range,
     verify,
     whole_tree,
 )
 from elastic_dp.checkpoint.checkpoint_writer import (
-    Share,
+    WorkerParts,
     differences,
     missing,
     write_commit,
@@ -51,7 +51,7 @@ def test_any_number_writes_and_any_other_reads(writers, readers):
     catalog = Catalog(memory_store())
     committed = checkpoint(catalog, 7, tree, workers=writers)
     line = torch.empty(committed.nbytes, dtype=torch.uint8)
-    spans = [read_share(catalog, committed, rank, readers, line) for rank in range(readers)]
+    spans = [read_own_range(catalog, committed, rank, readers, line) for rank in range(readers)]
     assert sum(end - start for start, end in spans) == committed.nbytes
     assert same(whole_tree(committed, line), tree)
     counted = catalog.store.counts
@@ -294,7 +294,7 @@ def test_a_state_without_tensors():
     committed = checkpoint(catalog, 1, {"only": "values"}, workers=2)
     assert load(catalog, committed) == {"only": "values"}
     assert Manifest(1, 1, Layout.of([]), ()).layout.parts == ()
-    assert Share("a", 1, "", ()).parts == ()
+    assert WorkerParts("a", 1, "", ()).parts == ()
 
 
 def _with(commit, change):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from elastic_dp.cluster.overrides import Overrides, in_force, using
+from elastic_dp.cluster.overrides import Overrides, active_overrides, overriding
 from elastic_dp.cluster.trainer import ElasticTrainer
 from elastic_dp.config import DataConfig, ScalingConfig
 from elastic_dp.errors import SpecError
 
 
 def made(*texts: str) -> ElasticTrainer:
-    with using(Overrides(texts)):
+    with overriding(Overrides(texts)):
         return ElasticTrainer(
             print,
             name="job",
@@ -54,10 +54,10 @@ def test_fields_are_set_by_name_and_type() -> None:
 
 def test_the_folder_of_what_was_made_is_known_and_nothing_stays_in_force() -> None:
     overrides = Overrides(["name=other", "storage_path=/there"])
-    with using(overrides):
+    with overriding(overrides):
         trainer = ElasticTrainer(print, data=data())
     assert overrides.urls == [trainer.url] == ["/there/other"]
-    assert in_force() is not overrides
+    assert active_overrides() is not overrides
     assert made().spec.scaling.max_workers == 2
 
 
@@ -98,6 +98,6 @@ def test_override_that_cannot_be_set_is_refused_with_the_reason(text: str, said:
 
 
 def test_a_field_of_an_empty_config_ends_its_sentence() -> None:
-    with using(Overrides(["config.foo=1"])), pytest.raises(SpecError) as caught:
+    with overriding(Overrides(["config.foo=1"])), pytest.raises(SpecError) as caught:
         ElasticTrainer(print, name="job", storage_path="/runs", data=data())
     assert str(caught.value) == "config.foo is no field of config, which is empty"

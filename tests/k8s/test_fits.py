@@ -113,7 +113,7 @@ def test_the_entrypoint_makes_that_run(folder, monkeypatch):
     job = importlib.import_module(words[2].removesuffix(".py").replace("/", "."))
     monkeypatch.setattr(job, "write_shards", lambda *_: None)
     changes = overrides.Overrides([f"{name}={value}" for name, value in given.items()])
-    with overrides.using(changes):
+    with overrides.overriding(changes):
         trainer = job.make_trainer(data="/unread")
     assert trainer.url == f"{given['storage_path']}/{given['name']}"
     assert trainer.spec.scaling.max_workers == int(given["scaling.max_workers"])

@@ -29,7 +29,7 @@ from tests.train.jobs import (
 )
 
 ENDLESS = 1_000_000  # until it is stopped
-WHILE_FORMING = ("forming", "giving_state", "taking_state")
+WHILE_FORMING = ("forming", "sending_state", "receiving_state")
 IN_BUCKETS = ("sent", "exchange", "gather")  # the first and the last: between two of them
 WITH_CHECKPOINTS = (
     "restoring",
@@ -42,11 +42,11 @@ VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 # Of the four that form, rank 0 gives the state and rank 3, the joiner, takes it.
 SECONDS = [
     *(tuple(("forming", rank) for rank in ranks) for ranks in [*VICTIMS, (3,), (0, 3)]),
-    (("giving_state", None),),  # the source: the first of those that are furthest
-    (("taking_state", 3),),
-    (("giving_state", None), ("taking_state", 3)),
-    (("forming", 1), ("giving_state", None)),
-    (("forming", 0), ("taking_state", 3)),
+    (("sending_state", None),),  # the source: the first of those that are furthest
+    (("receiving_state", 3),),
+    (("sending_state", None), ("receiving_state", 3)),
+    (("forming", 1), ("sending_state", None)),
+    (("forming", 0), ("receiving_state", 3)),
 ]
 
 
@@ -179,7 +179,7 @@ def in_pieces(train, folder):
             else:
                 arrived = folder / f"{session.generation}-{session.rank}"
                 arrived.write_text(str(session.position.step), encoding="utf-8")
-            session.pass_point("giving_state" if gives else "taking_state")
+            session.pass_point("sending_state" if gives else "receiving_state")
             yield from pieces[2:]
 
         tensor_broadcast._PACKED_BYTES, tensor_broadcast._MAX_IN_FLIGHT = 256, 1
@@ -195,7 +195,7 @@ def taken_half_way(dead, folder):
     return {int(file.read_text(encoding="utf-8")) for file in folder.glob(f"{generation}-*")}
 
 
-@pytest.mark.parametrize(("point", "rank"), [("giving_state", 0), ("taking_state", 3)])
+@pytest.mark.parametrize(("point", "rank"), [("sending_state", 0), ("receiving_state", 3)])
 def test_killed_half_way_through_a_joiners_hand_over(point, rank, tmp_path):
     """What has arrived is in the joiner's own tensors; they are void until the last piece is there,
     from whomever."""
@@ -257,7 +257,7 @@ def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(lat
     assert steps == {21, 22}  # they really differed by one step
 
 
-@pytest.mark.parametrize(("point", "step"), [("giving_state", 22), ("taking_state", 21)])
+@pytest.mark.parametrize(("point", "step"), [("sending_state", 22), ("receiving_state", 21)])
 def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path):
     """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank
     0 makes step 22 itself."""
@@ -273,7 +273,7 @@ def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_pa
     torn = int(dead.read_text(encoding="utf-8"))
     stops = [x for x in lines_of(run) if x.get("event") == "WorkerStopped"]
     steps = {x["position"].step for x in stops if x["generation"] == torn and x["has_state"]}
-    assert steps == ({21} if point == "giving_state" else {22})  # all of it, or nothing
+    assert steps == ({21} if point == "sending_state" else {22})  # all of it, or nothing
 
 
 @pytest.mark.parametrize("exchange", [1, 4])

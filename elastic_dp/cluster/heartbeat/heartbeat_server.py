@@ -78,7 +78,7 @@ class HeartbeatServer:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
 
-    def take(self, datagram: bytes, source: Any) -> None:
+    def receive(self, datagram: bytes, source: Any) -> None:
         """Pass on the message of an authentic, new datagram. Never raises, whatever the datagram
         holds.
         """
@@ -138,7 +138,7 @@ class HeartbeatServer:
                     return  # closed
                 continue
             if not self._closed:
-                self.take(datagram, source)
+                self.receive(datagram, source)
 
 
 class _Peer:

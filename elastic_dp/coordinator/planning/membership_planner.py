@@ -25,7 +25,7 @@ from elastic_dp.coordinator.planning.assignment import (
     members_to_exclude,
     membership,
 )
-from elastic_dp.coordinator.planning.change_policy import ChangePolicy
+from elastic_dp.coordinator.planning.generation_change_policy import GenerationChangePolicy
 from elastic_dp.coordinator.run_state import RunState
 from elastic_dp.coordinator.state_lineage import StateLineage
 from elastic_dp.coordinator.workers.replica_mismatch import reject
@@ -56,7 +56,7 @@ class MembershipPlanner:
         lineage: StateLineage,
         admission: Admission,
         checkpointer: DrainCheckpointer,
-        changes: ChangePolicy,
+        changes: GenerationChangePolicy,
     ) -> None:
         self.run, self._leadership, self._registry = run, leadership, registry
         self._generation, self._lineage, self._admission = generation, lineage, admission
@@ -143,7 +143,7 @@ class MembershipPlanner:
 
     # ------------------------------------------------------------------------ the next one
 
-    def advance(self, now: float) -> None:
+    def plan_next_generation(self, now: float) -> None:
         """While no generation trains: claim the next generation, form it, or end the run."""
         if not self._has_state_or_checkpoint(now):
             return
@@ -156,7 +156,7 @@ class MembershipPlanner:
             if self._checkpointer.blocks(due, now):
                 return
             if due[0].stage is Stage.LEAVING:
-                self.advance(now)
+                self.plan_next_generation(now)
                 return
         blocked = self._blocked(source, now)
         if blocked is not None:
@@ -284,7 +284,7 @@ class MembershipPlanner:
         lineage.forget_checkpoint()
         for worker in assignment.left:
             self._leave_out(worker, now)
-        registry.assign_members(now)
+        registry.mark_members(now)
         lineage.drop_receiving_candidates(self._generation.members)
         self._generation.announce(assignment.reason)
         self._checkpointer.announced(made.restore)

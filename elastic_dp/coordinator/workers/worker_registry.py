@@ -118,7 +118,7 @@ class WorkerRegistry:
         """Request all workers again."""
         self.unfilled = 0
 
-    def assign_members(self, now: float) -> None:
+    def mark_members(self, now: float) -> None:
         """Move all members of the present generation in one go, since there may be thousands."""
         members = self._generation.members
         self.ready = {w.id: w for w in self.ready.values() if w.id not in members}

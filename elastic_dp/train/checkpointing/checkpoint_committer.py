@@ -33,7 +33,7 @@ from elastic_dp.threads import background
 from elastic_dp.train.checkpointing.checkpoint_schedule import CheckpointSchedule
 from elastic_dp.train.checkpointing.logged_metrics import LoggedMetrics
 from elastic_dp.train.checkpointing.pending_checkpoints import (
-    AlreadySealed,
+    AlreadyCommitted,
     PartsRequest,
     PendingCheckpoint,
     PendingCheckpoints,
@@ -162,7 +162,7 @@ class CheckpointCommitter:
             while (task := self._next()) is not None:
                 task()
             for one in self._pending.all():
-                self._seal_if_complete(one, waits=False)
+                self._commit_if_complete(one, waits=False)
             self._persist("the run's lease cannot be released", self._claim.release)
         except LeaseLost as error:
             self._actions.stand_down(str(error))
@@ -225,23 +225,23 @@ class CheckpointCommitter:
 
     def _add(self, worker: WorkerId, written: WrittenParts) -> None:
         match self._pending.add(worker, written, time.monotonic()):
-            case AlreadySealed(step):
+            case AlreadyCommitted(step):
                 self._actions.committed(step)
             case PendingCheckpoint() as one:
                 self._request(self._pending.requests_for_lost(one))
-                self._seal_if_complete(one)
+                self._commit_if_complete(one)
 
     def _lose(self, worker: WorkerId) -> None:
         self._pending.lose(worker)
         for one in self._pending.all():
             self._request(self._pending.requests_after_loss(one, worker))
-            self._seal_if_complete(one)
+            self._commit_if_complete(one)
 
     def _request_missing(self) -> None:
         for one in self._pending.all():
             if time.monotonic() > one.told_at + _PATIENCE_S:
                 self._request(self._pending.requests_for_missing(one))
-                self._seal_if_complete(one, waits=False)
+                self._commit_if_complete(one, waits=False)
 
     def _request_due(self) -> None:
         now = time.monotonic()
@@ -255,13 +255,13 @@ class CheckpointCommitter:
 
     # -------------------------------------------------------------------------- commit record
 
-    def _seal_if_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> None:
+    def _commit_if_complete(self, one: PendingCheckpoint, *, waits: bool = True) -> None:
         if self._pending.is_complete(one, waits=waits):
             self._commit(one)
 
     def _commit(self, one: PendingCheckpoint) -> None:
         step = one.step
-        self._pending.begin_seal(step)
+        self._pending.begin_commit(step)
         try:
             self._claim.renew_unless_valid()
             metadata = self._about(step, one.first)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import newest_first, read_share
+from elastic_dp.checkpoint.checkpoint_reader import newest_first, read_own_range
 from elastic_dp.checkpoint.commit_record import CommitRecord
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.tensor_broadcast import exchange_spans, pack_payload, receive, send
@@ -70,7 +70,7 @@ def _of_all(group: ProcessGroup, commit: CommitRecord | None) -> CommitRecord:
 def _read(catalog: Catalog, commit: CommitRecord, group: ProcessGroup, line: torch.Tensor) -> str:
     """Reads this member's share of the line. Returns what is wrong with it, or an empty text."""
     try:
-        read_share(catalog, commit, group.rank, group.world_size, line)
+        read_own_range(catalog, commit, group.rank, group.world_size, line)
     except CheckpointDamaged as error:
         return error.reason
     return ""

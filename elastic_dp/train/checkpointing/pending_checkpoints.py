@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic_dp.checkpoint.checkpoint_writer import Share, missing
+from elastic_dp.checkpoint.checkpoint_writer import WorkerParts, missing
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import WorkerId
 from elastic_dp.train.controller_link import WrittenParts
@@ -25,7 +25,7 @@ class PendingCheckpoint:
     """A checkpoint of which some parts are written. `first` is the first report about it."""
 
     first: WrittenParts
-    shares: dict[WorkerId, list[Share]] = field(default_factory=dict)
+    shares: dict[WorkerId, list[WorkerParts]] = field(default_factory=dict)
     requested: dict[int, WorkerId] = field(
         default_factory=dict
     )  # the member that each part was requested from
@@ -41,7 +41,7 @@ class PendingCheckpoint:
         return self.first.manifest
 
     @property
-    def written(self) -> list[Share]:
+    def written(self) -> list[WorkerParts]:
         return [share for shares in self.shares.values() for share in shares]
 
     @property
@@ -69,7 +69,7 @@ class PartsRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class AlreadySealed:
+class AlreadyCommitted:
     """`step` is the newest committed one. A member that reports it again is told so again."""
 
     step: int
@@ -95,14 +95,14 @@ class PendingCheckpoints:
 
     def add(
         self, worker: WorkerId, written: WrittenParts, now: float
-    ) -> PendingCheckpoint | AlreadySealed | None:
+    ) -> PendingCheckpoint | AlreadyCommitted | None:
         """Records what a member wrote. Returns None if it is ignored."""
         step = written.share.step
         abandoned = worker in self._abandoned or written.lineage_id <= self._rejected
         if abandoned or step in self._refused:
             return None
         if step <= self._committed:
-            return AlreadySealed(self._committed)
+            return AlreadyCommitted(self._committed)
         one = self._pending.setdefault(step, PendingCheckpoint(written))
         one.add(worker, written, now)
         return one
@@ -157,7 +157,7 @@ class PendingCheckpoints:
 
     # ------------------------------------------------------------------------------- outcomes
 
-    def begin_seal(self, step: int) -> None:
+    def begin_commit(self, step: int) -> None:
         """Removes this checkpoint, which is about to be committed, and all earlier ones."""
         self._pending = {s: other for s, other in self._pending.items() if s > step}
 

@@ -24,7 +24,7 @@ import torch
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.checkpoint_reader import device_types, whole_tree
-from elastic_dp.checkpoint.checkpoint_writer import Share
+from elastic_dp.checkpoint.checkpoint_writer import WorkerParts
 from elastic_dp.checkpoint.commit_record import CommitMetadata, CommitRecord, Manifest
 from elastic_dp.checkpoint.encoding import encode
 from elastic_dp.checkpoint.state_dict_names import naming_of
@@ -275,7 +275,7 @@ class WorkerCheckpointer:
         """Waits until the upload under way has ended."""
         self._uploader.close()
 
-    def _wrote(self, share: Share, manifest: Manifest) -> None:
+    def _wrote(self, share: WorkerParts, manifest: Manifest) -> None:
         written = WrittenParts(
             share,
             self._members,

@@ -62,7 +62,7 @@ class ProbeTarget(Protocol):
     exact: bool
     device: torch.device
 
-    def try_out(self) -> ProbeOutcome | None:
+    def run_trial(self) -> ProbeOutcome | None:
         """Runs the micro-batch and undoes what it wrote. Returns None if it has no loss."""
         ...
 
@@ -84,8 +84,8 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
     first = second = None
     with suppress_errors_of_code():  # user code that raises here raises again in a step
         left, kept = runs.holds()
-        first = runs.try_out()
-        second = runs.try_out()
+        first = runs.run_trial()
+        second = runs.run_trial()
     for text in _settings_undone(runs.device) if runs.exact else ():
         because.append(text)
         say(f"WARNING: not exact: {text}")

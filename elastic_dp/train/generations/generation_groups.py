@@ -82,7 +82,7 @@ class GenerationGroups:
         self._old = [] if state_group is None else [state_group]
         return state_group
 
-    def side(self) -> ProcessGroup:
+    def auxiliary(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations. Raises GroupError."""
         assert self._form is not None
         if self._side is None:

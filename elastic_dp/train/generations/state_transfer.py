@@ -19,8 +19,8 @@ from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointe
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.generations.worker_progress import WorkerProgress
 from elastic_dp.train.phase_reporter import PhaseReporter
+from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.state_payload import receive_state, serialize_state
-from elastic_dp.train.state.step_buffers import StepBuffers
 from elastic_dp.train.state.train_state import TrainState, types_of
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
@@ -28,8 +28,8 @@ from elastic_dp.train.step.batch_source import BatchSource
 
 class TransferRole(enum.Enum):
     NONE = enum.auto()  # this worker neither needs state nor sends it
-    GIVE = enum.auto()
-    TAKE = enum.auto()
+    SEND = enum.auto()
+    RECEIVE = enum.auto()
     RESTORE = enum.auto()  # all members read the newest checkpoint together
 
 
@@ -53,8 +53,8 @@ def plan_state_transfer(
         return TransferPlan(TransferRole.RESTORE, ranks)
     if not ranks:
         return TransferPlan(TransferRole.NONE)
-    gives = membership.source == worker
-    return TransferPlan(TransferRole.GIVE if gives else TransferRole.TAKE, ranks)
+    sends = membership.source == worker
+    return TransferPlan(TransferRole.SEND if sends else TransferRole.RECEIVE, ranks)
 
 
 def state_transfer_ranks(
@@ -78,13 +78,13 @@ def state_transfer_ranks(
 
 
 class StateTransfer:
-    """Executes the plan of one worker: `give`, `take` or `restore`, once a group is formed for
-    it."""
+    """Executes the plan of one worker, once a group is formed for it: `send`, `receive` or
+    `restore`."""
 
     def __init__(
         self,
         state: TrainState,
-        buffers: StepBuffers,
+        buffers: ModuleBuffers,
         weights: WeightComparison,
         data: BatchSource,
         progress: WorkerProgress,
@@ -105,15 +105,15 @@ class StateTransfer:
         ours = {"position": progress.position, "evaluations_in_loop": progress.evaluations_in_loop}
         return serialize_state(tree | ours | {"agreed": self._weights.agreed})
 
-    def give(self, group: ProcessGroup, payload: StatePayload) -> None:
+    def send(self, group: ProcessGroup, payload: StatePayload) -> None:
         self._reporter.report("give")
-        self._reporter.pass_point("giving_state")
+        self._reporter.pass_point("sending_state")
         send(group, payload)
 
-    def take(self, group: ProcessGroup, lineage_id: int) -> int:
+    def receive(self, group: ProcessGroup, lineage_id: int) -> int:
         """Receives the state, all of it or nothing. Returns the number of bytes received."""
         self._reporter.report("receive")
-        self._reporter.pass_point("taking_state")
+        self._reporter.pass_point("receiving_state")
         joins = not self._progress.has_state
         targets = self._state.own_tensors if joins else None
         tree, nbytes = receive_state(group, self._device, types_of(self._state), targets)

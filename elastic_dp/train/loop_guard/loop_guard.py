@@ -7,14 +7,14 @@ from typing import Any
 
 from elastic_dp.errors import LoopError
 from elastic_dp.train.loop_guard.unpassed_state import UnpassedStateGuard
-from elastic_dp.train.state.step_buffers import StepBuffers
+from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 
 
 class LoopGuard:
     """Checks each loop body for changes that a worker that joins would miss."""
 
-    def __init__(self, state: TrainState, buffers: StepBuffers, loss_fn: Any) -> None:
+    def __init__(self, state: TrainState, buffers: ModuleBuffers, loss_fn: Any) -> None:
         self._state, self._buffers = state, buffers
         passed = [state.scheduler, *state.user.values()]
         self._unpassed = UnpassedStateGuard(state.model, state.optimizers.all, loss_fn, passed)

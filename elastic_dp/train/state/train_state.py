@@ -22,13 +22,13 @@ from torch import nn
 from elastic_dp.checkpoint.encoding import types_in
 from elastic_dp.checkpoint.extra_state import extra_states
 from elastic_dp.checkpoint.python_objects import References
-from elastic_dp.checkpoint.shared_memory import join, split
+from elastic_dp.checkpoint.tensor_aliases import join_aliases, split_aliases
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
 from elastic_dp.train.state.loss_scale import LossScale
+from elastic_dp.train.state.module_buffers import copy_values
 from elastic_dp.train.state.optimizer_state import OptimizerState, same
 from elastic_dp.train.state.state_payload import tensor_slot
-from elastic_dp.train.state.step_buffers import copy_values
 from elastic_dp.train.state.step_record import StepRecord
 
 # The keys of the trees of `OptimizerState`.
@@ -103,7 +103,7 @@ class TrainState:
         # Tensors of the groups are copies, and the receiver writes them into its own: there they
         # share memory as before.
         carried = {"state": state, "committed": committed["own"], "now": now["own"]}
-        carried, shared = split(carried, self._owners())
+        carried, shared = split_aliases(carried, self._owners())
         return {
             "step": {
                 "parameters": list(self.parameters.values()),
@@ -184,7 +184,9 @@ class TrainState:
         own = changeable.get("own")
         own = step.get("own") if own is None else own
         state = {key: step[key] for key in step.keys() & _OF_STEPS}
-        carried, shared = join({"state": state, "own": own}, step.get("shared", []), self._owners())
+        carried, shared = join_aliases(
+            {"state": state, "own": own}, step.get("shared", []), self._owners()
+        )
         hyper = {key: changeable[key] for key in changeable.keys() & _OF_BODIES}
         if own is not None:  # else an earlier version wrote the checkpoint
             hyper["own"] = carried["own"]
@@ -211,7 +213,7 @@ class TrainState:
         if body:
             committed = {key: step[key] for key in step.keys() & _OF_BODIES}
             if tree["body"].get("own") is not None:
-                given = join(step["own"], step["shared"], self._owners())
+                given = join_aliases(step["own"], step["shared"], self._owners())
                 committed["own"] = given[0]
             self.optimizers.committed |= committed
             self.committed_extra = step.get("extra_state", self.committed_extra)

@@ -93,7 +93,7 @@ def _complete(
 ) -> None:
     """Computes until every member has the results of all batches."""
     session.report("evaluate")
-    group = session.side_group()
+    group = session.auxiliary_group()
     while True:
         session.pass_point("evaluate_exchange")
         for payload in group.gather_bytes(json.dumps(list(known.items())).encode()):

@@ -35,7 +35,7 @@ from elastic_dp.distributed.reduction_tree import Node, fold
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
-from elastic_dp.train.state.step_buffers import StepBuffers
+from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
@@ -54,7 +54,7 @@ class StopAgreed:
 
 
 @dataclass(frozen=True, slots=True)
-class Redo:
+class RetryStep:
     """A parameter fired twice in one backward: no member commits, all repeat the step
     sequentially."""
 
@@ -82,7 +82,7 @@ class StepRunner:
 
     def __post_init__(self) -> None:
         self.gradients = GradientReducer(self.state.parameters)
-        self.buffers = StepBuffers(self.state.model)
+        self.buffers = ModuleBuffers(self.state.model)
 
     def open(self, group: ProcessGroup, shares: Sequence[Node]) -> None:
         self._group, self._shares = group, list(shares)
@@ -98,7 +98,7 @@ class StepRunner:
         self.buffers.undo()
         self._group = None
 
-    def attempt(self, step: int) -> StepRecord | StopAgreed | Redo:
+    def attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
         """Attempts a step. Raises GroupError if it was not completed; then nothing was applied."""
         group = self._group
         assert group is not None
@@ -126,7 +126,7 @@ class StepRunner:
             self.gradients.settle()
             self.gradients.add_sequentially()
             self._undo()
-            return Redo()
+            return RetryStep()
         if header.bad:
             self.data.check_bad(self.state.bad_row_groups | header.bad)
         results = self._counting(step, header.results)

@@ -17,7 +17,7 @@ from elastic_dp.train.exactness.purity_probe import (
     facts_of,
     probe,
 )
-from elastic_dp.train.state.step_buffers import StepBuffers
+from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.micro_batch import LossFn, MicroBatchResult, MicroBatchRunner
@@ -33,7 +33,7 @@ class TrialRun:
         data: BatchSource,
         micro_batches: MicroBatchRunner,
         gradients: GradientReducer,
-        buffers: StepBuffers,
+        buffers: ModuleBuffers,
         virtual_workers: int,
         device: torch.device,
         report: Callable[[str], None],
@@ -70,7 +70,7 @@ class TrialRun:
             self._undo()
             self._report("start")
 
-    def try_out(self) -> ProbeOutcome | None:
+    def run_trial(self) -> ProbeOutcome | None:
         """Implements `ProbeTarget`."""
         batch = self._micro_batches.batch(1, self._largest())
         rows = facts_of("batch", batch)

@@ -68,9 +68,9 @@ def test_million_mutated_datagrams_reach_nobody(server, heard):
     strange = [signed(server, 1, secret=OTHER), signed(server, 1, nonce=bytes(16))]
     strange += [mutated(rng, signed(server, i)) for i in range(20_000)]
     for datagram in strange * 50:
-        server.take(datagram, SOURCE)
+        server.receive(datagram, SOURCE)
     assert server.refused == 50 * len(strange) > 1_000_000 and not heard
-    server.take(signed(server, 1), SOURCE)
+    server.receive(signed(server, 1), SOURCE)
     assert [event.worker for event in heard] == ["w1"]
 
 
@@ -88,7 +88,7 @@ def test_server_goes_on_after_a_hostile_datagram(datagram, server, heard):
 @pytest.mark.parametrize("message", [[], None, "x", {}, {"worker": "w1"}, {**BEAT, "at": []}])
 def test_server_goes_on_after_a_signed_message_of_another_form(message, server, heard):
     """A worker of another version."""
-    server.take(
+    server.receive(
         heartbeat_sidecar.Channel(SECRET, server.address.nonce, "").sign(1, message), SOURCE
     )
     assert server.refused == 1 and not heard
@@ -99,7 +99,7 @@ def test_bug_in_a_listener_costs_one_message(capsys):
         raise RuntimeError("ours")
 
     server = HeartbeatServer(SECRET, "127.0.0.1", fails)
-    server.take(signed(server, 1), SOURCE)
+    server.receive(signed(server, 1), SOURCE)
     assert "RuntimeError: ours" in capsys.readouterr().err
     server.close()
 
@@ -107,16 +107,16 @@ def test_bug_in_a_listener_costs_one_message(capsys):
 def test_replayed_datagram_keeps_no_worker_alive(server, heard):
     recorded = [signed(server, i) for i in range(1, 200)]
     for datagram in recorded:
-        server.take(datagram, SOURCE)
+        server.receive(datagram, SOURCE)
     assert len(heard) == 199
     for datagram in recorded * 2:
-        server.take(datagram, ("10.0.0.1", 1))
+        server.receive(datagram, ("10.0.0.1", 1))
     assert len(heard) == 199 and server._peers["w1"].source == SOURCE
 
 
 def test_replayed_datagram_is_refused_by_the_next_controller(server, heard):
     later = HeartbeatServer(SECRET, "127.0.0.1", heard.append)
-    later.take(signed(server, 7), SOURCE)
+    later.receive(signed(server, 7), SOURCE)
     assert not heard and later.refused == 1
     later.close()
 
@@ -129,7 +129,7 @@ def test_reordered_datagrams_are_all_heard(server, heard):
         rng.shuffle(part)
         order[at : at + 30] = part
     for counter in order:
-        server.take(signed(server, counter, {**BEAT, "step": counter}), SOURCE)
+        server.receive(signed(server, counter, {**BEAT, "step": counter}), SOURCE)
     assert [event.step for event in heard] == order
 
 
@@ -164,7 +164,7 @@ def test_strangers_are_said_once_a_minute():
     said = []
     server = HeartbeatServer(SECRET, "127.0.0.1", print, say=said.append)
     for _ in range(1000):
-        server.take(b"[]", ("10.1.2.3", 5))
+        server.receive(b"[]", ("10.1.2.3", 5))
     server.close()
     (text,) = said
     assert "10.1.2.3" in text and f"127.0.0.1:{server.address.port}" in text

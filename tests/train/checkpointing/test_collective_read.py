@@ -34,7 +34,7 @@ def counted(log, slow=-1, comes=None):
     is there."""
 
     def train(ctx):
-        read = collective_read.read_share
+        read = collective_read.read_own_range
 
         def count(catalog, commit, rank, size, line):
             if rank == slow:
@@ -44,7 +44,7 @@ def counted(log, slow=-1, comes=None):
                 file.write(f"{size} {rank} {start} {end}\n")
             return start, end
 
-        collective_read.read_share = count
+        collective_read.read_own_range = count
         wide(ctx)
 
     return train

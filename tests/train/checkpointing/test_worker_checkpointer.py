@@ -189,7 +189,7 @@ def test_a_wish_ends_with_the_step_that_is_kept_also_where_it_is_taken_over(
         total_steps=0,
         **{name: MagicMock() for name in others},
     )
-    transfer.take(MagicMock(), lineage_id=1)
+    transfer.receive(MagicMock(), lineage_id=1)
     assert progress.position == TrainingPosition(5) and progress.has_state
     assert control.checkpoint_wanted is not (kept and has_state)
 

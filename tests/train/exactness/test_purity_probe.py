@@ -23,7 +23,7 @@ class Unsteady:
     def __init__(self, exact=True, device=CPU):
         self.exact, self.device, self.runs = exact, device, 0
 
-    def try_out(self):
+    def run_trial(self):
         self.runs += 1
         return ProbeOutcome({}, {"the loss": str(self.runs)}, {}, {})
 
@@ -55,7 +55,7 @@ def test_cudnn_benchmark_makes_a_run_on_a_gpu_inexact(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     for device, found in ((CPU, 0), (GPU, 1)):
         runs, because = Unsteady(device=device), []
-        runs.try_out = lambda: None
+        runs.run_trial = lambda: None
         probe(runs, because, print)
         assert because == ["torch.backends.cudnn.benchmark was turned on"] * found
 

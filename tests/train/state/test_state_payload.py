@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.checkpoint.checkpoint_reader import device_types, read_share, whole_tree
+from elastic_dp.checkpoint.checkpoint_reader import device_types, read_own_range, whole_tree
 from elastic_dp.train.state.state_payload import rehome_state
 from elastic_dp.train.state.train_state import types_of
 from tests.checkpoint.states import memory_store, save, train_state
@@ -29,7 +29,7 @@ def test_restored_tensors_of_a_device_are_copied_there_once_and_parameters_into_
     catalog, given, own = Catalog(memory_store()), train_state(), train_state(seed=1)
     commit = save(catalog, given, 7)
     line = torch.empty(commit.nbytes, dtype=torch.uint8)
-    read_share(catalog, commit, 0, 1, line)
+    read_own_range(catalog, commit, 0, 1, line)
     assert set(device_types(commit).values()) == {"cpu"}
     places = dict.fromkeys(device_types(commit), "cuda")
     types = types_of(own)

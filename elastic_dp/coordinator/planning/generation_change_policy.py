@@ -18,7 +18,7 @@ from elastic_dp.coordinator.workers.worker_registry import WorkerRegistry
 from elastic_dp.wording import counted, first_few
 
 
-class ChangePolicy:
+class GenerationChangePolicy:
     """Plans the end of a running generation."""
 
     def __init__(
@@ -38,7 +38,7 @@ class ChangePolicy:
         """Record that a generation is formed in which some members have no state yet."""
         self._joined_at = now
 
-    def consider_change(self, now: float) -> None:
+    def plan_end_if_needed(self, now: float) -> None:
         """Plan the end of the running generation if there is a reason."""
         run, generation = self.run, self._generation
         if run.stop is not None or len(generation.not_finished) < len(generation.members):

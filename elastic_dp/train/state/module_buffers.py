@@ -94,7 +94,7 @@ class _Memory:
         return all(slot.key == _COUNT for slot in self.slots)
 
 
-class StepBuffers:
+class ModuleBuffers:
     """The buffers of one model. Raises ModelError for unsupported ways of sharing memory."""
 
     def __init__(self, model: nn.Module) -> None:

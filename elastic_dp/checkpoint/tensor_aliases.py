@@ -18,7 +18,7 @@ from elastic_dp.errors import ModelError
 _ALIGNED_TO = 64  # bytes; the alignment of an address may decide which kernel runs
 
 
-def split(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+def split_aliases(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Replaces tensors that share memory by descriptions of views.
 
     A tensor is replaced if it lies in the memory of one of `owners`, or shares memory with another
@@ -58,10 +58,10 @@ def split(tree: Any, owners: Mapping[str, torch.Tensor]) -> tuple[Any, list[torc
     return (_replaced(tree, mark) if views else tree), shared
 
 
-def join(
+def join_aliases(
     tree: Any, shared: list[torch.Tensor], owners: Mapping[str, torch.Tensor]
 ) -> tuple[Any, set[int]]:
-    """Reverses `split`. Returns the tree and the identities of the tensors that are views.
+    """Reverses `split_aliases`. Returns the tree and the identities of the tensors that are views.
 
     Raises ModelError if the memory of an owner does not fit.
     """
