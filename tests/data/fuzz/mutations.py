@@ -237,7 +237,7 @@ def _change_page(rng: random.Random, body: bytes, footer: thrift.Node, *, header
                 if number == 7 and _first(chunk) <= start < _first(chunk) + node[1]:
                     node[1] += moved
             for number, node in chunk[1]:
-                if number in (9, 11) and node[1] > start:
+                if number in (9, 11) and isinstance(node[1], int) and node[1] > start:
                     node[1] += moved
     return body[:start] + new + body[end:]
 
