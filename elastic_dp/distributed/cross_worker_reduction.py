@@ -134,6 +134,7 @@ class BucketReduction:
         """Starts a new step."""
         self._launched: list[Operation] = []
         self._gathering: Operation | None = None
+        self._written = False  # whether the first buffer holds anything but this worker's sum
         self._sums: list[
             torch.Tensor
         ] = []  # sums of all elements, piece by piece, once they are known
@@ -156,6 +157,7 @@ class BucketReduction:
         if group.world_size == 1:
             return
         if plan.all_reduces:
+            self._written = True
             self._launched = [group.all_reduce(self._flats[0])]
             return
         if plan.swaps:
@@ -181,6 +183,7 @@ class BucketReduction:
             self._plan.group.wait(operation)
         part = self.add_up()
         if len(part) < len(self._flats[0]):
+            self._written = True
             self._gathering = self._plan.group.all_gather(self._flats[0], part)
 
     def add_up(self) -> torch.Tensor:
@@ -188,6 +191,8 @@ class BucketReduction:
         plan = self._plan
         if plan.all_reduces:
             return self._flats[0]
+        if plan.swaps or plan.group.world_size == 1:
+            self._written = True
         if plan.swaps:
             received = self._received[0].split(_PIECE_NUMEL)
             for mine, theirs in zip(self._flats[0].split(_PIECE_NUMEL), received, strict=True):
@@ -231,6 +236,18 @@ class BucketReduction:
         return bool(torch.isfinite(self._flats[0]).all())
 
     # ----------------------------------------------------------------------------- end
+
+    @property
+    def holds_last_subtree(self) -> bool:
+        """Whether the sum of this worker's last subtree is still there as it was sent."""
+        alone = self._plan.group.world_size == 1
+        return not self._written or (len(self._flats) > 1 and not alone)
+
+    def keep_last_subtree(self) -> list[torch.Tensor]:
+        """Returns the views of that sum, whose memory is the caller's from now on."""
+        address = self._flats[-1].data_ptr()
+        self._memory = [memory for memory in self._memory if memory.data_ptr() != address]
+        return self.views[-1]
 
     def release(self, pool: GradientBufferPool) -> None:
         """Returns the buffers to the pool.

@@ -32,7 +32,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
     ReductionPlan,
 )
 from elastic_dp.distributed.gradient_buckets import GradientLayout
-from elastic_dp.distributed.local_reduction import LocalReduction
+from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Leaf, Node
 from elastic_dp.errors import GroupError, LossError, ModelError
@@ -51,6 +51,7 @@ class GradientReducer:
         self._pool = GradientBufferPool()
         self._sums = LocalReduction(lambda index: self._names[self._layout.parameters[index]])
         self._used = bytearray()
+        self._in_last = bytearray()  # whether a parameter has a gradient in the last subtree
         self.sequential = self.late = False
         self._running = False  # hooks act only within a step's backward passes
         self._is_last = False  # ... and launch only in the last one
@@ -102,6 +103,7 @@ class GradientReducer:
         ]
         self._pool.clear()
         self._used = bytearray(len(self._layout.parameters))
+        self._in_last = bytearray(len(self._layout.parameters))
 
     # ----------------------------------------------------------------------------- step
 
@@ -111,7 +113,7 @@ class GradientReducer:
         if not self._layout.fits(self._all):
             self._lay_out()
         self.drop()
-        self.late = False
+        self.late = self._is_last = False
         self._error = None
         self._used[:] = bytes(len(self._used))
         self._next = 0
@@ -129,7 +131,26 @@ class GradientReducer:
         """Prepares for the forward pass of `leaf`."""
         assert self._plan is not None
         merges = leaf.merges if self._plan.exact else min(1, len(self._sums))
-        self._sums.begin_leaf(len(self._layout.parameters), merges)
+        v = leaf.virtual_worker
+        self._begin((v, v + 1), merges, is_last)
+
+    def add_finished(self, node: Node, gradients: Gradients, merges: int, is_last: bool) -> None:
+        """Adds the sum of a finished node in place of its leaves. `gradients` are given up.
+
+        `merges`: how many sums before it the node is added to. `is_last`: no leaf comes after it.
+        """
+        self._begin(node, merges, is_last)
+        for index, (p, gradient) in enumerate(zip(self._layout.parameters, gradients, strict=True)):
+            self._used[index] |= gradient is not None
+            if is_last:
+                p.grad = gradient  # `send` takes it
+            else:
+                self._sums.add(index, gradient)
+        if not is_last:
+            self._sums.end_leaf()
+
+    def _begin(self, node: Node, merges: int, is_last: bool) -> None:
+        self._sums.begin_leaf(len(self._layout.parameters), merges, node)
         self._is_last = is_last
         for exchange in self._exchanges:
             exchange.begin_leaf()
@@ -174,6 +195,23 @@ class GradientReducer:
         if self._error is not None:
             raise self._error
 
+    def finished(self) -> dict[Node, Gradients]:
+        """Returns the sums of this worker's subtrees that are finished, after the step was aborted.
+
+        They are right as long as the step's inputs are; see `finished_work`.
+        """
+        plan = self._plan
+        if plan is None or not plan.exact or self.sequential or self.late:
+            return {}
+        found = self._sums.finished()
+        sent = self._is_last and self._next == len(self._exchanges)
+        if sent and all(exchange.holds_last_subtree for exchange in self._exchanges):
+            views = [view for exchange in self._exchanges for view in exchange.keep_last_subtree()]
+            found[self._sums.node] = [
+                view if there else None for view, there in zip(views, self._in_last, strict=True)
+            ]
+        return found
+
     def reduce(self) -> None:
         """Finishes the sums of this rank's parts and sends them, bucket by bucket as they
         arrive."""
@@ -216,6 +254,11 @@ class GradientReducer:
                 if used[i]:
                     given.append(view)
         return given
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Returns the identities of the parameters that require a gradient, in layout order."""
+        return tuple(map(id, self._layout.parameters))
 
     @property
     def used(self) -> bytes:
@@ -286,7 +329,9 @@ class GradientReducer:
     def _write_last(self, exchange: BucketReduction, index: int, p: torch.Tensor) -> None:
         """Writes a parameter's gradient of the last subtree, added to the sums on the stack."""
         view = exchange.views[-1][index - exchange.bucket.first]
-        _write(view, self._sums.merged(index, p.grad, out=view))
+        value = self._sums.merged(index, p.grad, out=view)
+        self._in_last[index] = value is not None
+        _write(view, value)
         p.grad = None
 
 

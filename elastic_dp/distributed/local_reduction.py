@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from elastic_dp.device.cuda_graphs import graphs_are_replayed
+from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.errors import ModelError
 
 Gradients = list[torch.Tensor | None]  # one per parameter, in layout order
@@ -29,6 +30,8 @@ class LocalReduction:
         self._name = name
         self._copies = False  # whether gradients on the stack are copied
         self._stack: list[Gradients] = []  # sums of whole subtrees
+        self._nodes: list[Node] = []  # ... and which they are
+        self._node: Node = (0, 0)  # of the present leaf
         self._current: Gradients = []  # the sum that this leaf completes
         self.merges = 0  # how many sums of the stack this leaf's gradient is added to
         self.fired = bytearray()
@@ -37,14 +40,16 @@ class LocalReduction:
         return len(self._stack)
 
     def clear(self) -> None:
-        self._current = []
+        self._current, self.merges = [], 0
         self._stack.clear()
+        self._nodes.clear()
 
-    def begin_leaf(self, parameters: int, merges: int) -> None:
+    def begin_leaf(self, parameters: int, merges: int, node: Node) -> None:
+        """Starts a leaf, or a finished node in place of its leaves."""
         self.fired = bytearray(parameters)
         self._current = [None] * parameters
         self._copies = graphs_are_replayed()
-        self.merges = merges
+        self.merges, self._node = merges, node
 
     def add(self, index: int, gradient: torch.Tensor | None) -> None:
         """Adds the gradient of this leaf, whose tensor the caller gives up. Raises ModelError."""
@@ -54,8 +59,21 @@ class LocalReduction:
         self._current[index] = value
 
     def end_leaf(self) -> None:
-        del self._stack[len(self._stack) - self.merges :]
+        node, kept = self.node, len(self._stack) - self.merges
+        del self._stack[kept:], self._nodes[kept:]
         self._stack.append(self._current)
+        self._nodes.append(node)
+        self.merges = 0
+
+    @property
+    def node(self) -> Node:
+        """The subtree whose sum the present leaf completes."""
+        return (self._nodes[-self.merges][0] if self.merges else self._node[0], self._node[1])
+
+    def finished(self) -> dict[Node, Gradients]:
+        """Returns the sums on the stack, without those that an unfinished leaf may have added
+        to."""
+        return dict(zip(self._nodes, self.complete(), strict=False))
 
     def merged(
         self, index: int, value: torch.Tensor | None, out: torch.Tensor | None = None

@@ -383,6 +383,8 @@ class Session:
         self._groups.start(plan.ranks)
         payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
         state_group = self._groups.formed()
+        if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
+            self.step_runner.forget_finished()
         formed_at = time.time()
         taken = 0
         if plan.role is TransferRole.RESTORE:

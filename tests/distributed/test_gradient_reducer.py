@@ -3,6 +3,7 @@ exchanged."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -222,3 +223,122 @@ def test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait(
 def test_gradients_in_memory_that_is_written_again_are_refused(leaves: int) -> None:
     with pytest.raises(ModelError, match=r"the gradient of model\.weight lies in the memory of"):
         sum_of_replays(leaves, exact=True)
+
+
+class Aborted(Exception):
+    pass
+
+
+def of_leaf(v: int) -> list[torch.Tensor]:
+    """Gradients whose sum depends on the order, of two parameters; of odd ones only the first."""
+    generator = torch.Generator().manual_seed(v)
+    return [torch.randn(5, generator=generator) for _ in range(1 if v % 2 else 2)]
+
+
+def run_leaves(
+    gradients: GradientReducer,
+    parameters: Sequence[torch.nn.Parameter],
+    share: tuple[int, int],
+    count: int,
+    finished: dict[Any, Any],
+    torn_in: int | None,
+) -> list[int]:
+    """One attempt, with the nodes of `finished` in place of their leaves. Raises Aborted in the
+    backward pass of leaf `torn_in`. Returns the leaves that ran."""
+    gradients.begin()
+    leaves, ran, until = fold(*share, count), [], share[0]
+    for leaf in leaves:
+        v, is_last = leaf.virtual_worker, leaf is leaves[-1]
+        if v < until:
+            continue
+        found = [node for node in finished if node[0] == v and node[1] <= share[1]]
+        if found:
+            (low, until) = found[0]
+            merges = leaves[until - 1 - share[0]].merges - fold(low, until, count)[-1].merges
+            gradients.add_finished(found[0], finished.pop(found[0]), merges, until == share[1])
+            continue
+        gradients.before_leaf(leaf, is_last)
+        gradients.before_backward()
+        used = list(zip(parameters, of_leaf(v), strict=False))
+        if v == torn_in:  # of some parameters the gradient is there, and added to the sums before
+            (used[0][0] * used[0][1]).sum().backward()
+            raise Aborted
+        sum((p * g).sum() for p, g in used).backward()
+        gradients.after_leaf(leaf, is_last)
+        ran.append(v)
+    gradients.send()
+    return ran
+
+
+def without_peers(group: ProcessGroup) -> Any:
+    """A group of the same size in which nothing arrives."""
+    return types.SimpleNamespace(
+        rank=group.rank,
+        world_size=group.world_size,
+        home=group.home,
+        all_to_all=lambda *_: object(),
+        is_over=lambda _: False,
+    )
+
+
+COUNT = 12
+BEFORE = {1: [(0, 12)], 2: [(0, 7), (7, 12)], 3: [(0, 4), (4, 8), (8, 12)]}
+AFTER = {1: [(0, 12)], 2: [(0, 6), (6, 12)], 3: [(0, 5), (5, 8), (8, 12)]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("shares", [BEFORE, AFTER], ids=["same", "other"])
+@pytest.mark.parametrize("torn_in", [*range(COUNT), None])
+def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
+    world_size: int, shares: dict[int, Any], torn_in: int | None
+) -> None:
+    """The step is torn in the middle of a backward pass, or, with None, when all is sent."""
+
+    def act(group: ProcessGroup) -> tuple[list[Any], list[int], list[Any]]:
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+        gradients = GradientReducer(named(parameters))
+        before, after = BEFORE[world_size], shares[world_size]
+        gradients.open(without_peers(group), before, COUNT, exact=True)
+        with contextlib.suppress(Aborted):
+            run_leaves(gradients, parameters, before[group.rank], COUNT, {}, torn_in)
+        finished = gradients.finished()
+        nodes = list(finished)
+        gradients.drop()
+        gradients.close()
+        gradients.open(group, after, COUNT, exact=True)
+        ran = run_leaves(gradients, parameters, after[group.rank], COUNT, finished, None)
+        gradients.reduce()
+        assert gradients.complete(1.0)
+        used = gradients.used
+        gradients.assign([1, 1])
+        return [p.grad.tolist() for p in parameters], ran, [nodes, used]
+
+    of_all = of_each(world_size, act)
+    (whole,) = of_each(1, lambda group: undisturbed(group))
+    for rank, (sums, ran, (nodes, used)) in enumerate(of_all):
+        assert sums == whole
+        assert used == bytes([1, any(v % 2 == 0 for v in range(*shares[world_size][rank]))])
+        first, last = BEFORE[world_size][rank]
+        done = range(first, last if torn_in is None or torn_in >= last else max(first, torn_in))
+        if torn_in is not None and torn_in < first:
+            done = range(first, last)
+        assert all(low in done and high - 1 in done for low, high in nodes)
+        if shares is BEFORE and torn_in is None:
+            assert ran == []
+        assert (
+            torn_in is None
+            or torn_in not in range(first, last)
+            or torn_in
+            in ran + [v for v in range(COUNT) if v not in range(*shares[world_size][rank])]
+        )
+
+
+def undisturbed(group: ProcessGroup) -> list[Any]:
+    parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
+    gradients = GradientReducer(named(parameters))
+    gradients.open(group, [(0, COUNT)], COUNT, exact=True)
+    run_leaves(gradients, parameters, (0, COUNT), COUNT, {}, None)
+    gradients.reduce()
+    assert gradients.complete(1.0)
+    gradients.assign([1, 1])
+    return [p.grad.tolist() for p in parameters]

@@ -128,6 +128,14 @@ class ModuleBuffers:
         if contributes:
             self._leaves[virtual_worker] = changed
 
+    def finished(self, virtual_workers: range) -> dict[int, dict[int, _Value]]:
+        """Returns what these leaves wrote, for `reuse`."""
+        return {v: self._leaves[v] for v in virtual_workers if v in self._leaves}
+
+    def reuse(self, leaves: Mapping[int, Mapping[int, _Value]]) -> None:
+        """Takes what leaves wrote in an earlier attempt of this step, in place of running them."""
+        self._leaves |= {v: dict(changed) for v, changed in leaves.items()}
+
     def undo(self, *, tried: bool = False) -> None:
         """Restores the committed buffers and discards the step.
 

@@ -31,8 +31,8 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.distributed.reduction_tree import Node, fold
-from elastic_dp.errors import LossError
+from elastic_dp.distributed.reduction_tree import Leaf, Node, fold
+from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import ModuleBuffers
@@ -41,6 +41,12 @@ from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.finished_work import (
+    FinishedNode,
+    FinishedWork,
+    StepInputs,
+    finished_of,
+)
 from elastic_dp.train.step.loss_result import LEAST_WEIGHT, mean
 from elastic_dp.train.step.micro_batch import MicroBatchResult, MicroBatchRunner
 from elastic_dp.train.step.step_header import MemberHeader, StepHeader
@@ -79,6 +85,9 @@ class StepRunner:
     _shares: list[Node] = field(default_factory=list)
     # The gradients of the last committed step, until they are dropped.
     _gradients: list[torch.Tensor] | None = None
+    # What is finished of a step that was aborted; see finished_work.py.
+    _finished: FinishedWork | None = None
+    _results: dict[int, MicroBatchResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gradients = GradientReducer(self.state.parameters)
@@ -98,8 +107,26 @@ class StepRunner:
         self.buffers.undo()
         self._group = None
 
+    def forget_finished(self) -> None:
+        """Forgets what is finished of an aborted step: the state is about to change."""
+        self._finished = None
+
     def attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
-        """Attempts a step. Raises GroupError if it was not completed; then nothing was applied."""
+        """Attempts a step. Raises GroupError if it was not completed; then nothing was applied, and
+        what this worker has finished of it is used in the next attempt."""
+        outcome: StepRecord | StopAgreed | RetryStep | None = None
+        try:
+            outcome = self._attempt(step)
+        except GroupError:
+            self._keep_finished()
+            raise
+        finally:
+            self._results = {}
+            if outcome is not None:
+                self._finished = None
+        return outcome
+
+    def _attempt(self, step: int) -> StepRecord | StopAgreed | RetryStep:
         group = self._group
         assert group is not None
         totals = [self.data.rows(step, v) for v in range(self.virtual_workers)]
@@ -109,6 +136,7 @@ class StepRunner:
         self._gradients = None
         self.gradients.begin()
         self.speed.begin()
+        self._begin_finished(step, stop, expected)
         results = self._run_mine(step, stop, expected)
         self.report("collective")
         self.gradients.send()
@@ -166,12 +194,19 @@ class StepRunner:
     ) -> dict[int, MicroBatchResult]:
         """Runs this worker's virtual workers, forward and backward."""
         assert self._group is not None
-        mine = fold(*self._shares[self._group.rank], self.virtual_workers)
-        results: dict[int, MicroBatchResult] = {}
-        for i, leaf in enumerate(mine):
-            is_last = i == len(mine) - 1
+        first, last = self._shares[self._group.rank]
+        mine = fold(first, last, self.virtual_workers)
+        results = self._results = {}
+        reused_until = first
+        for leaf in mine:
             v = leaf.virtual_worker
+            is_last = v == last - 1
+            if v < reused_until:
+                continue
             self.control.may_continue()
+            if (node := self._reuse(mine, v, last)) is not None:
+                reused_until = node[1]
+                continue
             self.gradients.before_leaf(leaf, is_last)
             loss = None
             if stop is None and self.data.rows(step, v) > 0:
@@ -187,6 +222,42 @@ class StepRunner:
             self.gradients.after_leaf(leaf, is_last)
             self.speed.end_micro_batch()
         return results
+
+    def _begin_finished(self, step: int, stop: str | None, expected: float) -> None:
+        """Forgets what was finished of another step, or from other inputs."""
+        inputs = StepInputs(
+            step,
+            expected,
+            self.state.loss_scale.scale if self.state.loss_scale else None,
+            frozenset(self.state.bad_row_groups),
+            self.gradients.parameters,
+        )
+        # With a stop requested, no leaf runs: there would be nothing to send with what is kept.
+        self._finished = None if stop is not None else finished_of(inputs, self._finished)
+
+    def _reuse(self, mine: Sequence[Leaf], v: int, last: int) -> Node | None:
+        """Adds the finished node that begins at `v`, if there is one. Returns it."""
+        taken = self._finished.take(v, last) if self._finished is not None else None
+        if taken is None:
+            return None
+        (low, high), finished = taken
+        final = mine[high - 1 - mine[0].virtual_worker]
+        merges = final.merges - fold(low, high, self.virtual_workers)[-1].merges
+        self.gradients.add_finished((low, high), finished.gradients, merges, high == last)
+        self._results.update(finished.results)
+        self.buffers.reuse(finished.buffers)
+        return low, high
+
+    def _keep_finished(self) -> None:
+        """Keeps what is finished of the step that was aborted."""
+        if self._finished is None:
+            return
+        step = self._finished.inputs.step
+        for node, gradients in self.gradients.finished().items():
+            results = {v: r for v, r in self._results.items() if node[0] <= v < node[1]}
+            if not any(self.data.bad_row_groups(step, v) for v in results):
+                buffers = self.buffers.finished(range(*node))
+                self._finished.add(node, FinishedNode(gradients, results, buffers))
 
     def _launch_header(
         self, step: int, results: Mapping[int, MicroBatchResult], stop: str | None

@@ -1,0 +1,64 @@
+"""What a worker has finished of a step that was not completed, kept for the next attempt.
+
+A lost peer ends the step of all members. The weights have not moved, the rows are the same, and the
+sums follow one tree, so the sum of a subtree that this worker has finished is still right, bit for
+bit. In the next generation it is used where the subtree lies within the worker's range of virtual
+workers: only what is missing runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_dp.distributed.local_reduction import Gradients
+from elastic_dp.distributed.reduction_tree import Node
+from elastic_dp.train.step.micro_batch import MicroBatchResult
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Everything besides the weights and the rows that the gradients of a step depend on."""
+
+    step: int
+    expected_weight: float
+    loss_scale: float | None
+    bad_row_groups: frozenset[int]
+    parameters: tuple[int, ...]  # the identities of those that require a gradient, in layout order
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedNode:
+    """The sum of a subtree, with what its leaves (virtual workers) gave."""
+
+    gradients: Gradients
+    results: Mapping[int, MicroBatchResult]
+    buffers: Mapping[int, Mapping[int, Any]]
+
+
+@dataclass(slots=True)
+class FinishedWork:
+    """The finished nodes of one step. No two of them overlap."""
+
+    inputs: StepInputs
+    nodes: dict[Node, FinishedNode] = field(default_factory=dict)
+
+    def take(self, first: int, limit: int) -> tuple[Node, FinishedNode] | None:
+        """Removes and returns the node that begins at virtual worker `first`, if there is one and
+        it ends at `limit` or before. Its gradients may be overwritten from then on."""
+        for node in self.nodes:
+            if node[0] == first and node[1] <= limit:
+                return node, self.nodes.pop(node)
+        return None
+
+    def add(self, node: Node, finished: FinishedNode) -> None:
+        """Adds a node, in place of those that it overlaps."""
+        low, high = node
+        self.nodes = {n: f for n, f in self.nodes.items() if n[1] <= low or high <= n[0]}
+        self.nodes[node] = finished
+
+
+def finished_of(inputs: StepInputs, work: FinishedWork | None) -> FinishedWork:
+    """Returns `work` if it was made of these inputs, and none otherwise."""
+    return work if work is not None and work.inputs == inputs else FinishedWork(inputs)
