@@ -44,6 +44,9 @@ NOT_CALLED = (
 # Events within a step. It may be undone and done again, so callbacks do not see them.
 NOT_FIRED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 _KEY = "trainer"  # of what the loop's body changes, in `state=`
+# What differs between workers, which must agree on the state: roles, and readings of a clock.
+_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+_OF_CLOCK = ("_runtime", "_per_second", "_preparation_time")
 
 
 class TransformersTrainer(ElasticTrainer):
@@ -94,7 +97,6 @@ class TransformersTrainer(ElasticTrainer):
         trainer, final = self._trainer, result.load_state()
         trainer.model.load_state_dict(final.model)
         _Progress(trainer).load_state_dict(final.user[_KEY])
-        trainer.state.is_local_process_zero = trainer.state.is_world_process_zero = True
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
         return result
@@ -187,7 +189,8 @@ def _train(trainer: Any, ctx: TrainContext) -> None:
     the user's."""
     _prepare(trainer, ctx)
     progress = _Progress(trainer)
-    trainer.callback_handler.callbacks = [*trainer.callback_handler.callbacks, _Recorder(ctx)]
+    recorder = _Recorder(ctx)
+    trainer.callback_handler.callbacks = [*trainer.callback_handler.callbacks, recorder]
     by_metric = isinstance(
         trainer.lr_scheduler,
         torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR,
@@ -199,7 +202,7 @@ def _train(trainer: Any, ctx: TrainContext) -> None:
     def loss_fn(_: Any, batch: Any) -> Any:
         return _loss(trainer, batch)
 
-    args, body = trainer.args, _Body(trainer, ctx)
+    args, body = trainer.args, _Body(trainer, ctx, recorder)
     for step in ctx.steps(
         trainer.model,
         trainer.optimizer,
@@ -280,8 +283,8 @@ def _loss(trainer: Any, batch: Any) -> Any:
 class _Body:
     """What Trainer does after an optimizer step: callbacks, logging, evaluation and saving."""
 
-    def __init__(self, trainer: Any, ctx: TrainContext) -> None:
-        self._trainer, self._ctx = trainer, ctx
+    def __init__(self, trainer: Any, ctx: TrainContext, recorder: _Recorder) -> None:
+        self._trainer, self._ctx, self._recorder = trainer, ctx, recorder
         self._has_begun = self._was_zero = False
 
     def run(self, step: Step) -> None:
@@ -332,13 +335,14 @@ class _Body:
         trainer = self._trainer
         args, state = trainer.args, trainer.state
         grad_norm = step.grad_norm if trainer.control.should_log else None
+        best = state.best_model_checkpoint
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss, grad_norm, trainer.model, None, step.epoch, None, 0.0, step.lr
         )
-        if args.load_best_model_at_end and state.best_global_step:
-            # Trainer looks whether the folder is there, which the other workers do not write.
-            best = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            state.best_model_checkpoint = os.path.join(args.output_dir, best)
+        # Trainer looks whether the folder is there, which another worker may be writing just now.
+        if self._recorder.saved_at == state.best_global_step == step.number:
+            best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step.number}")
+        state.best_model_checkpoint = best
         if not trainer.model.training:  # after an evaluation
             trainer.model.train()
 
@@ -349,11 +353,13 @@ class _Recorder(TrainerCallback):
 
     def __init__(self, ctx: TrainContext) -> None:
         self._ctx = ctx
+        self.saved_at = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self._ctx.log(logs or {})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_at = state.global_step
         self._ctx.checkpoint()
 
 
@@ -365,8 +371,13 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        state = {k: v for k, v in vars(trainer.state).items() if k not in _OF_PROCESS}
+        state["log_history"] = [
+            {name: value for name, value in line.items() if not name.endswith(_OF_CLOCK)}
+            for line in trainer.state.log_history
+        ]
         return {
-            "state": json.dumps(dataclasses.asdict(trainer.state)),
+            "state": json.dumps(state),
             "control": json.dumps(trainer.control.state()),
             "callbacks": json.dumps([callback.state() for callback in self._callbacks()]),
             "loss": float(trainer._tr_loss),
@@ -376,10 +387,11 @@ class _Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer
-        trainer.state = TrainerState(**json.loads(state["state"]))
         trainer.control = type(trainer.control).from_state(json.loads(state["control"]))
         for callback, held in zip(self._callbacks(), json.loads(state["callbacks"]), strict=True):
             vars(callback).update(vars(type(callback).from_state(held)))
+        stateful = [*self._callbacks(), trainer.control]
+        trainer.state = TrainerState(**json.loads(state["state"]), stateful_callbacks=stateful)
         trainer._tr_loss = torch.tensor(state["loss"], dtype=torch.float64)
         trainer._total_loss_scalar = state["logged_loss"]
         trainer._globalstep_last_logged = state["logged_step"]

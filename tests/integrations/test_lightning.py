@@ -26,7 +26,7 @@ from tests.integrations.lightning_jobs import (
     Pairs,
     PointsData,
 )
-from tests.runs import PATIENT, group, lines_of
+from tests.runs import PATIENT, group, lines_of, texts_of
 
 ROOT = Path(__file__).parents[2]
 QUIET = {
@@ -461,3 +461,5 @@ def test_kills_change_no_bit_and_hooks_are_called_once_per_step(tmp_path):
         if "val_loss" in line
     ]
     assert ends[:3] == ends[3:]
+    assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
+    assert edp.load_state(str(trainer.url)).step == 18

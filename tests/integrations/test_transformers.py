@@ -19,7 +19,7 @@ from elastic_dp.integrations import training_arguments
 from elastic_dp.integrations.transformers import NOT_CALLED, NOT_FIRED, TransformersTrainer
 from elastic_dp.train.fault_injection import WorkerFault
 from tests.integrations.hugging_face import Diary, arguments, causal_lm, text_classification
-from tests.runs import PATIENT, group
+from tests.runs import PATIENT, group, texts_of
 
 ROOT = Path(__file__).parents[2]
 JOBS = {"classification": text_classification, "causal_lm": causal_lm}
@@ -156,6 +156,7 @@ def test_checkpoints_are_written_as_trainer_does_and_open_by_from_pretrained(tmp
     state = json.loads((folder / "trainer_state.json").read_text())
     assert state["global_step"] == 12 and len(state["log_history"]) == 12
     assert trainer.state.log_history == state["log_history"]
+    assert trainer.state.is_world_process_zero
     assert "secret" not in (folder / "training_args.bin").read_bytes().decode("latin1")
 
 
@@ -340,11 +341,12 @@ def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path
     """The world process zero dies before any worker can have committed the step, so that its
     callbacks of no step are lost."""
     options = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 2}
-    options |= {"save_strategy": "steps", "save_steps": 10}
+    options |= {"save_strategy": "steps", "save_steps": 10, "metric_for_best_model": "loss"}
+    options |= {"callbacks": [EarlyStoppingCallback(99)], "load_best_model_at_end": False}
     calm = fit(job(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(2))
     diary = Diary(tmp_path)
     trainer = TransformersTrainer(
-        job(tmp_path, callbacks=[diary], **options),
+        job(tmp_path, **options | {"callbacks": [diary, EarlyStoppingCallback(99)]}),
         storage_path=tmp_path,
         name="killed",
         scaling=of_workers(2),
@@ -354,7 +356,7 @@ def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path
         WorkerFault(point, step=step, rank=rank, once=str(tmp_path / point))
         for point, step, rank in [("forward", 4, 0), ("backward", 9, 0), ("after_commit", 15, 1)]
     )
-    outcome, _ = group(
+    outcome, run = group(
         trainer.spec, trainer.train, faults=faults, url=str(trainer.url), timeout_s=500
     )
     assert outcome.error is None, outcome.traceback
@@ -371,6 +373,8 @@ def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path
         assert steps == [*range(steps[0], steps[0] + len(steps))]  # of each process, too
     model = transformers.AutoModel.from_pretrained(tmp_path / "out/checkpoint-20")
     assert model is not None
+    assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
+    assert edp.load_state(str(trainer.url)).step == 20
 
 
 def of_workers(count):
