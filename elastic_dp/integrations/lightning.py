@@ -6,6 +6,7 @@ Here is what happens in the script's process; lightning_loop.py is the train fun
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -62,6 +63,9 @@ class LightningTrainer(ElasticTrainer):
                 f"module is a {type(module).__name__}, must be a LightningModule of the package "
                 "lightning (not pytorch_lightning)"
             )
+        for name in ("train", "data"):
+            if name in options:
+                raise SpecError(f"{name} is given, but it comes from the module and its data")
         used = options_of_lightning({k: v for k, v in options.items() if k in _OF_TRAINER})
         others = {name: value for name, value in options.items() if name not in _OF_TRAINER}
         callbacks = _callbacks(module, used["callbacks"])
@@ -104,9 +108,10 @@ class LightningTrainer(ElasticTrainer):
             "max_steps": -1 if steps is None else steps,
             "accumulate_grad_batches": accumulated,
         }
+        self._train_module = functools.partial(train_module, settings)
         super().__init__(
             # A method of the module, so that its code counts as the user's.
-            types.MethodType(functools.partial(train_module, settings), module),
+            types.MethodType(self._train_module, module),
             data=data,
             scaling=scaling,
             max_steps=steps,
@@ -116,6 +121,8 @@ class LightningTrainer(ElasticTrainer):
 
     def fit(self, local: bool = False) -> Result:
         """Train to the end, as `ElasticTrainer.fit` does, and give the module the final weights."""
+        if local:  # as a worker, which has a copy
+            self.train = types.MethodType(self._train_module, copy.deepcopy(self._module))
         result = super().fit(local)
         self._module.load_state_dict(result.load_state().model)
         if self._datamodule is not None:

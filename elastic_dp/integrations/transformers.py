@@ -62,6 +62,9 @@ class TransformersTrainer(ElasticTrainer):
 
     def __init__(self, trainer: transformers.Trainer, **options: Any) -> None:
         _check_trainer(trainer)
+        for name in ("train", "data", "max_steps"):
+            if name in options:
+                raise SpecError(f"{name} is given, but it comes from the Trainer and its arguments")
         args = trainer.args
         scaling = options.pop("scaling", None) or ScalingConfig()
         virtual_workers = scaling.virtual_workers
@@ -87,12 +90,17 @@ class TransformersTrainer(ElasticTrainer):
             max_steps=_total_steps(args, len(rows), virtual_workers),
             **options,
         )
-        self._trainer = trainer
+        self._trainer, self._sent = trainer, sent
 
     def fit(self, local: bool = False) -> Result:
         """Train to the end, as `ElasticTrainer.fit` does, and put the outcome into the Trainer:
         its model has the final weights (or the best, with `load_best_model_at_end`), its `state`
         the log history."""
+        if local:  # as a worker, which has a copy
+            sent = copy.copy(self._sent)
+            parts = sent.model, sent.optimizer, sent.lr_scheduler
+            sent.model, sent.optimizer, sent.lr_scheduler = copy.deepcopy(parts)
+            self.train = types.MethodType(_train, sent)
         result = super().fit(local)
         trainer, final = self._trainer, result.load_state()
         trainer.model.load_state_dict(final.model)
@@ -170,6 +178,9 @@ def _without_process_state(trainer: Any, rows: Any) -> Any:
     sent.args.hub_token = None
     sent.args.distributed_state = None
     vars(sent.args).pop("_setup_devices", None)
+    sent.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # of Accelerate
+    if trainer._created_lr_scheduler:  # by Trainer.train, which makes a new one each time, too
+        sent.lr_scheduler = None
     sent.callback_handler = copy.copy(trainer.callback_handler)
     sent.callback_handler.callbacks = [
         callback
@@ -187,10 +198,13 @@ def _without_process_state(trainer: Any, rows: Any) -> Any:
 def _train(trainer: Any, ctx: TrainContext) -> None:
     """The train function. It is a method of the Trainer, so that the code of a subclass counts as
     the user's."""
+    trainer = copy.copy(trainer)  # `fit(local=True)` may be called again
+    trainer.args, handler = copy.copy(trainer.args), copy.copy(trainer.callback_handler)
+    recorder = _Recorder(ctx)
+    handler.callbacks = [*handler.callbacks, recorder]
+    trainer.callback_handler = handler
     _prepare(trainer, ctx)
     progress = _Progress(trainer)
-    recorder = _Recorder(ctx)
-    trainer.callback_handler.callbacks = [*trainer.callback_handler.callbacks, recorder]
     by_metric = isinstance(
         trainer.lr_scheduler,
         torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR,

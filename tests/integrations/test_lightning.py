@@ -179,6 +179,23 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
         assert torch.equal(value, again.state_dict()[name])
 
 
+def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
+    options = {"checkpoint": edp.CheckpointConfig(every_steps=4), "max_epochs": 2}
+    undisturbed = fit(Classifier(), tmp_path, name="calm", **options)
+    job = LightningTrainer(
+        Classifier(),
+        datamodule=PointsData(),
+        storage_path=str(tmp_path),
+        name="run",
+        callbacks=[FailsInHook(tmp_path)],
+        accumulate_grad_batches=4,
+        **options,
+    )
+    with pytest.raises(RuntimeError, match="once"):
+        job.fit(local=True)
+    assert job.fit(local=True).weights_sha256 == undisturbed.weights_sha256
+
+
 def stops_late():
     return EarlyStopping("val_loss", patience=9, min_delta=10.0)
 
@@ -232,6 +249,12 @@ def test_global_batch_is_the_one_of_as_many_processes():
     assert job.spec.data.micro_batch_size == 2 and job.spec.scaling.num_virtual_workers == 6
     assert job.spec.data.epochs == 2 and job.spec.max_steps is None
     assert job.spec.data.tail == "short" and job.spec.data.shuffle
+
+
+@pytest.mark.parametrize("name", ["train", "data"])
+def test_argument_that_the_module_gives_is_refused(name):
+    with pytest.raises(SpecError, match=f"{name} is given, but it comes from the module"):
+        LightningTrainer(Classifier(), datamodule=PointsData(), **{name: 3})
 
 
 def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):

@@ -1,6 +1,7 @@
 """A `transformers.Trainer` runs by `ctx.steps`: the same losses as by its own loop, callbacks once
 per step, and what cannot be had is refused by name."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -240,6 +241,28 @@ def test_global_batch_is_the_one_of_as_many_processes(tmp_path):
     assert job.spec.scaling.num_virtual_workers == 12
     assert job.spec.max_steps == 5  # 44 rows in batches of 24: 2 steps an epoch
     assert job.spec.data.tail == "short" and job.spec.data.shuffle
+
+
+@pytest.mark.parametrize("name", ["train", "data", "max_steps"])
+def test_argument_that_the_trainer_gives_is_refused(name, tmp_path):
+    with pytest.raises(SpecError, match=f"{name} is given, but it comes from the Trainer"):
+        TransformersTrainer(causal_lm(tmp_path), **{name: 3})
+
+
+def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
+    """The scheduler and the callbacks are made anew. The Trainer has trained before, so that its
+    optimizer is one of Accelerate's."""
+    trainer = causal_lm(tmp_path, max_steps=2, save_strategy="steps", save_steps=5)
+    trainer.train()
+    trainer.args.max_steps = 12
+    undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")
+    trainer.add_callback(FailsOnce(tmp_path))
+    job = TransformersTrainer(trainer, storage_path=tmp_path, name="run")
+    with pytest.raises(RuntimeError, match="once"):
+        job.fit(local=True)
+    result = job.fit(local=True)
+    assert result.step == 12 and result.weights_sha256 == undisturbed.weights_sha256
+    assert [*losses(trainer)] == [*range(1, 13)]
 
 
 def test_changed_batch_is_another_job(tmp_path):
