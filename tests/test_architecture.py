@@ -83,6 +83,7 @@ ALLOWED = {
         ),
         *("threads", "testing"),
     },
+    "integrations": {"errors", "integrations", "__init__"},  # as a user's script does
     "__init__": {"config", "train", "cluster", "checkpoint"},
 }
 

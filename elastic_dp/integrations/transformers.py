@@ -1,0 +1,415 @@
+"""Runs a `transformers.Trainer` on workers that come and go: `TransformersTrainer(trainer).fit()`
+in place of `trainer.train()`.
+
+The Trainer gives the loss, the optimizer, the scheduler, evaluation, logging, saving and callbacks,
+by its own methods; `ctx.steps` is the loop. Each worker holds a copy of the Trainer, which believes
+to be alone. All that Trainer does after an optimizer step runs in the loop's body, so it runs once
+per committed step in every worker, and on the worker of rank 0 as the world process zero.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import time
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerCallback, TrainerState
+from transformers.optimization import GreedyLR
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_tokens
+
+from elastic_dp import ElasticTrainer, MapStyleData, Result, ScalingConfig, Step, TrainContext
+from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.integrations.training_arguments import check_training_arguments
+
+# Methods of Trainer that are not called: a subclass that overrides one would be ignored.
+NOT_CALLED = (
+    *("train", "training_step", "hyperparameter_search", "create_optimizer_and_scheduler"),
+    *("get_train_dataloader", "get_batch_samples", "floating_point_ops"),
+    *("get_total_train_batch_size", "set_initial_training_values"),
+    *("_inner_training_loop", "_run_epoch", "_prepare_for_training", "_finalize_training"),
+    *("_get_train_sampler", "_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens"),
+    *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"),
+    *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler"),
+)
+# Events within a step. It may be undone and done again, so callbacks do not see them.
+NOT_FIRED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+_KEY = "trainer"  # of what the loop's body changes, in `state=`
+# What differs between workers, which must agree on the state: roles, and readings of a clock.
+_OF_PROCESS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+_OF_CLOCK = ("_runtime", "_per_second", "_preparation_time")
+
+
+class TransformersTrainer(ElasticTrainer):
+    """A run of a `transformers.Trainer`. Its model, data and settings come from `trainer`.
+
+    `options` are the other arguments of `ElasticTrainer`: `name`, `storage_path`, `scaling`,
+    `checkpoint` and so on. The global batch is the one that `max_workers` processes would have in
+    Trainer: `per_device_train_batch_size` x `gradient_accumulation_steps` x `max_workers`. With
+    `ScalingConfig.virtual_workers`, these take the place of the last two factors.
+
+    Raises SpecError for what Trainer offers and this class does not, before anything starts.
+    """
+
+    def __init__(self, trainer: transformers.Trainer, **options: Any) -> None:
+        _check_trainer(trainer)
+        for name in ("train", "data", "max_steps"):
+            if name in options:
+                raise SpecError(f"{name} is given, but it comes from the Trainer and its arguments")
+        args = trainer.args
+        scaling = options.pop("scaling", None) or ScalingConfig()
+        virtual_workers = scaling.virtual_workers
+        if virtual_workers is None:
+            virtual_workers = scaling.max_workers * args.gradient_accumulation_steps
+            scaling = dataclasses.replace(scaling, virtual_workers=virtual_workers)
+        rows, collate_fn = _rows_and_collator(trainer)
+        data = MapStyleData(
+            rows,
+            micro_batch_size=args.per_device_train_batch_size,
+            collate_fn=collate_fn,
+            shuffle=args.train_sampling_strategy != "sequential",
+            seed=args.seed,
+            tail="drop" if args.dataloader_drop_last else "short",
+            workers=args.dataloader_num_workers,
+        )
+        options.setdefault("name", args.run_name or time.strftime("transformers-%Y%m%d-%H%M%S"))
+        sent = _without_process_state(trainer, rows)
+        super().__init__(
+            types.MethodType(_train, sent),
+            data=data,
+            scaling=scaling,
+            max_steps=_total_steps(args, len(rows), virtual_workers),
+            **options,
+        )
+        self._trainer, self._sent = trainer, sent
+
+    def fit(self, local: bool = False) -> Result:
+        """Train to the end, as `ElasticTrainer.fit` does, and put the outcome into the Trainer:
+        its model has the final weights (or the best, with `load_best_model_at_end`), its `state`
+        the log history."""
+        if local:  # as a worker, which has a copy
+            sent = copy.copy(self._sent)
+            parts = sent.model, sent.optimizer, sent.lr_scheduler
+            sent.model, sent.optimizer, sent.lr_scheduler = copy.deepcopy(parts)
+            self.train = types.MethodType(_train, sent)
+        result = super().fit(local)
+        trainer, final = self._trainer, result.load_state()
+        trainer.model.load_state_dict(final.model)
+        _Progress(trainer).load_state_dict(final.user[_KEY])
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+        return result
+
+
+# ------------------------------------------------------------------------- in the script's process
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, transformers.Trainer):
+        raise SpecError(f"trainer is a {type(trainer).__name__}, must be a transformers.Trainer")
+    args = trainer.args
+    check_training_arguments(args)
+    if args.world_size > 1:
+        raise SpecError(
+            f"the script runs in {args.world_size} processes: start it once, without torchrun or "
+            "accelerate launch, and set ScalingConfig.max_workers"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise SpecError(
+            "the environment asks for FSDP or DeepSpeed, but each worker holds the whole model: "
+            "start the script without accelerate launch"
+        )
+    if trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers:
+        raise SpecError("the model is spread over devices, but a worker has one: load it on one")
+    for name in NOT_CALLED:
+        if getattr(type(trainer), name) is not getattr(transformers.Trainer, name):
+            raise SpecError(
+                f"{type(trainer).__name__} overrides {name}, which is not called: a step may be "
+                "undone and done again. Change the loss in compute_loss, rows in the dataset or "
+                "the data collator, and optimizers in create_optimizer"
+            )
+    for callback in trainer.callback_handler.callbacks:
+        for event in NOT_FIRED:
+            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+                raise SpecError(
+                    f"the callback {type(callback).__name__} has {event}, which is not fired: a "
+                    "step may be undone and done again. Use on_step_end"
+                )
+
+
+def _rows_and_collator(trainer: Any) -> tuple[Any, Any]:
+    """Returns the rows to train on and their collator, as `Trainer.get_train_dataloader` makes
+    them."""
+    if trainer.train_dataset is None:
+        raise SpecError("trainer has no train_dataset")
+    if hasattr(trainer.train_dataset, "remove_columns"):  # of the library datasets
+        rows = trainer._remove_unused_columns(trainer.train_dataset, "training")
+        return rows, trainer.data_collator
+    collator = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+    return trainer.train_dataset, collator
+
+
+def _total_steps(args: Any, rows: int, virtual_workers: int) -> int:
+    if args.max_steps > 0:
+        return args.max_steps
+    batch = args.per_device_train_batch_size * virtual_workers
+    steps = rows // batch if args.dataloader_drop_last else math.ceil(rows / batch)
+    return max(1, math.ceil(args.num_train_epochs * steps))
+
+
+def _without_process_state(trainer: Any, rows: Any) -> Any:
+    """Returns a copy that can be sent to workers: what belongs to a process is made there."""
+    sent = copy.copy(trainer)
+    for name in ("accelerator", "gather_function"):
+        del vars(sent)[name]
+    sent.train_dataset = rows  # the object that is in the data of the job: it is sent once
+    sent.args = copy.copy(trainer.args)
+    sent.args.output_dir = os.path.abspath(trainer.args.output_dir)
+    sent.args.save_only_model = True  # the rest is in the run's own checkpoints
+    sent.args.hub_token = None
+    sent.args.distributed_state = None
+    vars(sent.args).pop("_setup_devices", None)
+    sent.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # of Accelerate
+    if trainer._created_lr_scheduler:  # by Trainer.train, which makes a new one each time, too
+        sent.lr_scheduler = None
+    sent.callback_handler = copy.copy(trainer.callback_handler)
+    sent.callback_handler.callbacks = [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if type(callback) not in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback)  # `fit` prints
+    ]
+    if trainer.model_init is not None:  # each worker makes the model
+        sent.model = sent.model_wrapped = sent.callback_handler.model = None
+    return sent
+
+
+# ------------------------------------------------------------------------------------ in a worker
+
+
+def _train(trainer: Any, ctx: TrainContext) -> None:
+    """The train function. It is a method of the Trainer, so that the code of a subclass counts as
+    the user's."""
+    trainer = copy.copy(trainer)  # `fit(local=True)` may be called again
+    trainer.args, handler = copy.copy(trainer.args), copy.copy(trainer.callback_handler)
+    recorder = _Recorder(ctx)
+    handler.callbacks = [*handler.callbacks, recorder]
+    trainer.callback_handler = handler
+    _prepare(trainer, ctx)
+    progress = _Progress(trainer)
+    by_metric = isinstance(
+        trainer.lr_scheduler,
+        torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR,
+    )
+    state: dict[str, Any] = {_KEY: progress}
+    if by_metric:  # Trainer.evaluate is followed by its step, in the loop's body
+        state["scheduler"] = trainer.lr_scheduler
+
+    def loss_fn(_: Any, batch: Any) -> Any:
+        return _loss(trainer, batch)
+
+    args, body = trainer.args, _Body(trainer, ctx, recorder)
+    for step in ctx.steps(
+        trainer.model,
+        trainer.optimizer,
+        loss_fn,
+        scheduler=None if by_metric else trainer.lr_scheduler,
+        clip_norm=args.max_grad_norm if args.max_grad_norm > 0 else None,
+        precision="fp16" if args.fp16 else None,  # Accelerate has the forward under autocast
+        state=state,
+    ):
+        body.run(step)
+    trainer.is_in_train = False
+    body.end()
+
+
+def _prepare(trainer: Any, ctx: TrainContext) -> None:
+    """Does what `Trainer.train` does before its first epoch, for a process that is alone."""
+    args = trainer.args
+    args.use_cpu = ctx.device.type == "cpu"
+    if args.device.type != ctx.device.type:
+        raise SpecError(f"Trainer chose the device {args.device}, but the worker has {ctx.device}")
+    args._n_gpu = min(args._n_gpu, 1)  # else it would wrap the model in DataParallel
+    transformers.logging.set_verbosity(args.get_process_log_level())
+    transformers.set_seed(args.seed)
+    if trainer.model_init is not None:
+        trainer.model = trainer.call_model_init()
+        trainer.optimizer = trainer.lr_scheduler = None
+    trainer.create_accelerator_and_postprocess()
+    trainer._move_model_to_device(trainer.model, ctx.device)
+    if args.activation_checkpointing:
+        options = dict(args.activation_checkpointing_kwargs or {})
+        trainer.model.activation_checkpointing_enable(
+            every_n_layers=options.pop("every_n_layers", 1),
+            offload=options.pop("offload", False),
+            activation_checkpointing_kwargs=options or None,
+        )
+    if trainer.processing_class is not None and hasattr(trainer.model, "config"):
+        align_special_tokens(trainer.model, trainer.processing_class)
+    trainer.model = trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+    trainer.model.train()
+    trainer.create_optimizer()
+    trainer.create_scheduler(num_training_steps=ctx.total_steps)
+    epochs = math.ceil(ctx.total_steps / ctx.steps_per_epoch)
+    trainer._init_training_state(ctx.total_steps, ctx.steps_per_epoch, epochs, None, None)
+    handler = trainer.callback_handler
+    handler.model, handler.optimizer = trainer.model, trainer.optimizer
+    handler.lr_scheduler = trainer.lr_scheduler
+    trainer.is_in_train = True
+    trainer._tr_loss = torch.zeros((), dtype=torch.float64)
+    trainer._total_loss_scalar = 0.0
+    trainer._globalstep_last_logged = trainer._initial_global_step = 0
+
+
+def _loss(trainer: Any, batch: Any) -> Any:
+    """Returns the mean loss of a micro-batch and its weight.
+
+    Trainer divides the sum over all micro-batches of a step by their number of items. Here each
+    micro-batch is divided by its own number of items, and has it as its weight, which is the same.
+    """
+    inputs = trainer._prepare_inputs(batch)
+    items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
+    by_items = trainer.loss_is_scaled_for_ga
+    if by_items is None:
+        by_items = trainer.model_accepts_loss_kwargs and items is not None
+        by_items = by_items or trainer.compute_loss_func is not None
+    if not by_items:
+        return loss
+    if items is None:
+        raise LossError(
+            "the loss is a sum over all micro-batches of a step, but their number of items is not "
+            "known, as a batch has no labels: set Trainer.loss_is_scaled_for_ga to False and "
+            "return the mean over the micro-batch"
+        )
+    return loss, items
+
+
+class _Body:
+    """What Trainer does after an optimizer step: callbacks, logging, evaluation and saving."""
+
+    def __init__(self, trainer: Any, ctx: TrainContext, recorder: _Recorder) -> None:
+        self._trainer, self._ctx, self._recorder = trainer, ctx, recorder
+        self._has_begun = self._was_zero = False
+
+    def run(self, step: Step) -> None:
+        trainer, state, per_epoch = self._trainer, self._trainer.state, self._ctx.steps_per_epoch
+        state.global_step = step.number - 1
+        self._take_rank()
+        if step.number % per_epoch == 1 % per_epoch:
+            self._fire("on_epoch_begin")
+        self._fire("on_step_begin")
+        trainer._tr_loss += step.loss
+        state.global_step = step.number
+        state.epoch = step.epoch + ((step.number - 1) % per_epoch + 1) / per_epoch
+        self._fire("on_step_end")
+        self._log_save_evaluate(step)
+        stops = trainer.control.should_training_stop
+        if step.epoch_end or stops:
+            self._fire("on_epoch_end")
+            self._log_save_evaluate(step)
+        if trainer.control.should_epoch_stop:
+            raise LoopError(
+                "a callback set control.should_epoch_stop, but an epoch cannot be left early: set "
+                "control.should_training_stop"
+            )
+        if stops and step.number < self._ctx.total_steps:
+            self._ctx.stop("a callback set control.should_training_stop")
+
+    def end(self) -> None:
+        if self._has_begun:
+            self._fire("on_train_end")
+
+    def _take_rank(self) -> None:
+        """Rank 0 is the world process zero. A worker that becomes it later sees on_train_begin
+        again, where callbacks open what that process alone has."""
+        trainer, is_zero = self._trainer, self._ctx.rank == 0
+        of_process = trainer.args.distributed_state
+        of_process.process_index = of_process.local_process_index = self._ctx.rank
+        trainer.state.is_local_process_zero = trainer.state.is_world_process_zero = is_zero
+        if not self._has_begun or (is_zero and not self._was_zero):
+            self._fire("on_train_begin")
+        self._has_begun, self._was_zero = True, is_zero
+
+    def _fire(self, event: str) -> None:
+        trainer = self._trainer
+        fire = getattr(trainer.callback_handler, event)
+        trainer.control = fire(trainer.args, trainer.state, trainer.control)
+
+    def _log_save_evaluate(self, step: Step) -> None:
+        trainer = self._trainer
+        args, state = trainer.args, trainer.state
+        grad_norm = step.grad_norm if trainer.control.should_log else None
+        best = state.best_model_checkpoint
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, grad_norm, trainer.model, None, step.epoch, None, 0.0, step.lr
+        )
+        # Trainer looks whether the folder is there, which another worker may be writing just now.
+        if self._recorder.saved_at == state.best_global_step == step.number:
+            best = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step.number}")
+        state.best_model_checkpoint = best
+        if not trainer.model.training:  # after an evaluation
+            trainer.model.train()
+
+
+class _Recorder(TrainerCallback):
+    """Records each log of the Trainer once for the run, and takes a checkpoint of the run where
+    Trainer saves."""
+
+    def __init__(self, ctx: TrainContext) -> None:
+        self._ctx = ctx
+        self.saved_at = 0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self._ctx.log(logs or {})
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_at = state.global_step
+        self._ctx.checkpoint()
+
+
+class _Progress:
+    """What the loop's body changes, for workers that join and for checkpoints."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = {k: v for k, v in vars(trainer.state).items() if k not in _OF_PROCESS}
+        state["log_history"] = [
+            {name: value for name, value in line.items() if not name.endswith(_OF_CLOCK)}
+            for line in trainer.state.log_history
+        ]
+        return {
+            "state": json.dumps(state),
+            "control": json.dumps(trainer.control.state()),
+            "callbacks": json.dumps([callback.state() for callback in self._callbacks()]),
+            "loss": float(trainer._tr_loss),
+            "logged_loss": trainer._total_loss_scalar,
+            "logged_step": trainer._globalstep_last_logged,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        trainer.control = type(trainer.control).from_state(json.loads(state["control"]))
+        for callback, held in zip(self._callbacks(), json.loads(state["callbacks"]), strict=True):
+            vars(callback).update(vars(type(callback).from_state(held)))
+        stateful = [*self._callbacks(), trainer.control]
+        trainer.state = TrainerState(**json.loads(state["state"]), stateful_callbacks=stateful)
+        trainer._tr_loss = torch.tensor(state["loss"], dtype=torch.float64)
+        trainer._total_loss_scalar = state["logged_loss"]
+        trainer._globalstep_last_logged = state["logged_step"]
+
+    def _callbacks(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [callback for callback in callbacks if isinstance(callback, ExportableState)]

@@ -1,0 +1,166 @@
+"""Small jobs of `transformers.Trainer`, with random weights and data made from nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+def arguments(folder: Any, **options: Any) -> TrainingArguments:
+    usual = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 5e-3,
+        "save_strategy": "no",
+        "max_steps": 12,
+    }
+    return TrainingArguments(**usual | options)
+
+
+class Accuracy:
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        return {
+            "accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())
+        }
+
+
+def text_classification(folder: Any, dropout: float = 0.1, callbacks: Any = (), **options: Any):
+    """Which of two words is there more often, in texts of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    rows: dict[str, list[Any]] = {"text": [], "label": []}
+    for i in range(44):
+        words = [WORDS[int(w)] for w in torch.randint(2, 20, (3 + i % 5,), generator=generator)]
+        rows["text"].append(" ".join([*words, *[WORDS[i % 2]] * 3]))
+        rows["label"].append(i % 2)
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    tokens = [fast(text) for text in rows["text"]]
+    data = datasets.Dataset.from_dict(
+        rows | {key: [one[key] for one in tokens] for key in ("input_ids", "attention_mask")}
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=32,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            pad_token_id=0,
+        )
+    )
+    return Trainer(
+        model,
+        arguments(folder, **options),
+        train_dataset=data,
+        eval_dataset=data.select(range(10)),
+        processing_class=fast,
+        compute_metrics=Accuracy(),
+        callbacks=list(callbacks),
+    )
+
+
+def padded(rows: Any) -> dict[str, torch.Tensor]:
+    longest = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = labels[i, : len(row)] = row
+    return {"input_ids": ids, "labels": labels}
+
+
+def causal_lm(folder: Any, callbacks: Any = (), kind: type[Trainer] = Trainer, **options: Any):
+    """Rows of 4 to 11 tokens, so that micro-batches differ in their number of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 12, (44,), generator=generator).tolist()
+    rows = [torch.randint(1, 64, (n,), generator=generator).sort().values for n in lengths]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+    )
+    return kind(
+        model,
+        arguments(folder, **options),
+        train_dataset=rows,
+        eval_dataset=rows[:10],
+        data_collator=padded,
+        callbacks=list(callbacks),
+    )
+
+
+class Diary(TrainerCallback):
+    """Writes each event to a file, with the process and whether it is the world process zero."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "diary")
+
+    def _write(self, event: str, state: Any) -> None:
+        who = "zero" if state.is_world_process_zero else "other"
+        with open(self.path, "a") as file:
+            file.write(f"{event} {state.global_step} {who} {os.getpid()}\n")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._write("train_begin", state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._write("train_end", state)
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self._write("epoch_begin", state)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self._write("epoch_end", state)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._write("step_begin", state)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._write("step_end", state)
+
+    def on_log(self, args, state, control, **kwargs):
+        self._write("log", state)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._write("evaluate", state)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._write("save", state)
+
+    def lines(self) -> list[tuple[str, int, str, int]]:
+        words = [line.split() for line in Path(self.path).read_text().splitlines()]
+        return [(event, int(step), who, int(pid)) for event, step, who, pid in words]

@@ -1,0 +1,488 @@
+"""A LightningModule runs by `ctx.steps`: the same losses as by Lightning's Trainer, hooks once per
+step, and what cannot be had is refused by name."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import elastic_dp as edp
+from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.integrations import lightning_arguments
+from elastic_dp.integrations.lightning import LightningTrainer
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.integrations.lightning_jobs import (
+    SCHEDULES,
+    Classifier,
+    Curve,
+    LightningDiary,
+    Pairs,
+    PointsData,
+)
+from tests.runs import PATIENT, group, lines_of, texts_of
+
+ROOT = Path(__file__).parents[2]
+QUIET = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+    **dict.fromkeys(("enable_model_summary",), False),
+    **{"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1},
+}
+
+
+def fit(module, folder, data=None, name="run", **options):
+    options = QUIET | {"max_epochs": 3, "accumulate_grad_batches": 4} | options
+    data = PointsData() if data is None else data
+    trainer = LightningTrainer(
+        module, datamodule=data, storage_path=str(folder), name=name, **options
+    )
+    return trainer.fit(local=True)
+
+
+@pytest.fixture
+def original():
+    def train(module, data=None, **options):
+        options = QUIET | {"max_epochs": 3, "accumulate_grad_batches": 4} | options
+        trainer = pl.Trainer(**options)
+        trainer.fit(module, datamodule=PointsData() if data is None else data)
+        return trainer
+
+    with pytest.warns() as _:  # Lightning advises more workers for its DataLoader
+        yield train
+
+
+def logged(folder, name="run"):
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# --------------------------------------------------------------------------- beside the library
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_loss_curve_is_the_one_of_lightning_within_one_in_a_hundred_thousand(
+    schedule, tmp_path, original
+):
+    """Over the same rows: both read them in the order of the data set, and no dropout."""
+    ours, curve = Classifier(0.0, schedule), Curve()
+    result = fit(ours, tmp_path, PointsData(False), callbacks=[curve], gradient_clip_val=0.5)
+    theirs, whole = Classifier(0.0, schedule), Whole()
+    trainer = original(theirs, PointsData(False), callbacks=[whole], gradient_clip_val=0.5)
+    assert result.step == 18 and result.exact
+    assert curve.losses == pytest.approx(whole.losses, rel=1e-5) and len(curve.losses) == 18
+    assert curve.rates == whole.rates
+    last = {key: value for line in logged(tmp_path) for key, value in line.items()}
+    for key in ("train_loss_epoch", "train_accuracy", "val_loss", "val_accuracy", "val_double"):
+        assert last[key] == pytest.approx(float(trainer.callback_metrics[key]), rel=1e-5), key
+    assert last["val_batch"] == pytest.approx(float(trainer.callback_metrics["val_batch"]))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(value, ours.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+class Whole(Curve):
+    """The mean loss over the accumulated batches of a step, which Lightning itself does not log."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append(float(outputs["loss"]))
+        if (batch_idx + 1) % 4 == 0:
+            step = trainer.global_step
+            self.losses[step] = sum(self.batches)  # each is divided by their number
+            self.rates[step] = trainer.optimizers[0].param_groups[0]["lr"]
+            self.batches = []
+
+
+def test_bf16_has_the_loss_curve_of_lightning(tmp_path, original):
+    curve, whole = Curve(), Whole()
+    options = {"precision": "bf16-mixed", "max_epochs": 1}
+    fit(Classifier(0.0), tmp_path, PointsData(False), callbacks=[curve], **options)
+    original(Classifier(0.0), PointsData(False), callbacks=[whole], **options)
+    assert curve.losses == pytest.approx(whole.losses, rel=1e-2)
+
+
+# ----------------------------------------------------------------------------- hooks and logging
+
+
+def test_hooks_are_called_in_the_order_of_lightning(tmp_path, original):
+    lines = []
+    for name, run in (("a", lambda *a, **k: fit(a[0], tmp_path, **k)), ("b", original)):
+        (tmp_path / name).mkdir()
+        diary = LightningDiary(tmp_path / name)
+        run(Classifier(), callbacks=[diary], accumulate_grad_batches=1, max_epochs=2)
+        lines.append([line[:4] for line in diary.lines()])
+    assert lines[0] == lines[1] and len(lines[0]) > 60
+
+
+def test_step_is_logged_every_so_many_steps_and_epochs_at_their_end(tmp_path):
+    fit(Classifier(), tmp_path, log_every_n_steps=4)
+    lines = logged(tmp_path)
+    assert [line["step"] for line in lines if "train_loss_step" in line] == [4, 8, 12, 16]
+    ends = [line["step"] for line in lines if "train_loss_epoch" in line]
+    assert ends == [6, 12, 18] == [line["step"] for line in lines if "val_double" in line]
+    assert [line["epoch"] for line in lines if "val_loss" in line] == [0, 1, 2]
+
+
+def test_validation_runs_after_every_so_many_epochs(tmp_path):
+    fit(Classifier(), tmp_path, check_val_every_n_epoch=2)
+    assert [line["epoch"] for line in logged(tmp_path) if "val_loss" in line] == [1]
+
+
+def test_early_stopping_ends_the_run(tmp_path):
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    result = fit(Classifier(), tmp_path, callbacks=[stopping], max_epochs=9)
+    assert result.step == 12 and "should_stop" in result.reason
+
+
+class FailsInHook(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 9 and not (self.folder / "failed").exists():
+            (self.folder / "failed").touch()
+            raise RuntimeError("once")
+
+
+@pytest.mark.parametrize("schedule", ["step", "plateau"])
+def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_one(
+    schedule, tmp_path
+):
+    """It goes on in the middle of an epoch, whose means are over all of its steps."""
+    options = {"checkpoint": edp.CheckpointConfig(every_steps=4)}
+    undisturbed = fit(
+        Classifier(schedule=schedule), tmp_path, name="calm", callbacks=[stops_late()], **options
+    )
+    callbacks = [FailsInHook(tmp_path), stops_late()]
+    with pytest.raises(RuntimeError, match="once"):
+        fit(Classifier(schedule=schedule), tmp_path, callbacks=callbacks, **options)
+    callbacks = [FailsInHook(tmp_path), stops_late()]
+    again = Classifier(schedule=schedule)
+    result = fit(again, tmp_path, callbacks=callbacks, **options)
+    assert result.weights_sha256 == undisturbed.weights_sha256
+    calm, ours = (
+        {line["step"]: line for line in logged(tmp_path, name)} for name in ("calm", "run")
+    )
+    assert [ours[step]["train_loss_epoch"] for step in (6, 12, 18)] == [
+        calm[step]["train_loss_epoch"] for step in (6, 12, 18)
+    ]
+    assert callbacks[1].wait_count == 2  # one of them before the failure
+    for name, value in result.load_state().model.items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
+    options = {"checkpoint": edp.CheckpointConfig(every_steps=4), "max_epochs": 2}
+    undisturbed = fit(Classifier(), tmp_path, name="calm", **options)
+    job = LightningTrainer(
+        Classifier(),
+        datamodule=PointsData(),
+        storage_path=str(tmp_path),
+        name="run",
+        callbacks=[FailsInHook(tmp_path)],
+        accumulate_grad_batches=4,
+        **options,
+    )
+    with pytest.raises(RuntimeError, match="once"):
+        job.fit(local=True)
+    assert job.fit(local=True).weights_sha256 == undisturbed.weights_sha256
+
+
+def stops_late():
+    return EarlyStopping("val_loss", patience=9, min_delta=10.0)
+
+
+class LeavesOut(Classifier):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss if float(batch[1].sum()) % 2 else None}
+
+
+def test_batches_without_a_loss_are_left_out(tmp_path):
+    result = fit(LeavesOut(), tmp_path)
+    assert result.step == 18 and result.exact
+
+
+class AsksTrainer(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, self.trainer.fit_loop)
+
+
+def test_fact_that_the_trainer_does_not_have_is_an_error_that_lists_those_it_has(tmp_path):
+    with pytest.raises(AttributeError, match=r"trainer\.fit_loop does not exist .*global_step"):
+        fit(AsksTrainer(), tmp_path)
+
+
+# ----------------------------------------------------------------------------------- the job
+
+
+def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monkeypatch):
+    (diff,) = re.findall("```diff\n(.*?)```", (ROOT / "docs/lightning.md").read_text(), re.S)
+    lines = diff.splitlines()
+    assert sum(line[:1] in ("+", "-") for line in lines) <= 6
+    monkeypatch.chdir(tmp_path)
+    given = {"module": Classifier(), "data": PointsData(), "callbacks": []}
+    script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    script = script.replace("scaling=scaling).fit()", "storage_path='runs').fit(local=True)")
+    exec(script.replace(', resources_per_worker={"GPU": 1}', ""), given)
+    assert (tmp_path / "final.pt").exists()
+
+
+def test_global_batch_is_the_one_of_as_many_processes():
+    job = LightningTrainer(
+        Classifier(),
+        datamodule=PointsData(rows=44),
+        scaling=edp.ScalingConfig(max_workers=3),
+        accumulate_grad_batches=2,
+        max_epochs=2,
+    )
+    assert job.spec.data.micro_batch_size == 2 and job.spec.scaling.num_virtual_workers == 6
+    assert job.spec.data.epochs == 2 and job.spec.max_steps is None
+    assert job.spec.data.tail == "short" and job.spec.data.shuffle
+
+
+@pytest.mark.parametrize("name", ["train", "data"])
+def test_argument_that_the_module_gives_is_refused(name):
+    with pytest.raises(SpecError, match=f"{name} is given, but it comes from the module"):
+        LightningTrainer(Classifier(), datamodule=PointsData(), **{name: 3})
+
+
+def test_dataloaders_may_be_given_or_be_those_of_the_module(tmp_path):
+    class WithData(Classifier):
+        def train_dataloader(self):
+            return DataLoader(Pairs(16), batch_size=2)
+
+    job = LightningTrainer(WithData(), max_steps=3)
+    assert not job.spec.data.shuffle and job.spec.max_steps == 3 and job.spec.data.epochs is None
+    assert LightningTrainer(WithData()).spec.data.epochs == 1000
+    loader = DataLoader(Pairs(16), batch_size=8, shuffle=True, drop_last=True)
+    job = LightningTrainer(Classifier(), train_dataloaders=loader, max_epochs=1)
+    assert job.spec.data.micro_batch_size == 8 and job.spec.data.tail == "drop"
+
+
+# ---------------------------------------------------------------------------------- what is had
+
+
+def test_every_argument_of_lightnings_trainer_is_decided():
+    tables = lightning_arguments.USED, lightning_arguments.REFUSED, lightning_arguments.IGNORED
+    decided = [name for table in tables for name in table]
+    assert len(decided) == len(set(decided))
+    arguments = inspect.signature(pl.Trainer.__init__).parameters
+    assert set(decided) == set(arguments) - {"self"}
+    for name, (allowed, _) in lightning_arguments.REFUSED.items():
+        assert arguments[name].default in allowed
+    assert lightning_arguments.arguments_table() in (ROOT / "docs/lightning.md").read_text()
+
+
+OTHERS = {
+    "strategy": "fsdp",
+    "devices": 2,
+    "num_nodes": 2,
+    "logger": object(),
+    "fast_dev_run": True,
+    "min_epochs": 1,
+    "min_steps": 1,
+    "max_time": "00:01:00:00",
+    "limit_train_batches": 0.5,
+    "limit_val_batches": 2,
+    "overfit_batches": 1,
+    "val_check_interval": 0.5,
+    "gradient_clip_algorithm": "value",
+    "benchmark": True,
+    "profiler": "simple",
+    "detect_anomaly": True,
+    "barebones": True,
+    "plugins": [],
+    "sync_batchnorm": True,
+    "reload_dataloaders_every_n_epochs": 1,
+    "model_registry": "a",
+    "precision": "64-true",
+    "check_val_every_n_epoch": None,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*lightning_arguments.REFUSED, "precision", "check_val_every_n_epoch"]
+)
+def test_argument_that_cannot_be_had_is_refused_by_name(name):
+    with pytest.raises(SpecError, match=f"^{name} is .*which is not supported"):
+        LightningTrainer(Classifier(), datamodule=PointsData(), **{name: OTHERS[name]})
+
+
+def overriding(base, name):
+    return type("Mine", (base,), {name: lambda self, *args, **kwargs: None})
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        *("on_train_batch_start", "on_validation_batch_start", "on_validation_batch_end"),
+        *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
+        *("on_before_optimizer_step", "on_validation_model_eval", "configure_sharded_model"),
+        *("on_save_checkpoint", "on_load_checkpoint", "backward", "optimizer_step"),
+        *("configure_gradient_clipping", "lr_scheduler_step", "optimizer_zero_grad"),
+    ],
+)
+def test_hook_that_would_not_be_called_is_refused_where_it_is_overridden(hook):
+    with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
+        LightningTrainer(overriding(Classifier, hook)(), datamodule=PointsData(), max_epochs=1)
+    if hasattr(pl.Callback, hook):
+        with pytest.raises(SpecError, match=f"Mine overrides {hook}"):
+            LightningTrainer(
+                Classifier(),
+                datamodule=PointsData(),
+                callbacks=[overriding(pl.Callback, hook)()],
+            )
+
+
+def test_hooks_of_testing_and_prediction_are_no_reason_to_refuse():
+    module = overriding(Classifier, "on_test_batch_end")()
+    assert LightningTrainer(module, datamodule=PointsData(), max_epochs=1)
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Metered(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.meter = torchmetrics.MeanMetric()
+
+
+class Weighted(PointsData):
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=2, sampler=WeightedRandomSampler([1.0] * 48, 48))
+
+
+class Several(PointsData):
+    def train_dataloader(self):
+        return [super().train_dataloader()]
+
+
+class Moves(PointsData):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+class Streams(PointsData):
+    def train_dataloader(self):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(())
+
+        return DataLoader(Stream(), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "options", "words"),
+    [
+        (Manual, PointsData, {}, "optimizes manually"),
+        (Metered, PointsData, {}, r"module\.meter is a MeanMetric of torchmetrics"),
+        (Classifier, Weighted, {}, "has a sampler of its own"),
+        (Classifier, Several, {}, "the train dataloader is a list"),
+        (Classifier, Moves, {}, "Moves overrides transfer_batch_to_device"),
+        (Classifier, Streams, {}, "has an IterableDataset"),
+        (
+            Classifier,
+            PointsData,
+            {"callbacks": ModelCheckpoint()},
+            "callbacks has a ModelCheckpoint",
+        ),
+        (torch.nn.Identity, PointsData, {}, "module is a Identity, must be a LightningModule"),
+    ],
+)
+def test_module_data_and_callbacks_that_cannot_be_had_are_refused(module, data, options, words):
+    with pytest.raises(SpecError, match=words):
+        LightningTrainer(module(), datamodule=data(), max_epochs=1, **options)
+
+
+class TwoOptimizers(Classifier):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
+
+
+class SumsLog(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("rows", 2.0, reduce_fx="sum")
+
+
+class LogsBatches(Classifier):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0, on_step=True)
+
+
+class MonitorsNothing(Classifier):
+    def configure_optimizers(self):
+        return super().configure_optimizers() | {"monitor": "nothing"}
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "words"),
+    [
+        (TwoOptimizers, SpecError, "returned 2 optimizers"),
+        (SumsLog, LossError, "only means are supported"),
+        (LogsBatches, LossError, "with on_step=True"),
+        (lambda: MonitorsNothing(schedule="plateau"), LoopError, "monitors 'nothing'"),
+    ],
+)
+def test_module_that_asks_for_more_in_training_is_an_error(module, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        fit(module(), tmp_path)
+
+
+# ------------------------------------------------------------------------------------ with kills
+
+
+@pytest.mark.slow  # each worker imports Lightning, which takes seconds
+def test_kills_change_no_bit_and_hooks_are_called_once_per_step(tmp_path):
+    two = edp.ScalingConfig(min_workers=2, max_workers=2, threads_per_worker=1, standby=1)
+    options = {"scaling": two, "accumulate_grad_batches": 2, "max_epochs": 3}
+    options |= {"callbacks": [stops_late()], **QUIET}
+    calm = fit(Classifier(), tmp_path, name="calm", **options)
+    diary = LightningDiary(tmp_path)
+    trainer = LightningTrainer(
+        Classifier(),
+        datamodule=PointsData(),
+        storage_path=str(tmp_path),
+        name="killed",
+        failure=PATIENT,
+        **options | {"callbacks": [diary, stops_late()]},
+    )
+    faults = tuple(
+        WorkerFault(point, step=step, rank=rank, once=str(tmp_path / point))
+        for point, step, rank in [("forward", 4, 0), ("backward", 9, 0), ("after_commit", 15, 1)]
+    )
+    outcome, run = group(
+        trainer.spec, trainer.train, faults=faults, url=str(trainer.url), timeout_s=500
+    )
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 3 and outcome.digest == calm.weights_sha256
+    of_zero = [(hook, step) for hook, step, _, who, _ in diary.lines() if who == "zero"]
+    assert [s for h, s in of_zero if h == "on_train_batch_end"] == [*range(1, 19)]
+    assert [s for h, s in of_zero if h == "on_validation_end"] == [6, 12, 18]
+    assert [h for h, _ in of_zero].count("on_fit_end") == 1
+    for pid in {line[4] for line in diary.lines()}:
+        steps = [s for h, s, *_, p in diary.lines() if (h, p) == ("on_train_batch_end", pid)]
+        assert steps == [*range(steps[0], steps[0] + len(steps))]  # of each process, too
+    ends = [
+        (line["step"], line["train_loss_epoch"], line["val_loss"])
+        for lines in (logged(tmp_path, "calm"), lines_of(run))
+        for line in lines
+        if "val_loss" in line
+    ]
+    assert ends[:3] == ends[3:]
+    assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
+    assert edp.load_state(str(trainer.url)).step == 18

@@ -1,0 +1,404 @@
+"""A `transformers.Trainer` runs by `ctx.steps`: the same losses as by its own loop, callbacks once
+per step, and what cannot be had is refused by name."""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+import elastic_dp as edp
+from elastic_dp.errors import LoopError, RunMismatch, SpecError
+from elastic_dp.integrations import training_arguments
+from elastic_dp.integrations.transformers import NOT_CALLED, NOT_FIRED, TransformersTrainer
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.integrations.hugging_face import Diary, arguments, causal_lm, text_classification
+from tests.runs import PATIENT, group, texts_of
+
+ROOT = Path(__file__).parents[2]
+JOBS = {"classification": text_classification, "causal_lm": causal_lm}
+every_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+SEQUENTIAL = {"train_sampling_strategy": "sequential", "dropout": 0.0}
+
+
+def fit(trainer, folder, name="run", **options):
+    return TransformersTrainer(trainer, storage_path=folder, name=name, **options).fit(local=True)
+
+
+def losses(trainer, key="loss"):
+    return {line["step"]: line[key] for line in trainer.state.log_history if key in line}
+
+
+# ---------------------------------------------------------------------------- beside the library
+
+
+@every_job
+def test_loss_curve_is_the_one_of_trainer_within_one_in_a_hundred_thousand(job, tmp_path):
+    """Over the same rows: both read them in the order of the data set, and no dropout. The last
+    step of an epoch is a short one."""
+    options = {"train_sampling_strategy": "sequential", "eval_strategy": "epoch"}
+    options |= {"label_smoothing_factor": 0.1, "weight_decay": 0.01, "warmup_steps": 3}
+    options |= {"dropout": 0.0} if job is text_classification else {}
+    original, ours = job(tmp_path / "a", **options), job(tmp_path / "b", **options)
+    original.train()
+    result = fit(ours, tmp_path)
+    assert result.step == 12 and result.exact
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
+        curve = losses(original, key)
+        assert losses(ours, key) == pytest.approx(curve, rel=1e-5), key
+        evaluated = key != "eval_accuracy" or job is text_classification
+        assert len(curve) == (2 * evaluated if key.startswith("eval") else 12)
+
+
+def test_loss_curve_over_shuffled_rows_falls_as_that_of_trainer(tmp_path):
+    """Another order of rows: the mean of the last two epochs is the same within 3 %."""
+    options = {"max_steps": 36, "learning_rate": 1e-2}
+    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original.train()
+    fit(ours, tmp_path)
+    ends = [sum(list(losses(trainer).values())[-12:]) / 12 for trainer in (original, ours)]
+    assert ends[1] == pytest.approx(ends[0], rel=0.03)
+    assert ends[0] < 0.85 * losses(original)[1]
+
+
+def test_bf16_has_the_loss_curve_of_trainer(tmp_path):
+    options = {"bf16": True, "train_sampling_strategy": "sequential", "max_steps": 4}
+    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original.train()
+    fit(ours, tmp_path)
+    assert losses(ours) == pytest.approx(losses(original), rel=1e-3)
+
+
+def test_compute_loss_of_a_subclass_trains_with_the_weights_of_trainer(tmp_path):
+    options = {"train_sampling_strategy": "sequential", "kind": Halved}
+    original, ours = causal_lm(tmp_path / "a", **options), causal_lm(tmp_path / "b", **options)
+    original.train()
+    fit(ours, tmp_path)
+    assert losses(ours) == pytest.approx(losses(original), rel=1e-5)
+
+
+class Halved(Trainer):
+    loss_is_scaled_for_ga = False  # the mean over rows of each micro-batch
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].transpose(1, 2)
+        loss = 0.5 * torch.nn.functional.cross_entropy(logits, labels[:, 1:])
+        return (loss, outputs) if return_outputs else loss
+
+
+# ------------------------------------------------------------------------------------- callbacks
+
+
+def test_callbacks_are_fired_in_the_order_of_trainer(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "epoch"}
+    lines = []
+    for name, run in (("a", Trainer.train), ("b", lambda t: fit(t, tmp_path))):
+        (tmp_path / name).mkdir()
+        diary = Diary(tmp_path / name)
+        run(causal_lm(tmp_path / name, callbacks=[diary], **options))
+        lines.append([line[:3] for line in diary.lines()])
+    original, ours = lines
+    assert original.pop(-2) == ("log", 12, "zero")  # the summary after the last step
+    assert ours == original and len(ours) > 40
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_callback_that_stops_training_ends_the_run(tmp_path):
+    result = fit(causal_lm(tmp_path, callbacks=[StopsAt(5)]), tmp_path)
+    assert result.step == 5 and "should_training_stop" in result.reason
+
+
+class LeavesEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = True
+
+
+def test_callback_that_leaves_an_epoch_is_refused(tmp_path):
+    with pytest.raises(LoopError, match="should_epoch_stop"):
+        fit(causal_lm(tmp_path, callbacks=[LeavesEpoch()]), tmp_path)
+
+
+# ------------------------------------------------------------------------- checkpoints and models
+
+
+def test_checkpoints_are_written_as_trainer_does_and_open_by_from_pretrained(tmp_path):
+    trainer = text_classification(
+        tmp_path, save_strategy="steps", save_steps=4, save_total_limit=2, hub_token="secret"
+    )
+    result = fit(trainer, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint-12",
+        "checkpoint-8",
+    ]
+    folder = tmp_path / "out/checkpoint-12"
+    names = {path.name for path in folder.iterdir()}
+    assert names > {"model.safetensors", "config.json", "trainer_state.json", "tokenizer.json"}
+    assert not names & {"optimizer.pt", "scheduler.pt"}  # in the run's own checkpoint
+    model = transformers.BertForSequenceClassification.from_pretrained(folder)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, result.load_state().model[name])
+        assert torch.equal(value, trainer.model.state_dict()[name])
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == 12 and len(state["log_history"]) == 12
+    assert trainer.state.log_history == state["log_history"]
+    assert trainer.state.is_world_process_zero
+    assert "secret" not in (folder / "training_args.bin").read_bytes().decode("latin1")
+
+
+def test_best_model_is_loaded_at_the_end(tmp_path):
+    """The first evaluation is the best, as the largest loss is wanted here."""
+    trainer = causal_lm(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        greater_is_better=True,
+        callbacks=[EarlyStoppingCallback(2)],
+    )
+    result = fit(trainer, tmp_path)
+    evaluations = losses(trainer, "eval_loss")
+    best = max(evaluations, key=evaluations.get)
+    assert trainer.state.best_global_step == best == result.step - 6 == 3
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"out/checkpoint-{best}")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name])
+
+
+class FailsOnce(TrainerCallback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7 and not (self.folder / "failed").exists():
+            (self.folder / "failed").touch()
+            raise RuntimeError("once")
+
+
+def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_one(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "epoch"}
+    options |= {"lr_scheduler_type": "reduce_lr_on_plateau", "logging_steps": 3}
+    calm = text_classification(tmp_path / "a", **options)
+    undisturbed = fit(calm, tmp_path, "calm")
+    with pytest.raises(RuntimeError, match="once"):
+        fit(text_classification(tmp_path, callbacks=[FailsOnce(tmp_path)], **options), tmp_path)
+    again = text_classification(tmp_path, callbacks=[FailsOnce(tmp_path)], **options)
+    result = fit(again, tmp_path)
+    assert result.step == 12 and result.weights_sha256 == undisturbed.weights_sha256
+    for key in ("loss", "learning_rate", "eval_loss", "eval_accuracy"):
+        assert losses(again, key) == losses(calm, key)
+
+
+def test_model_init_makes_the_model_in_the_worker(tmp_path):
+    trainers = [causal_lm(tmp_path) for _ in range(2)]
+    digests = set()
+    for number, trainer in enumerate(trainers):
+        kind, config = type(trainer.model), trainer.model.config
+        trainer.model_init = functools.partial(kind, config)
+        digests.add(fit(trainer, tmp_path, f"run{number}").weights_sha256)
+    assert len(digests) == 1
+
+
+# ------------------------------------------------------------------------------------ the job
+
+
+def test_script_of_the_page_changes_by_at_most_six_lines_and_runs(tmp_path, monkeypatch, capsys):
+    (diff,) = re.findall("```diff\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.S)
+    lines = diff.splitlines()
+    assert sum(line[:1] in ("+", "-") for line in lines) <= 6
+    monkeypatch.chdir(tmp_path)
+    there = text_classification(tmp_path, max_steps=2)
+    given = {"model": there.model, "args": there.args, "tokenizer": there.processing_class}
+    given |= {"train": there.train_dataset, "test": there.eval_dataset}
+    script = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    script = script.replace("/shared/runs", "runs").replace(".fit()", ".fit(local=True)")
+    exec(script.replace(', resources_per_worker={"GPU": 1}', ""), given)
+    assert "'eval_loss':" in capsys.readouterr().out
+    assert transformers.AutoModelForSequenceClassification.from_pretrained("final") is not None
+
+
+def test_global_batch_is_the_one_of_as_many_processes(tmp_path):
+    trainer = causal_lm(tmp_path, max_steps=-1, num_train_epochs=2.5)
+    job = TransformersTrainer(trainer, scaling=edp.ScalingConfig(max_workers=3))
+    assert job.spec.data.micro_batch_size == 2
+    assert job.spec.scaling.num_virtual_workers == 12
+    assert job.spec.max_steps == 5  # 44 rows in batches of 24: 2 steps an epoch
+    assert job.spec.data.tail == "short" and job.spec.data.shuffle
+
+
+@pytest.mark.parametrize("name", ["train", "data", "max_steps"])
+def test_argument_that_the_trainer_gives_is_refused(name, tmp_path):
+    with pytest.raises(SpecError, match=f"{name} is given, but it comes from the Trainer"):
+        TransformersTrainer(causal_lm(tmp_path), **{name: 3})
+
+
+def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
+    """The scheduler and the callbacks are made anew. The Trainer has trained before, so that its
+    optimizer is one of Accelerate's."""
+    trainer = causal_lm(tmp_path, max_steps=2, save_strategy="steps", save_steps=5)
+    trainer.train()
+    trainer.args.max_steps = 12
+    undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")
+    trainer.add_callback(FailsOnce(tmp_path))
+    job = TransformersTrainer(trainer, storage_path=tmp_path, name="run")
+    with pytest.raises(RuntimeError, match="once"):
+        job.fit(local=True)
+    result = job.fit(local=True)
+    assert result.step == 12 and result.weights_sha256 == undisturbed.weights_sha256
+    assert [*losses(trainer)] == [*range(1, 13)]
+
+
+def test_changed_batch_is_another_job(tmp_path):
+    fit(causal_lm(tmp_path, max_steps=2), tmp_path)
+    with pytest.raises(RunMismatch, match="micro_batch_size"):
+        fit(causal_lm(tmp_path, max_steps=4, per_device_train_batch_size=4), tmp_path)
+
+
+# ----------------------------------------------------------------------------------- what is had
+
+
+def test_every_field_of_training_arguments_is_decided():
+    decided = [
+        *training_arguments.USED,
+        *training_arguments.REFUSED,
+        *training_arguments.IGNORED,
+    ]
+    assert len(decided) == len(set(decided))
+    assert set(decided) == {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert training_arguments.fields_table() in (ROOT / "docs/transformers.md").read_text()
+
+
+OTHERS = {
+    "tf32": True,
+    "optim_target_modules": ["q_proj"],
+    "average_tokens_across_devices": False,
+    "torch_compile": True,
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": True},
+    "neftune_noise_alpha": 5.0,
+    "auto_find_batch_size": True,
+    "include_num_input_tokens_seen": "all",
+    "eval_on_start": True,
+    "save_on_each_node": True,
+    "enable_jit_checkpoint": True,
+    "push_to_hub": True,
+    "ignore_data_skip": True,
+    "parallelism_config": object(),
+    "fsdp": "full_shard",
+    "fsdp_config": {"min_num_params": 1},
+    "deepspeed": "ds.json",
+    "debug": ["underflow_overflow"],
+    "skip_memory_metrics": False,
+    "resume_from_checkpoint": "out/checkpoint-5",
+    "data_seed": 7,
+    "train_sampling_strategy": "group_by_length",
+    "optim": transformers.training_args.OptimizerNames.LOMO,
+    "dataloader_drop_last": True,  # with gradient accumulation
+    "mixed_precision": "fp8",
+}
+
+
+@pytest.mark.parametrize("field", [*OTHERS, *training_arguments.REFUSED])
+def test_field_that_cannot_be_had_is_refused_by_name(field, tmp_path):
+    trainer = causal_lm(tmp_path)
+    setattr(trainer.args, field, OTHERS[field])
+    with pytest.raises(SpecError, match=rf"TrainingArguments\.{field} is .*which is not supported"):
+        TransformersTrainer(trainer)
+
+
+def test_split_batches_of_accelerate_are_refused_by_name(tmp_path):
+    trainer = causal_lm(tmp_path, accelerator_config={"split_batches": True})
+    with pytest.raises(SpecError, match=r"accelerator_config\.split_batches"):
+        TransformersTrainer(trainer)
+
+
+@pytest.mark.parametrize("name", NOT_CALLED)
+def test_method_that_is_not_called_is_refused_where_a_subclass_overrides_it(name, tmp_path):
+    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    assert hasattr(Trainer, name)
+    with pytest.raises(SpecError, match=f"Mine overrides {name}"):
+        TransformersTrainer(causal_lm(tmp_path, kind=kind))
+
+
+@pytest.mark.parametrize("event", NOT_FIRED)
+def test_callback_of_an_event_within_a_step_is_refused(event, tmp_path):
+    kind = type("Watches", (TrainerCallback,), {event: lambda *args, **kwargs: None})
+    with pytest.raises(SpecError, match=f"Watches has {event}"):
+        TransformersTrainer(causal_lm(tmp_path, callbacks=[kind()]))
+
+
+def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
+    with pytest.raises(SpecError, match=r"must be a transformers\.Trainer"):
+        TransformersTrainer(arguments(tmp_path))
+    trainer = causal_lm(tmp_path)
+    trainer.train_dataset = None
+    with pytest.raises(SpecError, match="no train_dataset"):
+        TransformersTrainer(trainer)
+
+
+# ------------------------------------------------------------------------------------- with kills
+
+
+@pytest.mark.slow  # each worker imports transformers, which takes seconds
+@every_job
+def test_kills_change_no_bit_and_callbacks_are_fired_once_per_step(job, tmp_path):
+    """The world process zero dies before any worker can have committed the step, so that its
+    callbacks of no step are lost."""
+    options = {"max_steps": 20, "eval_strategy": "steps", "eval_steps": 6, "logging_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 10, "metric_for_best_model": "loss"}
+    options |= {"callbacks": [EarlyStoppingCallback(99)], "load_best_model_at_end": False}
+    calm = fit(job(tmp_path / "a", **options), tmp_path, "calm", scaling=of_workers(2))
+    diary = Diary(tmp_path)
+    trainer = TransformersTrainer(
+        job(tmp_path, **options | {"callbacks": [diary, EarlyStoppingCallback(99)]}),
+        storage_path=tmp_path,
+        name="killed",
+        scaling=of_workers(2),
+        failure=PATIENT,
+    )
+    faults = tuple(
+        WorkerFault(point, step=step, rank=rank, once=str(tmp_path / point))
+        for point, step, rank in [("forward", 4, 0), ("backward", 9, 0), ("after_commit", 15, 1)]
+    )
+    outcome, run = group(
+        trainer.spec, trainer.train, faults=faults, url=str(trainer.url), timeout_s=500
+    )
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 3 and outcome.digest == calm.weights_sha256
+    of_zero = [(event, step) for event, step, who, _ in diary.lines() if who == "zero"]
+    for event in ("step_begin", "step_end"):
+        first = 0 if event == "step_begin" else 1
+        assert [s for e, s in of_zero if e == event] == [*range(first, 20 + first)]
+    assert [s for e, s in of_zero if e == "evaluate"] == [6, 12, 18, 20]
+    assert [s for e, s in of_zero if e == "save"] == [10, 20]
+    assert [e for e, _ in of_zero].count("train_end") == 1
+    for _, lines in itertools.groupby(sorted(diary.lines(), key=lambda x: x[3]), lambda x: x[3]):
+        steps = [step for event, step, *_ in lines if event == "step_end"]
+        assert steps == [*range(steps[0], steps[0] + len(steps))]  # of each process, too
+    model = transformers.AutoModel.from_pretrained(tmp_path / "out/checkpoint-20")
+    assert model is not None
+    assert not [text for text in texts_of(run) if "no checkpoint" in text]  # the workers agree
+    assert edp.load_state(str(trainer.url)).step == 20
+
+
+def of_workers(count):
+    return edp.ScalingConfig(min_workers=count, max_workers=count, threads_per_worker=1, standby=1)
