@@ -50,7 +50,6 @@ def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[obje
             rank=rank,
             world_size=world_size,
             device=CPU,
-            backend="gloo",
             timeout_s=PATIENCE_S,
         )
         group = forming.start().wait()

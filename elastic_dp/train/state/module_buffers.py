@@ -31,8 +31,10 @@ import torch
 from torch import nn
 
 from elastic_dp.checkpoint.extra_state import extra_states
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.reduction_tree import Node, middle
-from elastic_dp.errors import ModelError
+from elastic_dp.errors import LoopError, ModelError
+from elastic_dp.train.state.unread_buffers import BODY, UnreadBuffers, changed_by_body
 from elastic_dp.train.state.weight_comparison import INTEGERS
 
 _COMPARED_NUMEL = 1 << 16  # up to this size a buffer is always compared bit by bit
@@ -108,11 +110,49 @@ class ModuleBuffers:
         self._committed_extra = [extra.read() for extra in self._extra]
         # virtual worker -> what it changed, by number; extra state is numbered after the buffers
         self._leaves: dict[int, dict[int, _Value]] = {}
+        # On a device, what each leaf left, until it is read; see `unread`.
+        self._later = any(accelerator_of(m.content.device).asynchronous for m in self._own)
+        self._unread: dict[int, UnreadBuffers] = {}
+        self._committed_on_host = self._read_committed()
+
+    def _read_committed(self) -> list[torch.Tensor]:
+        if not self._later:
+            return self._committed
+        return [committed.cpu().clone() for committed in self._committed]
+
+    def begin(self) -> None:
+        """Begins a step. On a device, takes the buffers as the loop body left them, to be read with
+        those of the leaves: the body must not change them."""
+        if self._later:
+            self._unread = {BODY: self._take_later()}
+
+    def unread(self) -> list[torch.Tensor]:
+        """Returns what `take` needs on the host: the buffers that a leaf may have written.
+
+        To compare each of them on the device, the host would have to wait for each.
+        """
+        return [t for leaf in self._unread.values() for t in leaf.tensors.values()]
+
+    def take(self, read: Sequence[torch.Tensor]) -> None:
+        """Takes the values of `unread`, in its order. Raises LoopError."""
+        values = iter(read)
+        for v, leaf in self._unread.items():
+            changed: dict[int, _Value] = {}
+            for i in leaf.tensors:
+                value = next(values)
+                if i in leaf.written or not _same_bits(value, self._committed_on_host[i]):
+                    changed[i] = value
+            if v != BODY:
+                self._leaves[v] = changed | leaf.extra
+            elif changed:
+                raise LoopError(changed_by_body(self._own[min(changed)].slots[0].name))
+        self._unread = {}
 
     def reload(self) -> None:
         """Takes the present buffers, which a state transfer has written, as the committed ones."""
         for memory, committed in zip(self._own, self._committed, strict=True):
             committed.copy_(memory.content)
+        self._committed_on_host = self._read_committed()
         self._leaves.clear()
         self._versions = [memory.version for memory in self._own]
         self.take_extra_state()
@@ -124,6 +164,11 @@ class ModuleBuffers:
 
     def after_leaf(self, virtual_worker: int, contributes: bool) -> None:
         """Saves what this leaf wrote, and undoes it."""
+        if self._later:
+            left = self._take_later()
+            if contributes:
+                self._unread[virtual_worker] = left
+            return
         changed = self._undo()
         if contributes:
             self._leaves[virtual_worker] = changed
@@ -137,7 +182,11 @@ class ModuleBuffers:
         if tried:
             for i in range(len(self._own)):
                 self._compared[i] = self._compared[i] or (not self._written(i) and self._differs(i))
-        self._undo()
+        if self._later:
+            self._take_later()
+        else:
+            self._undo()
+        self._unread.clear()
         self._leaves.clear()
 
     def changed(self) -> bytes:
@@ -153,7 +202,7 @@ class ModuleBuffers:
 
         The format is the virtual worker and the bytes of each value, for each leaf.
         """
-        committed: list[_Value] = [*self._committed, *self._committed_extra]
+        committed: list[_Value] = [*self._committed_on_host, *self._committed_extra]
         parts = []
         for v, leaf in self._leaves.items():
             parts.append(v.to_bytes(4, "little"))
@@ -162,7 +211,7 @@ class ModuleBuffers:
                 if isinstance(value, bytes):
                     parts += [len(value).to_bytes(_LENGTH_BYTES, "little"), value]
                 else:
-                    flat = value.detach().cpu().contiguous().view(-1)
+                    flat = value.detach().contiguous().view(-1)
                     parts.append(flat.view(torch.uint8).numpy().tobytes())
         return b"".join(parts)
 
@@ -205,8 +254,11 @@ class ModuleBuffers:
                 self._extra[i - len(self._own)].write(value)
                 self._committed_extra[i - len(self._own)] = value
             else:
-                self._own[i].content.copy_(value)
-                self._committed[i].copy_(value)
+                # Without waiting for a device, which gets a copy of the value first.
+                self._own[i].content.copy_(value, non_blocking=True)
+                self._committed[i].copy_(value, non_blocking=True)
+                if self._later:
+                    self._committed_on_host[i].copy_(value)
                 self._versions[i] = self._own[i].version
         self._leaves.clear()
 
@@ -222,10 +274,27 @@ class ModuleBuffers:
     def _written(self, i: int) -> bool:
         if self._own[i].version != self._versions[i]:
             return True
-        return self._compared[i] and self._differs(i)
+        # On a device the next step looks (`begin`), since the host would wait here.
+        return self._compared[i] and not self._later and self._differs(i)
 
     def _differs(self, i: int) -> bool:
         return not torch.equal(self._bits[i], self._committed_bits[i])
+
+    @torch.no_grad()
+    def _take_later(self) -> UnreadBuffers:
+        """Copies every buffer that may have been written, and restores it, on the device."""
+        tensors, written = {}, set()
+        for i, own in enumerate(self._own):
+            replaced = own.replaced
+            if replaced or own.version != self._versions[i]:
+                written.add(i)
+            elif not self._compared[i]:
+                continue
+            tensors[i] = _assigned(own) if replaced else own.content.detach().clone()
+            own.put_back()
+            own.content.copy_(self._committed[i])
+            self._versions[i] = own.version
+        return UnreadBuffers(tensors, written, self._undo_extra())
 
     @torch.no_grad()
     def _undo(self) -> dict[int, _Value]:
@@ -238,6 +307,10 @@ class ModuleBuffers:
             own.put_back()
             own.content.copy_(self._committed[i])
             self._versions[i] = own.version
+        return changed | self._undo_extra()
+
+    def _undo_extra(self) -> dict[int, _Value]:
+        changed: dict[int, _Value] = {}
         for i, extra in enumerate(self._extra):
             present = extra.read()
             if present != self._committed_extra[i]:
@@ -299,6 +372,10 @@ class ModuleBuffers:
 
 
 # --------------------------------------------------------------------------------------- memory
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(torch.equal(_bits(one), _bits(other)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
