@@ -9,10 +9,13 @@ import torch
 from elastic_dp.config import MapStyleData
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedDevice
+from elastic_dp.train.fault_injection import POINTS as POINTS_OF_FAULTS
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
 from tests.runs import Points, group, local, spec_of
+from tests.train import test_kills, test_notice
+from tests.train.checkpointing import test_collective_read
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
 
 
@@ -159,8 +162,68 @@ def test_kill_while_the_communicator_is_used_has_the_local_digest(point, tmp_pat
     before = (str(tmp_path / "switched"),)
     fault = WorkerFault(point, rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)
     trained = told_when_switched(in_small_buckets(average_and_plateau))
-    outcome, _ = group(spec, trained, faults=(fault,), device=SimulatedDevice())
+    # The abort blocks after it has freed the device; nobody waits for that.
+    outcome, _ = group(spec, trained, faults=(fault,), device=SimulatedDevice(abort_s=1.0))
     assert outcome.error is None, outcome.traceback
     assert (tmp_path / "dead").exists()
     assert outcome.workers_lost == 1
     assert outcome.digest == local(spec, average_and_plateau).digest
+
+
+def test_run_does_not_wait_for_devices_that_never_connect(tmp_path):
+    """Also after a loss: the next generation begins without them, too."""
+    spec = job(tmp_path, workers=2, steps=12)
+    fault = WorkerFault("backward", 6, rank=1, once=str(tmp_path / "dead"))
+    device = SimulatedDevice(connect_hangs=True)
+    outcome, _ = group(spec, plain, faults=(fault,), device=device)
+    assert outcome.error is None, outcome.traceback
+    assert (outcome.digest, outcome.workers_lost) == (local(spec, plain).digest, 1)
+
+
+# ------------------------------------------------- other files' tests, on the simulated device
+
+
+@pytest.fixture
+def _simulated(monkeypatch):
+    monkeypatch.setenv("ELASTIC_DP_SIMULATED_DEVICE", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_simulated")
+@pytest.mark.parametrize(
+    "point",
+    [
+        p
+        for p in POINTS_OF_FAULTS
+        if p not in (*test_kills.WHILE_FORMING, *test_kills.WITH_CHECKPOINTS)
+    ],
+)
+def test_kill_matrix_on_a_device_has_the_local_digest(point, tmp_path):
+    test_kills.test_kill_at_each_point_has_the_local_digest(point, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_simulated")
+@pytest.mark.parametrize("seconds", test_kills.SECONDS[-5:], ids=str)
+def test_join_on_a_device_with_kills_has_the_local_digest(seconds, tmp_path):
+    test_kills.test_killed_while_a_generation_forms(seconds, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_simulated")
+def test_drain_on_a_device_makes_no_step_again(tmp_path):
+    test_notice.test_no_step_is_made_again_and_it_is_one_planned_end_as_a_leave_is(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_simulated")
+def test_restore_on_a_device_has_the_local_digest(tmp_path):
+    calm = local(test_collective_read.spec_for(3), test_collective_read.wide)
+    written, _ = group(
+        test_collective_read.spec_for(2, steps=10),
+        test_collective_read.wide,
+        url=str(tmp_path / "run"),
+    )
+    assert written.error is None, written.traceback
+    there = tmp_path / "run"
+    test_collective_read.test_damage_in_one_share_sends_all_to_the_checkpoint_before(calm, there)
