@@ -3,6 +3,7 @@ drive them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from elastic_dp.coordinator.messages import Event, SizeRequested
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
@@ -82,10 +84,14 @@ def group(
     timeout_s: float = 240.0,
     index: Index | None = None,
     url: str | None = None,
+    device: SimulatedDevice | None = None,
 ) -> tuple[RunOutcome, ProcessRun]:
     """A run on processes. `script`: at (or after) a step, post an event or call something with the
-    run. `timeout_s`: for what comes behind it."""
-    with ProcessRun(spec, train, faults=faults, index=index, url=url) as run:
+    run. `timeout_s`: for what comes behind it. `device`: what the workers compute on; any test of
+    this module's runs on a simulated one with ELASTIC_DP_SIMULATED_DEVICE=1 in the environment."""
+    if device is None and os.environ.get("ELASTIC_DP_SIMULATED_DEVICE"):
+        device = SimulatedDevice()
+    with ProcessRun(spec, train, faults=faults, index=index, url=url, device=device) as run:
         for step, action in script:
             eventually(lambda s=step: reached(run, s), run.controller.status)
             if isinstance(action, Event):

@@ -76,6 +76,7 @@ ALLOWED = {
             "errors",
             "config",
             "coordinator.messages",
+            "device",
             "distributed",
             "train",
             "telemetry",

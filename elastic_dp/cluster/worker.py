@@ -32,6 +32,7 @@ from elastic_dp.coordinator.messages import (
     WriteDrainCheckpoint,
 )
 from elastic_dp.data import Index, open_data
+from elastic_dp.device.accelerator import has_own_communicator
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
@@ -159,7 +160,6 @@ class Worker:
                 return ORPHANED
         if self._control.release_reason is not None:
             return self._control.release_reason
-        nccl = self._spec.scaling.resources_per_worker.get("GPU", 0) >= 1
         try:
             data = open_data(
                 self._spec.data,
@@ -176,7 +176,9 @@ class Worker:
             worker=self.identity,
             data=data,
             device=device,
-            backend="nccl" if nccl else "gloo",
+            connects_devices=has_own_communicator(
+                self._spec.scaling.resources_per_worker.get("GPU", 0)
+            ),
             link=self._link,
             status=self._page,
             control=self._control,

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
-from elastic_dp.distributed.process_group import Operation, ProcessGroup
+from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import Node, add_up, cover
 
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
@@ -30,11 +31,13 @@ class ReductionPlan:
     def __init__(
         self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
     ) -> None:
-        self.group, self.virtual_workers, self.exact = group, virtual_workers, exact
+        self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
+        self.on_device = group.on_device is not None
         self.covers = [cover(*share, virtual_workers) for share in shares]  # [rank]: its subtrees
         one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
-        # Gloo then sends the same bytes in one round instead of two, with half the CPU time.
-        self.swaps = one_order and group.world_size == 2 and group.home.type == "cpu"
+        # Gloo then sends the same bytes in one round instead of two, with half the CPU time, and a
+        # device adds them itself.
+        self.swaps = one_order and group.world_size == 2
         self.all_reduces = one_order and not self.swaps
 
     @property
@@ -132,8 +135,8 @@ class BucketReduction:
 
     def begin(self) -> None:
         """Starts a new step."""
-        self._launched: list[Operation] = []
-        self._gathering: Operation | None = None
+        self._launched: list[Any] = []  # operations of the transport
+        self._gathering: Any = None
         self._written = False  # whether the first buffer holds anything but this worker's sum
         self._sums: list[
             torch.Tensor
@@ -194,6 +197,8 @@ class BucketReduction:
         if plan.swaps or plan.group.world_size == 1:
             self._written = True
         if plan.swaps:
+            if plan.on_device:
+                return self._flats[0].add_(self._received[0])
             received = self._received[0].split(_PIECE_NUMEL)
             for mine, theirs in zip(self._flats[0].split(_PIECE_NUMEL), received, strict=True):
                 self._sums.append(_sum(mine.add_(theirs)))
@@ -224,6 +229,15 @@ class BucketReduction:
             self._flats[0].mul_(factor)
         if factor != 1.0 or not self._sums:
             self._sums = [_sum(self._flats[0])]  # while the next bucket is on its way
+
+    def scale_on_device(self, factor: float) -> None:
+        if factor != 1.0:
+            self._flats[0].mul_(factor)
+
+    def extremes(self) -> torch.Tensor:
+        """Returns the least and the largest element of the finished sum; NaN if there is one."""
+        flat = self._flats[0]
+        return torch.stack(torch.aminmax(flat)) if flat.numel() else flat.new_zeros(2)
 
     def sums_are_finite(self) -> bool:
         """Returns whether the sums of all elements are finite.

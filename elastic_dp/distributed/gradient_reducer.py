@@ -21,6 +21,7 @@ The invariants are:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -238,6 +239,24 @@ class GradientReducer:
         if all(exchange.sums_are_finite() for exchange in self._exchanges):
             return True
         return all(exchange.is_finite() for exchange in self._exchanges)
+
+    def arrive(self) -> list[torch.Tensor]:
+        """On a device, instead of `complete`, whose waits would stop the host: orders what follows
+        behind the finished parts of all ranks. Returns for each bucket what `finish` needs to know
+        of it."""
+        for exchange in self._exchanges:
+            exchange.settle()
+        return [exchange.extremes() for exchange in self._exchanges]
+
+    def finish(self, factor: float, extremes: Sequence[torch.Tensor]) -> bool:
+        """Multiplies the sums by `factor`. Returns whether they are finite, the same on every rank.
+
+        `extremes` are those of `arrive`, on the host. They are rounded as all elements are, so
+        where they are finite, all elements are.
+        """
+        for exchange in self._exchanges:
+            exchange.scale_on_device(factor)
+        return all(math.isfinite(x) for pair in extremes for x in pair.mul(factor).tolist())
 
     def assign(self, used: Sequence[int]) -> list[torch.Tensor]:
         """Gives every used parameter its gradient, a view into the buckets. The others keep None.

@@ -11,6 +11,9 @@ Three invariants hold:
 - Forming happens on a thread that can be abandoned, too, with a store client of its own, since an
   absent peer blocks the constructor.
 
+The group itself is always Gloo's, among the hosts: what the members agree on never waits for a
+device. Gradients travel by `transport`, which for tensors on a device is a `DeviceTransport`.
+
 A process without the run's secret cannot join: addresses are exchanged in a store that accepts only
 holders of the secret, each two members prove to each other that they hold it before the group is
 used, and Gloo's port is closed while no group forms.
@@ -28,12 +31,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gloo_device import GlooDevice
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient, RendezvousStoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
@@ -56,18 +62,45 @@ class Operation:
         self.work: Any = None
 
 
+class Transport(Protocol):
+    """Collectives for gradients, wherever they are."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any: ...
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> Any: ...
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
+    def wait(self, operation: Any) -> None: ...
+    def is_over(self, operation: Any) -> bool: ...
+
+
 class ProcessGroup:
-    """Collectives among the members of one generation. With one member, there are none."""
+    """Collectives among the members of one generation, for tensors of the host. With one member,
+    there are none."""
 
     def __init__(
         self, backend: Any, rank: int, world_size: int, device: torch.device, store: Any = None
     ) -> None:
         """`store` is kept alive for the backend, since torch holds only its C++ part."""
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size = rank, world_size
         self._backend, self._store = backend, store
         self._aborted = False
         self._pending: set[Operation] = set()
-        self._on_device = device.type == "cuda" and world_size > 1 and _is_nccl(backend)
+        accelerator = accelerator_of(device)
+        # None: the gradients are on the host, too.
+        self.on_device = DeviceTransport(self, accelerator) if accelerator.asynchronous else None
+
+    @property
+    def transport(self) -> Transport:
+        """For gradients."""
+        return self if self.on_device is None else self.on_device
 
     @property
     def aborted(self) -> bool:
@@ -75,13 +108,12 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """Frees every thread that waits in this group. Later calls raise GroupAborted. Any thread
-        may call it."""
+        may call it. Returns at once."""
         self._aborted = True
         for operation in list(self._pending):
             operation.done.set()
-        if self._on_device:
-            with contextlib.suppress(RuntimeError):
-                self._backend.abort()
+        if self.on_device is not None:
+            self.on_device.abort()
 
     def check(self) -> None:
         if self._aborted:
@@ -126,10 +158,6 @@ class ProcessGroup:
 
     def wait(self, operation: Operation) -> None:
         """Waits until the operation is done. Raises GroupAborted or CollectiveFailed."""
-        if self._on_device:
-            operation.work.wait()  # orders streams; `synchronize` is where the host waits
-            self.check()
-            return
         if not operation.work.is_completed():
             # Asked for only now: a callback takes the interpreter's lock from a thread that
             # computes.
@@ -145,49 +173,35 @@ class ProcessGroup:
     def is_over(self, operation: Operation) -> bool:
         """Returns whether the operation can no longer access its buffers.
 
-        That includes failed operations, but not those of an aborted device.
+        That includes failed operations.
         """
-        return not (self._on_device and self._aborted) and bool(operation.work.is_completed())
+        return bool(operation.work.is_completed())
 
     def synchronize(self) -> None:
         """Waits until the device has finished everything launched. Raises GroupAborted when
         aborted."""
-        if self.device.type != "cuda":
+        if self.on_device is None:
             self.check()
-            return
-        event = torch.cuda.Event()
-        event.record()
-        while not event.query():
-            self.check()
-            time.sleep(0.00005)
-        self.check()
+        else:
+            self.on_device.synchronize()
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Returns the payload of every rank, of any length, in rank order. Waits for all ranks."""
         if self.world_size == 1:
             return [payload]
-        size = torch.tensor([len(payload)], dtype=torch.int64, device=self._home)
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._home)
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
         self.wait(self.all_gather(sizes, size))
         longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8, device=self._home)
+        mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(payload)] = (
             torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else 0
         )
-        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self._home)
+        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8)
         if longest:
             self.wait(self.all_gather(everyone, mine))
-        rows = everyone.cpu().view(self.world_size, longest)
+        rows = everyone.view(self.world_size, longest)
         return [rows[rank, : int(sizes[rank])].numpy().tobytes() for rank in range(self.world_size)]
-
-    @property
-    def _home(self) -> torch.device:
-        """Where small tensors for this group live."""
-        return self.device if self._on_device else torch.device("cpu")
-
-    @property
-    def home(self) -> torch.device:
-        return self._home
 
     def _launch(self, buffers: tuple[torch.Tensor, ...], start: Any) -> Operation:
         operation = Operation(buffers)
@@ -202,12 +216,9 @@ class ProcessGroup:
     def close(self) -> None:
         """Leaves the group. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
-        _abandoned_groups.add((self._backend, self._pending, self._store))
+        kept = self._store, None if self.on_device is None else self.on_device.release()
+        _abandoned_groups.add((self._backend, self._pending, kept))
         self._backend, self._pending, self._store = None, set(), None
-
-
-def _is_nccl(backend: Any) -> bool:
-    return type(backend).__name__ == "ProcessGroupNCCL"
 
 
 # -------------------------------------------------------------------------------------------
@@ -243,12 +254,11 @@ class Forming:
         rank: int,
         world_size: int,
         device: torch.device,
-        backend: str,
         timeout_s: float,
     ) -> None:
         self.absent: list[int] = []
         self._rendezvous, self._rank, self._world_size = rendezvous, rank, world_size
-        self._device, self._backend, self._timeout_s = device, backend, timeout_s
+        self._device, self._timeout_s = device, timeout_s
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._aborted = False
@@ -266,8 +276,9 @@ class Forming:
     def abort(self) -> None:
         with self._lock:
             self._aborted = True
-            if self._group is not None:
-                self._group.abort()
+            group = self._group
+        if group is not None:
+            group.abort()
         self._ended.set()
 
     def wait(self) -> ProcessGroup:
@@ -287,11 +298,8 @@ class Forming:
             store = _store_client(meet, timeout)
             prefixed = dist.PrefixStore(meet.prefix, store)
             prefixed.set(f"present/{self._rank}", "1")
-            if self._backend == "nccl":
-                backend = _form_nccl(prefixed, self._rank, self._world_size, self._device, timeout)
-            else:
-                store.asks_for_all(self._rank, self._world_size)
-                backend = _form_gloo(prefixed, meet, self._rank, self._world_size, timeout)
+            store.asks_for_all(self._rank, self._world_size)
+            backend = _form_gloo(prefixed, meet, self._rank, self._world_size, timeout)
             group = ProcessGroup(backend, self._rank, self._world_size, self._device, store)
         except Exception as error:  # the store's and the backend's errors have many types
             if store is not None:
@@ -300,11 +308,31 @@ class Forming:
         else:
             with self._lock:
                 self._group = group
-                if self._aborted:  # and the next one has a client of its own by now
-                    group.close()
-                elif self._backend != "nccl":  # which goes on using it
-                    _keep_client(meet, store)
+                aborted = self._aborted
+            if aborted:  # and the next one has a client of its own by now
+                group.close()
+            else:
+                _keep_client(meet, store)
         self._ended.set()
+
+
+def connect_devices(group: ProcessGroup, rendezvous: Rendezvous, timeout_s: float) -> None:
+    """Starts to connect the devices of the members of `group`, if there are several. See
+    `DeviceTransport`. `rendezvous` has a prefix that nothing else uses."""
+    if group.on_device is None or group.world_size == 1:
+        return
+
+    meet, timeout = rendezvous, timedelta(seconds=timeout_s)
+    connection = DeviceConnection(
+        group.on_device.accelerator,
+        # Not the idle client, which the next forming uses.
+        lambda: RendezvousStoreClient(meet.host, meet.port, meet.secret, timeout),
+        meet.prefix,
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout_s=timeout_s,
+    )
+    group.on_device.connect(connection.start())
 
 
 _clients: dict[
@@ -386,17 +414,6 @@ def _prove(backend: Any, meet: Rendezvous, rank: int, world_size: int) -> None:
             raise ConnectionError(
                 f"the peer that answered as rank {r} does not hold the run's secret"
             )
-
-
-def _form_nccl(
-    store: Any, rank: int, world_size: int, device: torch.device, timeout: timedelta
-) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _OPERATION_TIMEOUT
-    torch.cuda.set_device(device)
-    backend = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    backend.eager_connect_single_device(device)
-    return backend
 
 
 def _absent(store: Any, prefix: str, world_size: int) -> list[int]:

@@ -35,7 +35,7 @@ class RecordGather:
         while True:
             assert self._operation is not None
             self._group.wait(self._operation)
-            rows = self._rows.cpu().numpy().tobytes()
+            rows = self._rows.numpy().tobytes()
             heads = range(0, len(rows), len(self._row))
             lengths = [int.from_bytes(rows[h : h + _LENGTH_BYTES], "little") for h in heads]
             capacity = len(self._row) - _LENGTH_BYTES
@@ -51,12 +51,10 @@ class RecordGather:
         """Allocates buffers that are reused for every gather of the group, one at a time."""
         self._row = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
         self._bytes = self._row.numpy().data
-        self._rows = torch.empty(
-            self._group.world_size * len(self._row), dtype=torch.uint8, device=self._group.home
-        )
+        self._rows = torch.empty(self._group.world_size * len(self._row), dtype=torch.uint8)
 
     def _gather(self) -> None:
         fitting = self._payload[: len(self._row) - _LENGTH_BYTES]
         self._bytes[:_LENGTH_BYTES] = len(self._payload).to_bytes(_LENGTH_BYTES, "little")
         self._bytes[_LENGTH_BYTES : _LENGTH_BYTES + len(fitting)] = fitting
-        self._operation = self._group.all_gather(self._rows, self._row.to(self._group.home))
+        self._operation = self._group.all_gather(self._rows, self._row)

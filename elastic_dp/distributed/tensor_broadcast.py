@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.distributed.process_group import Operation, ProcessGroup
 from elastic_dp.errors import CollectiveFailed
 
@@ -73,7 +74,7 @@ def pack_payload(text: bytes, tensors: Sequence[torch.Tensor] = ()) -> StatePayl
 
 def send(group: ProcessGroup, payload: StatePayload) -> None:
     """Sends the payload to all other members of `group`. The caller is rank 0."""
-    head = payload.head.to(group.home)
+    head = payload.head
     first = group.broadcast(head[:_HEAD_BYTES], 0)
     if len(head) > _HEAD_BYTES:
         group.wait(group.broadcast(head[_HEAD_BYTES:], 0))
@@ -91,18 +92,16 @@ def receive(
 
     `targets(text, specs)` may name tensors, by number, that are written in place.
     """
-    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=group.home)
+    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
     group.wait(group.broadcast(head, 0))
-    group.synchronize()
-    first = head.cpu().numpy().tobytes()
+    first = head.numpy().tobytes()
     ends = [int.from_bytes(first[at : at + _LENGTH_BYTES], "little") for at in (0, _LENGTH_BYTES)]
     begin, middle = 2 * _LENGTH_BYTES, 2 * _LENGTH_BYTES + ends[0]
     end = middle + ends[1]
-    rest = torch.empty(max(0, end - _HEAD_BYTES), dtype=torch.uint8, device=group.home)
+    rest = torch.empty(max(0, end - _HEAD_BYTES), dtype=torch.uint8)
     if rest.numel():
         group.wait(group.broadcast(rest, 0))
-        group.synchronize()
-    content = first + rest.cpu().numpy().tobytes()
+    content = first + rest.numpy().tobytes()
     specs, text = _specs_from_json(content[begin:middle]), content[middle:end]
     tensors = _destinations(specs, device, {} if targets is None else targets(text, specs))
     _stream(group, [_flat_bytes(t) for t in tensors], sending=False)
@@ -156,8 +155,7 @@ def exchange_spans(
             for root, (start, end) in enumerate(spans):
                 if start + at < end:
                     piece = line[start + at : min(start + at + _PIECE_BYTES, end)]
-                    buffer = piece.to(group.home)
-                    yield group.broadcast(buffer, root), buffer, [] if buffer is piece else [piece]
+                    yield group.broadcast(piece, root), piece, []
 
     _wait_in_turn(group, launched(), most=2 * len(spans))
     group.synchronize()
@@ -168,14 +166,14 @@ def _stream(group: ProcessGroup, flats: Sequence[torch.Tensor], *, sending: bool
 
     def launched() -> Iterator[_Flight]:
         for parts in _packs(flats):
-            direct = len(parts) == 1 and parts[0].device.type == group.home.type
+            direct = len(parts) == 1 and not _is_remote(parts[0])
             if direct:
                 buffer = parts[0]
             elif sending:
-                buffer = torch.cat([p.to(group.home) for p in parts])
+                buffer = torch.cat(_on_host(group, parts))
             else:
                 size = sum(p.numel() for p in parts)
-                buffer = torch.empty(size, dtype=torch.uint8, device=group.home)
+                buffer = torch.empty(size, dtype=torch.uint8)
             yield group.broadcast(buffer, 0), buffer, [] if direct or sending else parts
 
     _wait_in_turn(group, launched(), most=_MAX_IN_FLIGHT)
@@ -191,7 +189,7 @@ def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -
         group.wait(operation)
         if parts:
             for part, piece in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
-                part.copy_(piece)
+                part.copy_(piece)  # to a device, it waits: the buffer is gone afterwards
 
     for flight in launched:
         flights.append(flight)
@@ -199,6 +197,19 @@ def _wait_in_turn(group: ProcessGroup, launched: Iterable[_Flight], most: int) -
             land()
     while flights:
         land()
+
+
+def _is_remote(tensor: torch.Tensor) -> bool:
+    return accelerator_of(tensor.device).asynchronous
+
+
+def _on_host(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    remote = [tensor for tensor in tensors if _is_remote(tensor)]
+    if not remote:
+        return list(tensors)
+    assert group.on_device is not None
+    read = iter(group.on_device.read(remote))
+    return [next(read) if _is_remote(tensor) else tensor for tensor in tensors]
 
 
 def _packs(flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -28,8 +28,10 @@ from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_enviro
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
+from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.fault_injection import WorkerFault
@@ -50,8 +52,9 @@ class ProcessWorkerGroup:
         job: WorkerJob,
         controller: Controller,
         limit: int | None = None,
+        device: SimulatedDevice | None = None,
     ) -> None:
-        self._job, self._controller = job, controller
+        self._job, self._controller, self._device = job, controller, device
         self.limit = limit
         self._lock = threading.Lock()
         self._pipes: dict[WorkerId, Connection] = {}
@@ -111,7 +114,9 @@ class ProcessWorkerGroup:
                 self._pipes[worker] = ours
                 outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
                 self._outboxes[worker] = outbox
-            process = _context.Process(target=_main, args=(worker, self._job, theirs), daemon=True)
+            process = _context.Process(
+                target=_main, args=(worker, self._job, theirs, self._device), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes[worker] = process
@@ -169,7 +174,11 @@ class _PipeLink:
             self._pipe.send(message)
 
 
-def _main(identity: WorkerId, job: WorkerJob, pipe: Connection) -> None:
+def _main(
+    identity: WorkerId, job: WorkerJob, pipe: Connection, device: SimulatedDevice | None
+) -> None:
+    if device is not None:
+        install(SimulatedAccelerator(device))
     if job.url is not None:  # output is copied to the run's folder
         print_to_file()
         print_whatever_fits()
@@ -192,7 +201,8 @@ class ProcessRun:
     """A whole run on plain processes: `with ProcessRun(spec, train) as run: run.wait()`.
 
     `faults` are injected into the workers, `limit` is the number of processes, `url` the run's
-    folder (None: no checkpoints). `check` is called by the controller.
+    folder (None: no checkpoints). `check` is called by the controller. `device`: the workers
+    compute on a simulated device.
     """
 
     def __init__(
@@ -206,6 +216,7 @@ class ProcessRun:
         journal: Journal | None = None,
         url: str | None = None,
         check: Callable[[], None] = lambda: None,
+        device: SimulatedDevice | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
@@ -221,7 +232,7 @@ class ProcessRun:
             self.controller.state_store.state.lease_token,
             faults,
         )
-        self.worker_group = ProcessWorkerGroup(job, self.controller, limit)
+        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device)
 
     def __enter__(self) -> ProcessRun:
         self.controller.open(self.worker_group)

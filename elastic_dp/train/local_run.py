@@ -100,7 +100,7 @@ class LocalRun:
             worker="w1",
             data=self.data,
             device=self.device,
-            backend="gloo",
+            connects_devices=False,
             link=self,
             status=self,
             control=self.control,

@@ -82,7 +82,7 @@ class Session:
     worker: WorkerId
     data: BatchSource
     device: torch.device
-    backend: str
+    connects_devices: bool
     link: ControllerLink
     status: HeartbeatStatus
     control: WorkerControl
@@ -96,7 +96,9 @@ class Session:
         self.inexact_because: list[str] = []
         self.loop = UserLoop()
         self.progress = WorkerProgress()
-        self._groups = GenerationGroups(self.worker, self.device, self.backend, self.control)
+        self._groups = GenerationGroups(
+            self.worker, self.device, self.connects_devices, self.control
+        )
         self.reporter = PhaseReporter(self.status, self.faults, self._groups, self.progress)
         self._checkpoints_at_head: StepBoundaryCheckpoints | None = None
 
@@ -281,9 +283,10 @@ class Session:
                 self.leave(reason)
                 continue
             try:
+                self._groups.check_connection()
                 outcome = self.step_runner.attempt(self.position.step + 1)
             except GroupError as error:
-                self.leave(error)
+                self.leave(error, self._groups.unreachable)
                 continue
             if isinstance(outcome, StepRecord):
                 self._committed(outcome)

@@ -51,7 +51,6 @@ def of_each(world_size: int, act: Callable[[ProcessGroup], object]) -> list[obje
             rank=rank,
             world_size=world_size,
             device=CPU,
-            backend="gloo",
             timeout_s=PATIENCE_S,
         )
         group = forming.start().wait()
@@ -272,13 +271,13 @@ def run_leaves(
 
 def without_peers(group: ProcessGroup) -> Any:
     """A group of the same size in which nothing arrives."""
-    return types.SimpleNamespace(
+    transport = types.SimpleNamespace(
         rank=group.rank,
         world_size=group.world_size,
-        home=group.home,
         all_to_all=lambda *_: object(),
         is_over=lambda _: False,
     )
+    return types.SimpleNamespace(world_size=group.world_size, transport=transport, on_device=None)
 
 
 COUNT = 12
@@ -333,7 +332,7 @@ def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
         )
 
 
-def test_nothing_is_finished_when_a_step_begins_where_nothing_needs_a_gradient() -> None:
+def test_step_without_gradients_begins_with_nothing_finished() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(5), requires_grad=False)]
     gradients = GradientReducer(named(parameters))
 

@@ -133,7 +133,6 @@ def forming(server, rank, prefix="g", secret=SECRET, timeout_s=PATIENCE_S):
         rank=rank,
         world_size=2,
         device=torch.device("cpu"),
-        backend="gloo",
         timeout_s=timeout_s,
     )
 

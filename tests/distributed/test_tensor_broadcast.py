@@ -106,7 +106,7 @@ def test_state_goes_through_a_real_group():
 
     def member(rank):
         meet = Rendezvous("127.0.0.1", store.port, "t", SECRET)
-        how = {"device": torch.device("cpu"), "backend": "gloo", "timeout_s": PATIENCE_S}
+        how = {"device": torch.device("cpu"), "timeout_s": PATIENCE_S}
         group = Forming(meet, rank=rank, world_size=2, **how).start().wait()
         if rank == 0:
             tensor_broadcast.send(

@@ -54,7 +54,7 @@ def job(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("point", "torn"), [("before_forward", 2), ("backward", 3)])
-def test_with_a_replacement_only_the_leaves_of_the_dead_run_again(point, torn, tmp_path):
+def test_lost_worker_with_a_replacement_only_its_leaves_run_again(point, torn, tmp_path):
     dead = WorkerFault(point, step=STEP, rank=2, nth=3, once=str(tmp_path / "dead"))
     spec = job(min_workers=3, standby=1)
     outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
@@ -68,7 +68,7 @@ def test_with_a_replacement_only_the_leaves_of_the_dead_run_again(point, torn, t
     assert sum(passes(tmp_path).values()) == VIRTUAL
 
 
-def test_in_a_smaller_group_the_subtrees_that_stay_with_their_worker_do_not_run_again(tmp_path):
+def test_smaller_group_runs_no_subtree_again_that_stays_with_its_worker(tmp_path):
     """Ranges of 4, 4 and 4 become 6 and 6: the first worker keeps its 4, and the second one's
     subtree lies in both ranges."""
     dead = WorkerFault("backward", step=STEP, rank=2, nth=4, once=str(tmp_path / "dead"))
@@ -96,7 +96,7 @@ def node_of(first: int) -> FinishedNode:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: next(iter(change)))
-def test_work_of_other_inputs_is_forgotten(change):
+def test_finished_work_of_other_inputs_is_forgotten(change):
     work = FinishedWork(INPUTS)
     work.add((0, 4), node_of(0))
     assert finished_of(dataclasses.replace(INPUTS), work) is work
@@ -104,7 +104,7 @@ def test_work_of_other_inputs_is_forgotten(change):
     assert finished_of(changed, work) == FinishedWork(changed) == finished_of(changed, None)
 
 
-def test_a_node_is_taken_once_and_only_where_it_lies_in_the_range():
+def test_finished_node_is_taken_once_and_only_where_it_lies_in_the_range():
     work = FinishedWork(INPUTS)
     work.add((0, 2), node_of(0))
     work.add((4, 8), node_of(4))

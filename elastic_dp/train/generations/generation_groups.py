@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic_dp.coordinator.messages import Membership, WorkerId
-from elastic_dp.distributed.process_group import Forming, ProcessGroup
+from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous, connect_devices
 from elastic_dp.errors import FormingFailed, GroupError
 from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
 
@@ -26,9 +26,11 @@ class GenerationGroups:
     """
 
     def __init__(
-        self, worker: WorkerId, device: torch.device, backend: str, control: WorkerControl
+        self, worker: WorkerId, device: torch.device, connects: bool, control: WorkerControl
     ) -> None:
-        self._worker, self._device, self._backend, self._control = worker, device, backend, control
+        """`connects`: the devices of the members get a communicator of their own."""
+        self._worker, self._device, self._control = worker, device, control
+        self._connects = connects
         self.main: ProcessGroup | None = None
         self.unreachable: tuple[
             WorkerId, ...
@@ -76,6 +78,10 @@ class GenerationGroups:
             if state is not None:
                 state.abort()
             raise
+        if self._connects:
+            assert self._form is not None
+            timeout_s = self._form.membership.forming_timeout_s
+            connect_devices(self.main, self._meeting("devices"), timeout_s)
         for old in self._old:
             old.close()
         # Other members may still be receiving, so the group closes with the next forming.
@@ -95,6 +101,8 @@ class GenerationGroups:
 
         Peers may still be receiving what this worker sent for the step that all committed.
         """
+        if self.main is not None and self.main.on_device is not None:
+            self.main.on_device.come_to_rest()
         self._old += [group for group in (self.main, self._side) if group is not None]
         self.main = self._side = None
 
@@ -102,24 +110,41 @@ class GenerationGroups:
         """Starts to form a group of the members with these ranks, in this order, this worker
         included."""
         assert self._form is not None
-        membership, meet = self._form.membership, self._form.rendezvous
-        prefix = f"{meet.prefix}/{membership.generation}/{purpose}"
+        membership = self._form.membership
         forming = Forming(
-            dataclasses.replace(meet, prefix=prefix),
+            self._meeting(purpose),
             rank=ranks.index(membership.rank(self._worker)),
             world_size=len(ranks),
             device=self._device,
-            backend=self._backend,
             timeout_s=membership.forming_timeout_s,
         )
         self._control.abort_at_end(forming)
         return forming.start()
 
+    def _meeting(self, purpose: str) -> Rendezvous:
+        """Returns where the members of the present generation meet for `purpose`."""
+        assert self._form is not None
+        meet, generation = self._form.rendezvous, self._form.membership.generation
+        return dataclasses.replace(meet, prefix=f"{meet.prefix}/{generation}/{purpose}")
+
+    def check_connection(self) -> None:
+        """Raises FormingFailed if the devices cannot be connected."""
+        on_device = None if self.main is None else self.main.on_device
+        if on_device is not None:
+            try:
+                on_device.check_connection()
+            except FormingFailed:
+                self._not_reached(on_device.absent, range(self.world_size))
+                raise
+
+    def _not_reached(self, absent: Sequence[int], ranks: Sequence[int]) -> None:
+        assert self._form is not None
+        members = self._form.membership.members
+        self.unreachable = tuple(members[ranks[r]].worker for r in absent)
+
     def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:
         try:
             return forming.wait()
         except FormingFailed:
-            assert self._form is not None
-            members = self._form.membership.members
-            self.unreachable = tuple(members[ranks[r]].worker for r in forming.absent)
+            self._not_reached(forming.absent, ranks)
             raise

@@ -9,6 +9,7 @@ from elastic_dp.errors import LoopError
 from elastic_dp.train.loop_guard.unpassed_state import UnpassedStateGuard
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.unread_buffers import changed_by_body
 
 
 class LoopGuard:
@@ -31,10 +32,5 @@ class LoopGuard:
             warn(warning)
         written = self._buffers.written_outside()
         if written is not None:
-            raise LoopError(
-                f"the body of the loop over ctx.steps changed the buffer {written!r}, e.g. by "
-                "calling the model in training mode: use ctx.evaluate, or call model.eval() "
-                "before and model.train() after; keep an average of buffers in a model of its "
-                "own and pass it as state="
-            )
+            raise LoopError(changed_by_body(written))
         self._buffers.take_extra_state()

@@ -25,8 +25,8 @@ from elastic_dp.checkpoint.python_objects import References
 from elastic_dp.checkpoint.tensor_aliases import join_aliases, split_aliases
 from elastic_dp.distributed.tensor_broadcast import TensorMeta
 from elastic_dp.train.loop_guard.loop_body_guard import LoopBodyGuard
+from elastic_dp.train.state.buffer_memory import copy_values
 from elastic_dp.train.state.loss_scale import LossScale
-from elastic_dp.train.state.module_buffers import copy_values
 from elastic_dp.train.state.optimizer_state import OptimizerState, same
 from elastic_dp.train.state.state_payload import tensor_slot
 from elastic_dp.train.state.step_record import StepRecord

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from elastic_dp.distributed.local_reduction import Gradients
 from elastic_dp.distributed.reduction_tree import Node
+from elastic_dp.train.state.module_buffers import LeafBuffers
 from elastic_dp.train.step.micro_batch import MicroBatchResult
 
 
@@ -34,7 +34,7 @@ class FinishedNode:
 
     gradients: Gradients
     results: Mapping[int, MicroBatchResult]
-    buffers: Mapping[int, Mapping[int, Any]]
+    buffers: Mapping[int, LeafBuffers]
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.errors import LossError
 
 # Weights multiply gradients, mostly in float32. Only their ratios matter, so they need not come
@@ -16,10 +17,13 @@ LARGEST_WEIGHT = 1e30
 LEAST_WEIGHT = 1e-30  # of a whole global batch
 
 
-def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str, float]]:
+def parse_loss(
+    returned: Any, rows: int, unread: dict[str | None, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, float, dict[str, float]]:
     """Returns the loss as a scalar tensor, its weight (default: `rows`), and the metrics.
 
-    Raises LossError.
+    Metrics that are on an asynchronous device are added to `unread`, if it is given, and are NaN
+    meanwhile. Raises LossError.
     """
     metrics: Any = {}
     loss, weight = returned, rows
@@ -50,7 +54,7 @@ def parse_loss(returned: Any, rows: int) -> tuple[torch.Tensor, float, dict[str,
         raise LossError(
             f"the metrics are {_described(metrics)}, must be a mapping of names to numbers"
         )
-    return loss.reshape(()), number, _numbers(metrics)
+    return loss.reshape(()), number, _numbers(metrics, unread)
 
 
 def mean(values: Sequence[tuple[float, float]]) -> float:
@@ -66,9 +70,14 @@ def mean(values: Sequence[tuple[float, float]]) -> float:
     return has_state / weight if weight else math.nan
 
 
-def _numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+def _numbers(
+    metrics: Mapping[Any, Any], unread: dict[str | None, torch.Tensor] | None
+) -> dict[str, float]:
     numbers = {}
     for key, value in metrics.items():
+        if unread is not None and _is_on_device(value):
+            numbers[str(key)], unread[str(key)] = math.nan, value.detach()
+            continue
         number = _number(value)
         if number is None:
             raise LossError(
@@ -77,6 +86,15 @@ def _numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
             )
         numbers[str(key)] = number
     return numbers
+
+
+def _is_on_device(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.numel() == 1
+        and not value.is_complex()
+        and accelerator_of(value.device).asynchronous
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.accelerator import accelerator_of
 from elastic_dp.device.cuda_graphs import begin_graph_iteration
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
@@ -25,11 +26,24 @@ LossFn = Callable[[Any, Any], Any]
 
 @dataclass(slots=True)
 class MicroBatchResult:
-    """The result of one virtual worker's forward pass."""
+    """The result of one virtual worker's forward pass.
+
+    `unread` are values that are still on a device: metrics by name, and the loss.
+    """
 
     loss: float
     weight: float
     metrics: dict[str, float]
+    unread: dict[str | None, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, values: Sequence[float]) -> None:
+        """Takes the values of `unread`, in its order."""
+        for name, value in zip(self.unread, values, strict=True):
+            if name is None:
+                self.loss = value
+            else:
+                self.metrics[name] = value
+        self.unread = {}
 
 
 class MicroBatchRunner:
@@ -91,11 +105,17 @@ class MicroBatchRunner:
         if written is not None:
             self._check_written(written)
         rows = self._data.rows(step, v) - self._data.masked(step, v)
-        loss, weight, metrics = parse_loss(returned, rows)
-        result = MicroBatchResult(float(loss.detach()), weight, metrics)
+        # The host would wait for the device at each value, so `StepRunner` reads all together.
+        unread: dict[str | None, torch.Tensor] = {}
+        later = accelerator_of(self._device).asynchronous and not self._is_trial
+        loss, weight, metrics = parse_loss(returned, rows, unread if later else None)
+        if later:
+            unread[None] = loss.detach()
+        value = math.nan if later else float(loss.detach())
+        result = MicroBatchResult(value, weight, metrics, unread)
         if weight == 0.0:
             return None, result
-        if not math.isfinite(result.loss) and self._state.loss_scale is None:
+        if not later and not math.isfinite(result.loss) and self._state.loss_scale is None:
             return None, result  # the header tells all; they raise together
         if not loss.requires_grad:
             raise LossError(

@@ -32,6 +32,7 @@ class MemberHeader:
     keeps_late: bool
     bad: Iterable[int]
     weights: str | None
+    connected: bool | None = None  # whether its device is connected; None: nobody waits for that
 
     def to_bytes(self) -> bytes:
         rest: dict[str, Any] = {
@@ -43,6 +44,8 @@ class MemberHeader:
         }
         if self.weights is not None:
             rest["weights"] = self.weights
+        if self.connected is not None:
+            rest["connected"] = self.connected
         flags = bytes([self.late]) + self.used + self.changed
         return flags + msgpack.packb(rest, unicode_errors="surrogatepass")
 
@@ -60,6 +63,7 @@ class StepHeader:
     bad: frozenset[int]  # row groups that some member could not decode, and no step before recorded
     results: dict[int, MicroBatchResult]  # by virtual worker
     weights: list[str | None]  # by rank: the digest of its weights, where they are compared
+    connected: bool  # the devices of all members are connected, and not used yet
 
     @classmethod
     def of(cls, records: Sequence[bytes], used: int, changed: int) -> StepHeader:
@@ -84,6 +88,7 @@ class StepHeader:
                 for v, loss, weight, m in text["v"]
             },
             weights=[text.get("weights") for text in texts],
+            connected=all(text.get("connected") for text in texts),
         )
 
 

@@ -88,6 +88,7 @@ class StepRunner:
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
     _results: dict[int, MicroBatchResult] = field(default_factory=dict)
+    _norm: torch.Tensor | None = None  # theirs before clipping, where it is still on a device
 
     def __post_init__(self) -> None:
         self.gradients = GradientReducer(self.state.parameters)
@@ -135,17 +136,25 @@ class StepRunner:
         self.report("compute")
         self._gradients = None
         self.gradients.begin()
+        self.buffers.begin()
         self.speed.begin()
         self._begin_finished(step, stop, expected)
         results = self._run_mine(step, stop, expected)
         self.report("collective")
         self.gradients.send()
         self.pass_point("sent", step)
-        lengths = self._launch_header(step, results, stop)
-        self.pass_point("exchange", step)
-        self.gradients.reduce()  # while the last bucket and the header are on their way
-        self.pass_point("gather", step)
+        extremes: list[torch.Tensor] | None = None
+        if group.on_device is None:
+            lengths = self._launch_header(step, results, stop)
+            self.pass_point("exchange", step)
+            self.gradients.reduce()  # while the last bucket and the header are on their way
+            self.pass_point("gather", step)
+        else:
+            extremes = self._read_device(step, results)
+            lengths = self._launch_header(step, results, stop)
         header = self._collect_headers(step, *lengths)
+        if header.connected and group.on_device is not None:
+            group.on_device.switch()  # what follows in this step is not on the device
         if header.stop is not None:
             self._undo()
             self.control.commit()
@@ -167,13 +176,16 @@ class StepRunner:
         loss_scale = self.state.loss_scale
         factor = (expected / weight if weight else 1.0) / (loss_scale.scale if loss_scale else 1.0)
         buffers = self._exchange_buffers(step, header.changed)
-        finite = self.gradients.complete(factor)
+        if extremes is None:
+            finite = self.gradients.complete(factor)
+        else:
+            finite = self.gradients.finish(factor, extremes)
         if not finite and loss_scale is None:
             raise LossError(
                 f"the gradient of step {step} is not finite although every loss is; the rows were: "
                 + "; ".join(self.data.describe(step, v) for v in sorted(results)[:4])
             )
-        group.synchronize()
+        group.check()
         self.speed.end_step()
         self.pass_point("before_commit", step)
         self.control.commit()
@@ -259,10 +271,34 @@ class StepRunner:
                 buffers = self.buffers.finished(range(*node))
                 self._finished.add(node, FinishedNode(gradients, results, buffers))
 
+    def _read_device(
+        self, step: int, results: Mapping[int, MicroBatchResult]
+    ) -> list[torch.Tensor]:
+        """Adds up and exchanges the gradients, and reads all that the host must know of this step.
+
+        This is the only time in a step that the host waits for the device. Returns what
+        `GradientReducer.finish` needs.
+        """
+        assert self._group is not None and self._group.on_device is not None
+        self.pass_point("exchange", step)
+        self.gradients.reduce()
+        self.pass_point("gather", step)
+        extremes = self.gradients.arrive()
+        buffers = self.buffers.unread()
+        values = [value for result in results.values() for value in result.unread.values()]
+        read = self._group.on_device.read([*extremes, *buffers, *values])
+        of_values = iter(read[len(extremes) + len(buffers) :])
+        for result in results.values():
+            result.take([next(of_values).reshape(1).tolist()[0] for _ in result.unread])
+        self.buffers.take(read[len(extremes) : len(extremes) + len(buffers)])
+        return read[: len(extremes)]
+
     def _launch_header(
         self, step: int, results: Mapping[int, MicroBatchResult], stop: str | None
     ) -> tuple[int, int]:
         """Sends the header. Returns its numbers of flags for parameters and for buffers."""
+        assert self._group is not None
+        on_device = self._group.on_device
         bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
         header = MemberHeader(
             late=self.gradients.late,
@@ -274,6 +310,7 @@ class StepRunner:
             keeps_late=self.control.checkpoint_late,
             bad=bad - self.state.bad_row_groups,
             weights=self.weights.digest(step - 1),
+            connected=None if on_device is None or on_device.switched else on_device.connected,
         )
         self._header.launch(header.to_bytes())
         self.pass_point("header", step)
@@ -332,12 +369,15 @@ class StepRunner:
             lr=float(state.optimizer.param_groups[0]["lr"]),
         )
         seed_everything(body_seed(self.seed, step))
-        self._gradients = self.gradients.assign(used)
+        self._gradients, self._norm = self.gradients.assign(used), None
         self.buffers.commit(buffers)
         if finite:
             if self.clip_norm is not None:
                 norm = torch.nn.utils.clip_grad_norm_(state.parameters.values(), self.clip_norm)
-                record.grad_norm = float(norm)
+                if self._group is not None and self._group.on_device is not None:
+                    self._norm = norm  # read with the step's `grad_norm`, for which the host waits
+                else:
+                    record.grad_norm = float(norm)
             self.pass_point("optimizer", step)
             state.optimizer.step()
             if state.scheduler is not None:
@@ -355,6 +395,8 @@ class StepRunner:
         """Returns the norm of the last committed step's gradients, or None if they are gone."""
         if self._gradients is None:
             return None
+        if self._norm is not None:
+            return float(self._norm)
         return float(torch.nn.utils.get_total_norm(self._gradients))
 
 

@@ -1,0 +1,133 @@
+"""What a step needs of the device that computes it: events, memory on the host, and a
+communicator.
+
+A device is asynchronous if the host only launches its work. Whatever the device computes is read by
+`DeviceTransport.read`, after an event behind it has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elastic_dp.device.nccl_communicator import NcclCommunicator
+
+
+class DeviceEvent(Protocol):
+    def query(self) -> bool:
+        """Returns whether the device has done everything that was launched before the event."""
+        ...
+
+
+class Communicator(Protocol):
+    """Collectives between the devices of one generation. Each returns a handle whose `wait` only
+    orders later work of the device behind it."""
+
+    def connect(self, check: Callable[[], None]) -> None:
+        """Blocks until all members are connected. Calls `check`, which may raise, meanwhile."""
+        ...
+
+    def abort(self) -> None:
+        """Ends every operation, at any time and on any thread. May block."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any: ...
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> Any: ...
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any: ...
+
+
+class Accelerator(Protocol):
+    asynchronous: bool
+
+    def record(self) -> DeviceEvent:
+        """Returns an event behind everything that this thread has launched."""
+        ...
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Returns memory of the host that the device can copy to and from by itself."""
+        ...
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launches a copy. `target` is valid once an event behind it has passed."""
+        ...
+
+    def communicator(
+        self, store: Any, rank: int, world_size: int, timeout_s: float
+    ) -> Communicator: ...
+
+
+class HostProcessor:
+    """Not asynchronous: what is launched is done."""
+
+    asynchronous = False
+
+    def record(self) -> DeviceEvent:
+        return _Passed()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def communicator(self, store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+        raise AssertionError("tensors of the host travel over Gloo")
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+
+class CudaAccelerator:
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def record(self) -> DeviceEvent:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def communicator(
+        self, store: Any, rank: int, world_size: int, timeout_s: float
+    ) -> Communicator:
+        return NcclCommunicator(store, rank, world_size, self._device, timeout_s)
+
+
+_HOST = HostProcessor()
+_installed: Accelerator | None = None
+
+
+def install(accelerator: Accelerator | None) -> None:
+    """Has this process use `accelerator` for tensors of every device; None: as usual. For tests
+    without a device."""
+    global _installed
+    _installed = accelerator
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    if _installed is not None:
+        return _installed
+    return CudaAccelerator(device) if device.type == "cuda" else _HOST
+
+
+def has_own_communicator(gpus: float) -> bool:
+    """Returns whether workers with this many GPUs each connect their devices. Workers that share
+    one cannot."""
+    return gpus >= 1 or _installed is not None

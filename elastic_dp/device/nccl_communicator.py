@@ -1,0 +1,71 @@
+"""One communicator of NCCL between the GPUs of a generation.
+
+- Connecting does not block inside NCCL, so it ends by itself after `timeout_s`, and can be aborted.
+- It happens in a first, tiny collective: `eager_connect_single_device` fails where connecting does
+  not block.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# A collective may wait for a peer that is in a long loop body, so only aborts end it.
+_OPERATION_TIMEOUT = timedelta(hours=24)
+_CONNECTING_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"  # seconds; read when the first one connects
+_POLL_S = 0.005
+
+
+class NcclCommunicator:
+    """Implements `Communicator`."""
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float
+    ) -> None:
+        os.environ.setdefault(_CONNECTING_LIMIT, str(max(1, round(timeout_s))))
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _OPERATION_TIMEOUT
+        options.config.blocking = 0
+        # Torch indexes it when the group is split; it is empty for a group without a default one.
+        options.global_ranks_in_group = list(range(world_size))
+        self._device = device
+        torch.cuda.set_device(device)  # of this thread
+        self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+    def connect(self, check: Callable[[], None]) -> None:
+        torch.cuda.set_device(self._device)
+        # On a stream of its own, since the training goes on meanwhile.
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self.all_reduce(torch.zeros(1, device=self._device)).wait()
+            event = torch.cuda.Event()
+            event.record()
+            while not event.query():
+                check()
+                time.sleep(_POLL_S)
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return self._backend.allreduce([tensor], c10d.AllreduceOptions())
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> Any:
+        return self._backend.alltoall_base(
+            output, input, list(output_sizes), list(input_sizes), c10d.AllToAllOptions()
+        )
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
+        return self._backend._allgather_base(output, input, c10d.AllgatherOptions())

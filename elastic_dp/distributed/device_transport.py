@@ -1,0 +1,285 @@
+"""How gradients travel between members whose tensors are on an asynchronous device, and the one way
+from the device to the host.
+
+- A generation begins over Gloo: what is sent is copied to the host, and what arrives is copied
+  back. The members' devices connect meanwhile. From a step on that all members agree on, the
+  device's communicator is used. All sums are added up on the device, along the same tree, so their
+  bits do not depend on the transport.
+- `read` is the only way to the host: an event, which is polled, a check that the group is not
+  aborted, and then a copy. An aborted collective leaves anything in its output.
+- A generation is left only when the device has nothing of it to do any more. So its memory can be
+  used again, and no later call blocks behind a collective that waits for a lost member.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_dp.device.accelerator import Accelerator, Communicator, DeviceEvent
+from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.errors import CollectiveFailed
+
+if TYPE_CHECKING:
+    from elastic_dp.distributed.process_group import Operation, ProcessGroup
+
+_POLL_S = 0.00005
+
+
+class StagedOperation:
+    """A collective over host memory: it starts when what it sends has been copied there."""
+
+    __slots__ = ("copied", "output", "received", "sent", "sources", "start")
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        received: torch.Tensor,
+        sources: tuple[torch.Tensor, ...],
+        copied: DeviceEvent,
+        start: Callable[[], Operation],
+    ) -> None:
+        self.output, self.received, self.sources = output, received, sources
+        self.copied, self.start = copied, start
+        self.sent: Operation | None = None
+
+
+class DeviceOperation:
+    """A collective of the device's communicator, and the tensors that it may still access."""
+
+    __slots__ = ("buffers", "work")
+
+    def __init__(self, buffers: tuple[torch.Tensor, ...], work: Any) -> None:
+        self.buffers, self.work = buffers, work
+
+
+class DeviceTransport:
+    """The same collectives as a `ProcessGroup`, for tensors on the device."""
+
+    def __init__(self, group: ProcessGroup, accelerator: Accelerator) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self._group, self.accelerator = group, accelerator
+        self._connection: DeviceConnection | None = None
+        self._communicator: Communicator | None = None  # once all members agreed to use it
+        self._unsent: deque[StagedOperation] = deque()
+        self._staged: list[StagedOperation] = []  # since the last event that has passed
+        self._unconfirmed: list[DeviceOperation] = []  # the same
+
+    # ------------------------------------------------------------------------- the communicator
+
+    def connect(self, connection: DeviceConnection) -> None:
+        self._connection = connection
+        if self._group.aborted:
+            connection.abort()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the communicator stands on this member."""
+        return self._connection is not None and self._connection.communicator is not None
+
+    def switch(self) -> None:
+        """Uses the communicator from now on. Every member does, between the same two steps."""
+        if self._connection is not None:
+            self._communicator = self._connection.communicator
+            self._group.check()  # an abort has taken it away
+
+    @property
+    def switched(self) -> bool:
+        return self._communicator is not None
+
+    @property
+    def absent(self) -> list[int]:
+        return [] if self._connection is None else self._connection.absent
+
+    def check_connection(self) -> None:
+        """Raises FormingFailed if the devices cannot be connected."""
+        if self._connection is not None and self._communicator is None:
+            self._connection.check()
+
+    def abort(self) -> None:
+        """Frees the device from collectives that will never end. Returns at once."""
+        if self._connection is not None:
+            self._connection.abort()
+
+    # ------------------------------------------------------------------------------ collectives
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        if self._communicator is not None:
+            return self._launch((tensor,), lambda of: of.all_reduce(tensor))
+        flat = self._copied(tensor)
+        return self._stage(tensor, flat, (flat,), lambda: self._group.all_reduce(flat))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> Any:
+        sizes = output_sizes, input_sizes
+        if self._communicator is not None:
+            return self._launch((output, input), lambda of: of.all_to_all(output, input, *sizes))
+        given, received = self._copied(input), self._host_like(output)
+        return self._stage(
+            output,
+            received,
+            (given, received),
+            lambda: self._group.all_to_all(received, given, *sizes),
+        )
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
+        if self._communicator is not None:
+            return self._launch((output, input), lambda of: of.all_gather(output, input))
+        given, received = self._copied(input), self._host_like(output)
+        return self._stage(
+            output, received, (given, received), lambda: self._group.all_gather(received, given)
+        )
+
+    def wait(self, operation: Any) -> None:
+        """Orders what is launched later behind the operation. Raises GroupError."""
+        if isinstance(operation, StagedOperation):
+            self._send_up_to(operation)
+            assert operation.sent is not None
+            self._group.wait(operation.sent)
+            operation.output.copy_(operation.received, non_blocking=True)
+            return
+        self._group.check()
+        try:
+            operation.work.wait()
+        except RuntimeError as error:
+            raise CollectiveFailed(str(error).splitlines()[0]) from error
+
+    def is_over(self, operation: Any) -> bool:
+        """Returns whether what is launched from now on may use the operation's tensors."""
+        if isinstance(operation, StagedOperation):
+            return True  # only host memory is used by others
+        try:
+            operation.work.wait()  # an aborted one has ended, too, when what follows begins
+        except RuntimeError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------- to the host
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the tensors on the host. Waits once, for everything launched so far. Raises
+        GroupAborted."""
+        flats = [t.detach().reshape(-1).view(torch.uint8) for t in tensors]
+        packed = torch.cat(flats) if flats else None
+        self.synchronize()
+        if packed is None:
+            return []
+        pieces = packed.cpu().split([flat.numel() for flat in flats])
+        return [
+            # A clone is aligned; a piece may begin anywhere.
+            piece.clone().view(tensor.dtype).view(tensor.shape)
+            for tensor, piece in zip(tensors, pieces, strict=True)
+        ]
+
+    def synchronize(self) -> None:
+        """Waits until the device has done everything launched so far. Raises GroupAborted."""
+        self._poll(self.accelerator.record())
+        self._unconfirmed.clear()
+        for operation in self._staged:
+            if operation.sent is not None and operation.sent.work.is_completed():
+                _staging_memory.give_back(operation.sources)
+        self._staged.clear()
+
+    def come_to_rest(self) -> None:
+        """Waits until the device has nothing of this generation to do. An abort that does not free
+        it ends the process."""
+        self._unsent.clear()
+        self._staged.clear()
+        if self._unconfirmed:
+            self.abort()
+        event = self.accelerator.record()
+        while not event.query():
+            time.sleep(_POLL_S)
+        self._unconfirmed.clear()
+
+    def release(self) -> Any:
+        """Returns what must be dropped on a thread of its own: to destroy a communicator blocks."""
+        kept = self._connection, self._communicator, self._unconfirmed
+        self._connection = self._communicator = None
+        self._unconfirmed = []
+        return kept
+
+    def _poll(self, event: DeviceEvent) -> None:
+        while not event.query():
+            self._group.check()
+            time.sleep(_POLL_S)
+        self._group.check()
+
+    # ----------------------------------------------------------------------------------- private
+
+    def _launch(
+        self, buffers: tuple[torch.Tensor, ...], start: Callable[[Communicator], Any]
+    ) -> DeviceOperation:
+        self._group.check()
+        assert self._communicator is not None
+        try:
+            operation = DeviceOperation(buffers, start(self._communicator))
+        except RuntimeError as error:
+            raise CollectiveFailed(str(error).splitlines()[0]) from error
+        self._unconfirmed.append(operation)
+        return operation
+
+    def _stage(
+        self,
+        output: torch.Tensor,
+        received: torch.Tensor,
+        sources: tuple[torch.Tensor, ...],
+        start: Callable[[], Operation],
+    ) -> StagedOperation:
+        operation = StagedOperation(output, received, sources, self.accelerator.record(), start)
+        self._unsent.append(operation)
+        self._staged.append(operation)
+        return operation
+
+    def _send_up_to(self, operation: StagedOperation) -> None:
+        """Starts the collectives up to this one, in the order in which they were launched, which is
+        the same on all members, and those behind it whose copies have arrived."""
+        while self._unsent and (operation.sent is None or self._unsent[0].copied.query()):
+            self._poll(self._unsent[0].copied)
+            first = self._unsent.popleft()
+            first.sent = first.start()
+
+    def _host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _staging_memory.take(self.accelerator, tensor)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = self._host_like(tensor)
+        self.accelerator.copy_to_host(host, tensor)
+        return host
+
+
+class StagingMemory:
+    """Memory of the host that later operations and generations use again: to register it with the
+    device takes longer than a step."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}  # by bytes
+        self._lock = threading.Lock()
+
+    def take(self, accelerator: Accelerator, like: torch.Tensor) -> torch.Tensor:
+        nbytes = like.numel() * like.element_size()
+        with self._lock:
+            free = self._free.get(nbytes)
+            memory = free.pop() if free else None
+        if memory is None:
+            memory = accelerator.host_memory(nbytes)
+        return memory.view(like.dtype)
+
+    def give_back(self, memory: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            for one in {one.data_ptr(): one for one in memory}.values():
+                flat = one.view(torch.uint8)
+                self._free.setdefault(flat.numel(), []).append(flat)
+
+
+_staging_memory = StagingMemory()

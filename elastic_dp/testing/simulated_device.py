@@ -1,0 +1,279 @@
+"""A device with the semantics of CUDA and NCCL, on the processor, for tests without a GPU.
+
+- Each thread that launches has a stream, which another thread works through. `wait` on a collective
+  returns at once: from then on whatever the thread launches is queued behind the collective, until
+  an event behind it has passed. Outputs hold NaN, or 0xFF, until they are computed.
+- The read guard: to read a value on the host meanwhile raises `ReadBeforeEvent`.
+- A collective whose peer is gone spins until it is aborted, and then leaves its output as it is.
+- To connect takes time, or never ends; aborting and destroying may block.
+
+What a thread launches outside of these windows is done at once, as the processor does it: a device
+that is always fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from elastic_dp.threads import background
+
+_POLL_S = 0.0002
+
+
+class ReadBeforeEvent(AssertionError):
+    """The host reads what the device may not have computed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDevice:
+    """Settings of the device of one process."""
+
+    connect_s: float = 0.0  # that connecting takes
+    connect_hangs: bool = False  # ... it never ends
+    abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives
+    destroy_s: float = 0.0  # that destroying blocks
+
+
+class _SimulatedStream:
+    """What one thread has launched, done in order by another."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.pending = 0
+        self._lock = threading.Lock()
+        self._deferred: _Deferred | None = None
+        background("device", self._run).start()
+
+    def put(self, work: Callable[[], Any]) -> None:
+        with self._lock:
+            self.pending += 1
+        self._queue.put(work)
+
+    def defer(self) -> None:
+        """From now on the calling thread's operations are queued."""
+        if self._deferred is None:
+            self._deferred = _Deferred(self)
+            self._deferred.__enter__()
+
+    def catch_up(self) -> None:
+        """The calling thread's operations are done at once again."""
+        if self._deferred is not None and not self.pending:
+            self._deferred.__exit__(None, None, None)
+            self._deferred = None
+
+    def _run(self) -> None:
+        # The version of a tensor was raised when the operation was launched.
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
+            while True:
+                self._queue.get()()
+                with self._lock:
+                    self.pending -= 1
+
+
+class _Deferred(TorchDispatchMode):
+    """Queues the operations of a thread. What returns a new tensor is done at once with whatever
+    the inputs hold, for the sake of its shape, and once more in its turn."""
+
+    READS = frozenset({"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"})
+
+    def __init__(self, stream: _SimulatedStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if name in self.READS:
+            raise ReadBeforeEvent(f"aten::{name} before the event has passed")
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        written = [
+            given[argument.name]
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if written:
+            self._stream.put(partial(func, *args, **kwargs))
+            if not func._schema.returns:
+                return None
+            return written[0] if len(func._schema.returns) == 1 else tuple(written)
+        result = func(*args, **kwargs)
+        is_view = any(value.alias_info is not None for value in func._schema.returns)
+        has_inputs = any(isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs)))
+        if not is_view and has_inputs:
+            self._stream.put(partial(_do_again, func, args, kwargs, result))
+        return result
+
+
+def _do_again(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+        if isinstance(old, torch.Tensor):
+            old.copy_(new)
+
+
+class _Event:
+    def __init__(self, stream: _SimulatedStream) -> None:
+        self._stream, self._passed = stream, threading.Event()
+        stream.put(self._passed.set)
+
+    def query(self) -> bool:
+        if not self._passed.is_set():
+            return False
+        self._stream.catch_up()
+        return True
+
+
+class SimulatedAccelerator:
+    """Implements `Accelerator`."""
+
+    asynchronous = True
+
+    def __init__(self, settings: SimulatedDevice | None = None) -> None:
+        self.settings = settings or SimulatedDevice()
+        self._of_thread = threading.local()
+
+    @property
+    def stream(self) -> _SimulatedStream:
+        if not hasattr(self._of_thread, "stream"):
+            self._of_thread.stream = _SimulatedStream()
+        stream: _SimulatedStream = self._of_thread.stream
+        return stream
+
+    def record(self) -> _Event:
+        return _Event(self.stream)
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        poison(target)
+        self.stream.put(partial(target.copy_, source))
+
+    def communicator(
+        self, store: Any, rank: int, world_size: int, timeout_s: float
+    ) -> SimulatedCommunicator:
+        return SimulatedCommunicator(self, store, rank, world_size)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fills it with what no result is."""
+    if tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    else:
+        tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+
+class _Work:
+    """A collective in a stream. `wait` orders, and does not wait."""
+
+    def __init__(self, stream: _SimulatedStream) -> None:
+        self._stream = stream
+
+    def wait(self) -> bool:
+        self._stream.defer()
+        return True
+
+
+class SimulatedCommunicator:
+    """Implements `Communicator`, over Gloo."""
+
+    def __init__(
+        self, accelerator: SimulatedAccelerator, store: Any, rank: int, world_size: int
+    ) -> None:
+        self._accelerator, self._settings = accelerator, accelerator.settings
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._aborted = threading.Event()
+        self._backend: Any = None
+
+    def connect(self, check: Callable[[], None]) -> None:
+        if self._settings.connect_hangs:
+            self._aborted.wait()
+        until = time.monotonic() + self._settings.connect_s
+        while time.monotonic() < until:
+            check()
+            time.sleep(0.005)
+        check()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(hours=1)
+        self._backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+
+    def abort(self) -> None:
+        self._aborted.set()
+        time.sleep(self._settings.abort_s)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            time.sleep(self._settings.destroy_s)
+
+    def all_reduce(self, tensor: torch.Tensor) -> _Work:
+        given = tensor.clone()
+        return self._launch(
+            tensor, given, lambda: self._backend.allreduce([given], c10d.AllreduceOptions())
+        )
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> _Work:
+        sizes, result = (list(output_sizes), list(input_sizes)), torch.empty_like(output)
+        options = c10d.AllToAllOptions()
+        return self._launch(
+            output, result, lambda: self._backend.alltoall_base(result, input, *sizes, options)
+        )
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> _Work:
+        result, options = torch.empty_like(output), c10d.AllgatherOptions()
+        return self._launch(
+            output, result, lambda: self._backend._allgather_base(result, input, options)
+        )
+
+    def _launch(
+        self, output: torch.Tensor, result: torch.Tensor, start: Callable[[], Any]
+    ) -> _Work:
+        poison(output)
+        stream = self._accelerator.stream
+        stream.put(partial(self._do, output, result, start))
+        return _Work(stream)
+
+    def _do(self, output: torch.Tensor, result: torch.Tensor, start: Callable[[], Any]) -> None:
+        """Gloo writes to memory of its own, so nothing arrives after an abort."""
+        if self._aborted.is_set():
+            return
+        failed, work = False, None
+        try:
+            work = start()
+        except RuntimeError:  # a peer is gone
+            failed = True
+        while failed or (work is not None and not work.is_completed()):
+            if self._aborted.wait(_POLL_S):
+                _never_dropped.append((self._backend, work, result))
+                return
+        assert work is not None
+        try:
+            work.wait()
+        except RuntimeError:
+            self._aborted.wait()
+            return
+        output.copy_(result)
+
+
+_never_dropped: list[Any] = []  # Gloo's destructor blocks until its last operation ends

@@ -1,0 +1,488 @@
+"""Gradients between simulated devices, and the only way from a device to the host. The members are
+threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_dp.device import nccl_communicator
+from elastic_dp.device.accelerator import install
+from elastic_dp.distributed import abort_limit, process_group
+from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.distributed.device_transport import DeviceTransport
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.process_group import (
+    Forming,
+    ProcessGroup,
+    Rendezvous,
+    RendezvousStoreClient,
+    connect_devices,
+    open_rendezvous_store,
+)
+from elastic_dp.distributed.record_gather import RecordGather
+from elastic_dp.distributed.reduction_tree import fold
+from elastic_dp.errors import FormingFailed, GroupAborted
+from elastic_dp.testing.simulated_device import (
+    ReadBeforeEvent,
+    SimulatedAccelerator,
+    SimulatedDevice,
+)
+from elastic_dp.train.generations.worker_control import WorkerControl
+from tests.patience import PATIENCE_S, eventually
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Groups go with their test, and not on a thread that may outlive the interpreter."""
+    left: list[object] = []
+    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    yield
+    install(None)
+    left.clear()
+
+
+def of_each(
+    world_size: int,
+    act: Callable[[ProcessGroup], Any],
+    device: SimulatedDevice | None = None,
+    generations: int = 1,
+) -> list[Any]:
+    """What `act` returns in the last generation, for each rank."""
+    install(SimulatedAccelerator(device))
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+
+    def member(rank: int) -> Any:
+        for number in range(generations):
+            meet = Rendezvous("127.0.0.1", store.port, f"g{number}", b"secret")
+            how = {"rank": rank, "world_size": world_size, "device": CPU}
+            group = Forming(meet, **how, timeout_s=PATIENCE_S).start().wait()
+            at = Rendezvous("127.0.0.1", store.port, f"d{number}", b"secret")
+            connect_devices(group, at, PATIENCE_S)
+            try:
+                told = act(group)
+            finally:
+                transport_of(group).come_to_rest()
+                group.close()
+        return told
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(member, range(world_size)))
+
+
+def transport_of(group: ProcessGroup) -> DeviceTransport:
+    assert group.on_device is not None
+    return group.on_device
+
+
+def switch(group: ProcessGroup) -> None:
+    """As all members do when a header says that all are connected."""
+    eventually(lambda: transport_of(group).connected)
+    group.gather_bytes(b"")
+    transport_of(group).switch()
+
+
+def values_of(virtual_worker: int, step: int) -> torch.Tensor:
+    """Gradients whose sum depends on the order: of all sizes, denormal ones included."""
+    generator = torch.Generator().manual_seed(97 * step + virtual_worker)
+    sizes = torch.logspace(-44, 10, 40)
+    return torch.randn(40, generator=generator) * sizes[torch.randperm(40, generator=generator)]
+
+
+def steps_of(
+    group: ProcessGroup, shares: Sequence[tuple[int, int]], steps: int, *, switches_at: int
+) -> list[list[int]]:
+    """The bits of the sum of each step. The device's communicator is used from step `switches_at`
+    on."""
+    parameter, count, bits = torch.nn.Parameter(torch.zeros(40)), shares[-1][1], []
+    gradients = GradientReducer({"weight": parameter})
+    gradients.open(group, shares, count, exact=True)
+    for step in range(steps):
+        if step == switches_at and group.world_size > 1:
+            switch(group)
+        gradients.begin()
+        leaves = fold(*shares[group.rank], count)
+        for leaf in leaves:
+            gradients.before_leaf(leaf, leaf is leaves[-1])
+            gradients.before_backward()
+            (parameter * values_of(leaf.virtual_worker, step)).sum().backward()
+            gradients.after_leaf(leaf, leaf is leaves[-1])
+        gradients.send()
+        gradients.reduce()
+        extremes = transport_of(group).read(gradients.arrive())
+        assert gradients.finish(0.5, extremes)
+        gradients.assign([1])
+        assert parameter.grad is not None
+        bits.append(parameter.grad.view(torch.int32).tolist())
+    gradients.close()
+    return bits
+
+
+@pytest.mark.parametrize("shares", [[(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]])
+def test_sums_have_the_same_bits_over_either_transport_and_alone(shares):
+    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))
+    of_all = of_each(len(shares), lambda group: steps_of(group, shares, 4, switches_at=2))
+    assert of_all == [alone] * len(shares)
+
+
+def test_gradients_that_are_not_finite_are_seen_by_all_members():
+    def finite(group):
+        found = []
+        for value, factor in [(1e38, 9.0), (torch.nan, 1.0), (1e38, 1.0), (torch.inf, 1.0)]:
+            parameter = torch.nn.Parameter(torch.zeros(5))
+            gradients = GradientReducer({"weight": parameter})
+            gradients.open(group, [(0, 1), (1, 2)], 2, exact=True)
+            gradients.begin()
+            (leaf,) = fold(group.rank, group.rank + 1, 2)
+            gradients.before_leaf(leaf, True)
+            gradients.before_backward()
+            (parameter[3] * value * 0.5).backward()
+            gradients.after_leaf(leaf, True)
+            gradients.send()
+            gradients.reduce()
+            extremes = transport_of(group).read(gradients.arrive())
+            found.append(gradients.finish(factor, extremes))
+        return found
+
+    assert of_each(2, finite) == [[False, False, True, False]] * 2
+
+
+def test_an_output_is_not_read_on_the_host_before_its_event():
+    def act(group):
+        switch(group)
+        transport, output = transport_of(group), torch.zeros(2)
+        given = torch.full((1,), group.rank + 1.0)
+        transport.wait(transport.all_gather(output, given))
+        with pytest.raises(ReadBeforeEvent):
+            output.sum().item()
+        doubled = output * 2
+        return [one.tolist() for one in transport.read([output, doubled])]
+
+    assert of_each(2, act) == [[[1.0, 2.0], [2.0, 4.0]]] * 2
+
+
+def test_an_aborted_collective_is_not_read():
+    """It is one that the peer never enters, as if it had died."""
+    entered, aborted = threading.Event(), threading.Event()
+
+    def act(group):
+        switch(group)
+        if group.rank == 1:
+            entered.wait(PATIENCE_S)
+            group.abort()
+            return aborted.set()
+        transport, output = transport_of(group), torch.ones(2)
+        transport.wait(transport.all_gather(output, torch.ones(1)))
+        entered.set()
+        aborted.wait(PATIENCE_S)
+        threading.Timer(0.0, group.abort).start()
+        with pytest.raises(GroupAborted):
+            transport.read([output])
+        transport.come_to_rest()
+        return output.isnan().all().item()
+
+    assert of_each(2, act) == [True, None]
+
+
+def test_control_bytes_never_use_the_communicator(monkeypatch):
+    def act(group):
+        switch(group)
+        transport = transport_of(group)
+        monkeypatch.setattr(transport, "_launch", lambda *_: pytest.fail("on the device"))
+        header = RecordGather(group)
+        header.launch(bytes([group.rank]) * 2000)
+        return [len(header.collect()), group.gather_bytes(b"x" * group.rank)]
+
+    assert of_each(2, act) == [[2, [b"", b"x"]]] * 2
+
+
+# ------------------------------------------------------------------------------------- aborting
+
+
+class Hanging:
+    """A communicator whose abort blocks."""
+
+    def __init__(self) -> None:
+        self.aborting, self.may_end = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def connect(self, check: Callable[[], None]) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.thread = threading.current_thread()
+        self.aborting.set()
+        self.may_end.wait(PATIENCE_S)
+
+
+class OfHanging(SimulatedAccelerator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = Hanging()
+
+    def communicator(self, *_: Any) -> Any:
+        return self.made
+
+
+class Keys(dict):
+    """A rendezvous store."""
+
+    set = dict.__setitem__
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+
+@pytest.fixture
+def any_store(monkeypatch):
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+
+
+def connection(accelerator, keys, *, timeout_s=PATIENCE_S, world_size=2):
+    return DeviceConnection(
+        accelerator, lambda: keys, "p", rank=0, world_size=world_size, timeout_s=timeout_s
+    ).start()
+
+
+@pytest.fixture
+def hanging(any_store):
+    """A group whose device is connected, and the communicator, whose abort hangs."""
+    install(accelerator := OfHanging())
+    group = ProcessGroup(None, 0, 2, CPU)
+    group.on_device.connect(connection(accelerator, Keys({"connecting/1": "1"})))
+    eventually(lambda: group.on_device.connected)
+    yield group, accelerator.made
+    accelerator.made.may_end.set()
+
+
+def test_no_lock_is_held_while_an_abort_hangs(hanging):
+    group, communicator = hanging
+    control = WorkerControl()
+    control._generation, control._inside = 1, True
+    control.abort_at_end(group)
+    control.abort(1)
+    assert communicator.aborting.wait(PATIENCE_S)
+    assert communicator.thread is not threading.current_thread()
+    assert control._changed.acquire(blocking=False)
+    control._changed.release()
+    with pytest.raises(GroupAborted):
+        group.check()
+
+
+def test_a_planned_end_does_not_abort_in_the_training_thread(hanging):
+    group, communicator = hanging
+    group.on_device.come_to_rest()
+    assert not communicator.aborting.is_set()  # a peer may still be reading
+    group.close()
+    assert communicator.aborting.wait(PATIENCE_S)
+    assert communicator.thread is not threading.current_thread()
+
+
+def test_a_worker_whose_abort_does_not_end_exits(hanging, monkeypatch):
+    exited = threading.Event()
+    monkeypatch.setattr(abort_limit, "ABORT_LIMIT_S", 0.01)
+    monkeypatch.setattr(abort_limit.os, "_exit", lambda code: exited.set())
+    group, _ = hanging
+    group.abort()
+    assert exited.wait(PATIENCE_S)
+
+
+def test_a_worker_whose_abort_ends_goes_on(hanging, monkeypatch):
+    monkeypatch.setattr(abort_limit.os, "_exit", lambda code: pytest.fail("exited"))
+    group, communicator = hanging
+    communicator.may_end.set()
+    group.abort()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "abort-limit"])
+
+
+# ----------------------------------------------------------------------------------- connecting
+
+
+@pytest.mark.usefixtures("any_store")
+def test_connecting_names_who_is_absent():
+    late = connection(OfHanging(), Keys({"connecting/2": "1"}), timeout_s=0.05, world_size=4)
+    eventually(lambda: 2 in late._present)
+
+    def fails():
+        try:
+            late.check()
+        except FormingFailed as error:
+            return str(error)
+        return None
+
+    assert eventually(fails) == "ranks [1, 3] did not begin to connect their devices"
+    assert late.absent == [1, 3]
+
+
+class NeverConnects(Hanging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[type] = []
+        self.connecting = threading.Event()
+
+    def connect(self, check):
+        self.connecting.set()
+        try:
+            while True:
+                check()
+        except GroupAborted:
+            self.ended.append(GroupAborted)
+            raise
+
+    def abort(self):
+        self.aborting.set()
+
+
+@pytest.mark.usefixtures("any_store")
+@pytest.mark.parametrize("ends_by", ["abort", "time"])
+def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
+    accelerator = OfHanging()
+    accelerator.made = never = NeverConnects()
+    one = connection(accelerator, Keys({"connecting/1": "1"}), timeout_s=0.2)
+    assert never.connecting.wait(PATIENCE_S)
+    if ends_by == "abort":
+        one.abort()
+        one.check()
+    else:
+
+        def fails():
+            try:
+                one.check()
+            except FormingFailed as error:
+                return str(error)
+            return None
+
+        assert "all members began to connect their devices, but not in 0.2 s" in eventually(fails)
+        assert one.absent == []
+    assert never.aborting.wait(PATIENCE_S)
+    eventually(lambda: never.ended)
+    assert one.communicator is None
+
+
+@pytest.mark.usefixtures("any_store")
+def test_connecting_failure_is_raised_when_its_time_is_over():
+    """Meanwhile the generation makes steps without the communicator."""
+    accelerator = OfHanging()
+    accelerator.made.connect = lambda check: (_ for _ in ()).throw(RuntimeError("no interface"))
+    one = connection(accelerator, Keys({"connecting/1": "1"}))
+    eventually(lambda: one._error)
+    one.check()
+    one._deadline = 0.0
+    with pytest.raises(FormingFailed, match="no interface"):
+        one.check()
+
+
+@pytest.mark.usefixtures("any_store")
+def test_connecting_broken_device_is_raised_at_once():
+    accelerator = OfHanging()
+
+    def fails(check):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    accelerator.made.connect = fails
+    one = connection(accelerator, Keys({"connecting/1": "1"}))
+    eventually(lambda: one._error)
+    with pytest.raises(FormingFailed):
+        one.check()
+
+
+def test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group(monkeypatch):
+    made = {}
+
+    def nccl(store, rank, size, options):
+        made.update(rank=rank, size=size, options=options)
+
+    nccl.Options = lambda: types.SimpleNamespace(config=types.SimpleNamespace())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv(nccl_communicator._CONNECTING_LIMIT, raising=False)
+    device = torch.device("cuda", 0)
+    nccl_communicator.NcclCommunicator("store", 1, 3, device, 20.4)
+    options = made.pop("options")
+    assert made == {"rank": 1, "size": 3}
+    assert options.global_ranks_in_group == [0, 1, 2]
+    assert options.config.blocking == 0
+    assert nccl_communicator.os.environ[nccl_communicator._CONNECTING_LIMIT] == "20"
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def test_operations_do_not_pile_up_over_a_thousand_steps():
+    def act(group):
+        switch(group)
+        transport, most = transport_of(group), 0
+        output, given = torch.zeros(2), torch.ones(1)
+        for _ in range(1000):
+            transport.wait(transport.all_gather(output, given))
+            transport.read([output])
+            most = max(most, len(transport._unconfirmed), len(transport._staged))
+        return most
+
+    assert of_each(2, act) == [0, 0]
+
+
+def test_gradient_memory_is_the_same_after_fifty_generations(monkeypatch):
+    """Also of generations that end while a collective waits for a peer that is gone."""
+    parameter = {rank: torch.nn.Parameter(torch.zeros(100)) for rank in range(2)}
+    reducers = {rank: GradientReducer({"weight": p}) for rank, p in parameter.items()}
+    addresses = {rank: set() for rank in range(2)}
+
+    def act(group):
+        gradients = reducers[group.rank]
+        gradients.open(group, [(0, 1), (1, 2)], 2, exact=True)
+        switch(group)
+        gradients.begin()
+        (leaf,) = fold(group.rank, group.rank + 1, 2)
+        gradients.before_leaf(leaf, True)
+        gradients.before_backward()
+        if group.rank == 0:  # the peer does not take part
+            parameter[0].sum().backward()
+            gradients.after_leaf(leaf, True)
+            gradients.send()
+        addresses[group.rank] |= {m.data_ptr() for e in gradients._exchanges for m in e._memory}
+        group.abort()
+        gradients.drop()
+        gradients.close()
+
+    of_each(2, act, generations=50)
+    assert [len(of_rank) for of_rank in addresses.values()] == [2, 2]
+
+
+def test_staging_memory_is_used_again():
+    def act(group):
+        transport = transport_of(group)
+        addresses = set()
+        for _ in range(50):
+            output, given = torch.zeros(600), torch.ones(300)
+            operation = transport.all_gather(output, given)
+            addresses |= {memory.data_ptr() for memory in operation.sources}
+            transport.wait(operation)
+            transport.read([output])
+        return len(addresses)
+
+    assert sum(of_each(2, act)) <= 4
+
+
+def test_store_client_of_a_connection_is_its_own():
+    """The idle one is for the next forming, which must not wait."""
+    install(SimulatedAccelerator())
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+    client = RendezvousStoreClient("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
+    meet = Rendezvous("127.0.0.1", store.port, "d", b"secret")
+    process_group._keep_client(meet, client)
+    group = ProcessGroup(None, 0, 2, CPU)
+    connect_devices(group, meet, PATIENCE_S)
+    eventually(lambda: 0 in transport_of(group)._connection._present)
+    assert process_group._store_client(meet, timedelta(seconds=60)) is client
+    group.abort()
