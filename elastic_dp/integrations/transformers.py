@@ -391,7 +391,7 @@ class _Progress:
             for line in trainer.state.log_history
         ]
         return {
-            "state": json.dumps(state),
+            "state": json.dumps(state, default=float),  # what is logged may be a tensor
             "control": json.dumps(trainer.control.state()),
             "callbacks": json.dumps([callback.state() for callback in self._callbacks()]),
             "loss": float(trainer._tr_loss),

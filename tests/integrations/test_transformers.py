@@ -317,7 +317,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("field", [*OTHERS, *training_arguments.REFUSED])
+@pytest.mark.parametrize("field", sorted({*OTHERS, *training_arguments.REFUSED}))
 def test_field_that_cannot_be_had_is_refused_by_name(field, tmp_path):
     trainer = causal_lm(tmp_path)
     setattr(trainer.args, field, OTHERS[field])
