@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from elastic_dp import ElasticTrainer, MapStyleData, Result, ScalingConfig
 from elastic_dp.errors import SpecError
+from elastic_dp.integrations.host_copy import on_host
 from elastic_dp.integrations.lightning_arguments import (
     PRECISIONS,
     check_callback,
@@ -111,7 +112,7 @@ class LightningTrainer(ElasticTrainer):
         self._train_module = functools.partial(train_module, settings)
         super().__init__(
             # A method of the module, so that its code counts as the user's.
-            types.MethodType(self._train_module, module),
+            types.MethodType(self._train_module, *on_host(module)),
             data=data,
             scaling=scaling,
             max_steps=steps,

@@ -16,6 +16,7 @@ import math
 import os
 import time
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, align_special_toke
 
 from elastic_dp import ElasticTrainer, MapStyleData, Result, ScalingConfig, Step, TrainContext
 from elastic_dp.errors import LoopError, LossError, SpecError
+from elastic_dp.integrations.host_copy import on_host
 from elastic_dp.integrations.training_arguments import check_training_arguments
 
 # Methods of Trainer that are not called: a subclass that overrides one would be ignored.
@@ -130,6 +132,11 @@ def _check_trainer(trainer: Any) -> None:
         )
     if trainer.is_model_parallel or trainer.is_distributed_loading_by_transformers:
         raise SpecError("the model is spread over devices, but a worker has one: load it on one")
+    if trainer.optimizer is not None and trainer.optimizer.state:
+        raise SpecError(
+            "the Trainer's optimizer has taken steps: make a new Trainer, or set trainer.optimizer "
+            "and trainer.lr_scheduler to None, so that new ones are made"
+        )
     for name in NOT_CALLED:
         if getattr(type(trainer), name) is not getattr(transformers.Trainer, name):
             raise SpecError(
@@ -178,17 +185,18 @@ def _without_process_state(trainer: Any, rows: Any) -> Any:
     sent.args.hub_token = None
     sent.args.distributed_state = None
     vars(sent.args).pop("_setup_devices", None)
-    sent.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # of Accelerate
-    if trainer._created_lr_scheduler:  # by Trainer.train, which makes a new one each time, too
-        sent.lr_scheduler = None
     sent.callback_handler = copy.copy(trainer.callback_handler)
     sent.callback_handler.callbacks = [
         callback
         for callback in trainer.callback_handler.callbacks
         if type(callback) not in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback)  # `fit` prints
     ]
-    if trainer.model_init is not None:  # each worker makes the model
-        sent.model = sent.model_wrapped = sent.callback_handler.model = None
+    model = trainer.model if trainer.model_init is None else None  # each worker makes it
+    parts = on_host(model, trainer.optimizer, trainer.lr_scheduler)
+    sent.model, sent.optimizer, sent.lr_scheduler = parts
+    handler = sent.callback_handler
+    sent.model_wrapped = handler.model = sent.model
+    handler.optimizer, handler.lr_scheduler = sent.optimizer, sent.lr_scheduler
     return sent
 
 
@@ -256,6 +264,9 @@ def _prepare(trainer: Any, ctx: TrainContext) -> None:
         align_special_tokens(trainer.model, trainer.processing_class)
     trainer.model = trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
     trainer.model.train()
+    if trainer.lr_scheduler is not None:
+        # torch marks the optimizer's step for a scheduler that is made, and a copy has no mark.
+        warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
     trainer.create_optimizer()
     trainer.create_scheduler(num_training_steps=ctx.total_steps)
     epochs = math.ceil(ctx.total_steps / ctx.steps_per_epoch)
@@ -391,7 +402,7 @@ class _Progress:
             for line in trainer.state.log_history
         ]
         return {
-            "state": json.dumps(state),
+            "state": json.dumps(state, default=float),  # what is logged may be a tensor
             "control": json.dumps(trainer.control.state()),
             "callbacks": json.dumps([callback.state() for callback in self._callbacks()]),
             "loss": float(trainer._tr_loss),

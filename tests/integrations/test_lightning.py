@@ -311,9 +311,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*lightning_arguments.REFUSED, "precision", "check_val_every_n_epoch"]
-)
+@pytest.mark.parametrize("name", sorted({*OTHERS, *lightning_arguments.REFUSED}))
 def test_argument_that_cannot_be_had_is_refused_by_name(name):
     with pytest.raises(SpecError, match=f"^{name} is .*which is not supported"):
         LightningTrainer(Classifier(), datamodule=PointsData(), **{name: OTHERS[name]})

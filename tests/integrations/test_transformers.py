@@ -206,6 +206,18 @@ def test_run_that_failed_goes_on_with_the_log_and_the_weights_of_an_undisturbed_
         assert losses(again, key) == losses(calm, key)
 
 
+def test_optimizer_and_scheduler_that_are_passed_are_those_of_trainer(tmp_path):
+    options = {"train_sampling_strategy": "sequential"}
+    trainers = [causal_lm(tmp_path / name, **options) for name in "ab"]
+    for trainer in trainers:
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5, momentum=0.9)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.9)
+    trainers[0].train()
+    fit(trainers[1], tmp_path)
+    for key in ("loss", "learning_rate"):
+        assert losses(trainers[1], key) == pytest.approx(losses(trainers[0], key), rel=1e-5)
+
+
 def test_model_init_makes_the_model_in_the_worker(tmp_path):
     trainers = [causal_lm(tmp_path) for _ in range(2)]
     digests = set()
@@ -250,11 +262,7 @@ def test_argument_that_the_trainer_gives_is_refused(name, tmp_path):
 
 
 def test_run_that_failed_is_continued_by_the_same_object(tmp_path):
-    """The scheduler and the callbacks are made anew. The Trainer has trained before, so that its
-    optimizer is one of Accelerate's."""
-    trainer = causal_lm(tmp_path, max_steps=2, save_strategy="steps", save_steps=5)
-    trainer.train()
-    trainer.args.max_steps = 12
+    trainer = causal_lm(tmp_path, save_strategy="steps", save_steps=5)
     undisturbed = fit(copy.deepcopy(trainer), tmp_path, "calm")
     trainer.add_callback(FailsOnce(tmp_path))
     job = TransformersTrainer(trainer, storage_path=tmp_path, name="run")
@@ -317,7 +325,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("field", [*OTHERS, *training_arguments.REFUSED])
+@pytest.mark.parametrize("field", sorted({*OTHERS, *training_arguments.REFUSED}))
 def test_field_that_cannot_be_had_is_refused_by_name(field, tmp_path):
     trainer = causal_lm(tmp_path)
     setattr(trainer.args, field, OTHERS[field])
@@ -344,6 +352,15 @@ def test_callback_of_an_event_within_a_step_is_refused(event, tmp_path):
     kind = type("Watches", (TrainerCallback,), {event: lambda *args, **kwargs: None})
     with pytest.raises(SpecError, match=f"Watches has {event}"):
         TransformersTrainer(causal_lm(tmp_path, callbacks=[kind()]))
+
+
+def test_optimizer_that_has_taken_steps_is_refused(tmp_path):
+    trainer = causal_lm(tmp_path, max_steps=1)
+    trainer.train()
+    with pytest.raises(SpecError, match="optimizer has taken steps"):
+        TransformersTrainer(trainer)
+    trainer.optimizer = trainer.lr_scheduler = None
+    assert TransformersTrainer(trainer)
 
 
 def test_trainer_of_another_kind_or_without_data_is_refused(tmp_path):
