@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,7 +56,7 @@ class _SimulatedStream:
         self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.pending = 0
         self._lock = threading.Lock()
-        self._deferred: _Deferred | None = None
+        self._deferred: contextlib.ExitStack | None = None
         background("device", self._run).start()
 
     def put(self, work: Callable[[], Any]) -> None:
@@ -66,13 +67,14 @@ class _SimulatedStream:
     def defer(self) -> None:
         """From now on the calling thread's operations are queued."""
         if self._deferred is None:
-            self._deferred = _Deferred(self)
-            self._deferred.__enter__()
+            self._deferred = contextlib.ExitStack()
+            self._deferred.enter_context(_ReadGuard())
+            self._deferred.enter_context(_Deferred(self))
 
     def catch_up(self) -> None:
         """The calling thread's operations are done at once again."""
         if self._deferred is not None and not self.pending:
-            self._deferred.__exit__(None, None, None)
+            self._deferred.close()
             self._deferred = None
 
     def _run(self) -> None:
@@ -82,6 +84,20 @@ class _SimulatedStream:
                 self._queue.get()()
                 with self._lock:
                     self.pending -= 1
+
+
+class _ReadGuard(TorchFunctionMode):
+    """Refuses the ways to the host that are no operation where a tensor is there already."""
+
+    READS = frozenset({"cpu", "numpy", "tolist", "to"})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.READS:
+            raise ReadBeforeEvent(f"Tensor.{name} before the event has passed")
+        return func(*args, **(kwargs or {}))
 
 
 class _Deferred(TorchDispatchMode):
