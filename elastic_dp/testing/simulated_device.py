@@ -183,7 +183,7 @@ class SimulatedAccelerator:
     def communicator(
         self, store: Any, rank: int, world_size: int, timeout_s: float
     ) -> SimulatedCommunicator:
-        return SimulatedCommunicator(self, store, rank, world_size)
+        return SimulatedCommunicator(self, store, rank, world_size, timeout_s)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -209,8 +209,14 @@ class SimulatedCommunicator:
     """Implements `Communicator`, over Gloo."""
 
     def __init__(
-        self, accelerator: SimulatedAccelerator, store: Any, rank: int, world_size: int
+        self,
+        accelerator: SimulatedAccelerator,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._accelerator, self._settings = accelerator, accelerator.settings
         self._store, self._rank, self._world_size = store, rank, world_size
         self._aborted = threading.Event()
@@ -226,8 +232,10 @@ class SimulatedCommunicator:
         check()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(hours=1)
-        self._backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+        options._timeout = timedelta(seconds=self._timeout_s)
+        backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+        backend._set_default_timeout(timedelta(hours=1))
+        self._backend = backend
 
     def abort(self) -> None:
         self._aborted.set()

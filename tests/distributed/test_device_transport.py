@@ -305,6 +305,7 @@ def test_a_worker_whose_abort_ends_goes_on(hanging, monkeypatch):
     group, communicator = hanging
     communicator.may_end.set()
     group.abort()
+    assert communicator.aborting.wait(PATIENCE_S)
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "abort-limit"])
 
 
@@ -374,8 +375,9 @@ def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
 
 @pytest.mark.usefixtures("any_store")
 def test_connecting_ends_by_an_abort_while_it_waits_for_others():
-    connection(OfHanging(), Keys()).abort()
-    eventually(lambda: not [t for t in threading.enumerate() if t.name == "connecting"])
+    one = connection(OfHanging(), Keys())
+    one.abort()
+    eventually(lambda: not one._thread.is_alive())
 
 
 @pytest.mark.usefixtures("any_store")
