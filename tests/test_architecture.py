@@ -3,6 +3,7 @@
 import ast
 import inspect
 import operator
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -34,7 +35,10 @@ ALLOWED = {
     "sampling": {"errors", "sampling"},
     "telemetry": {"errors", "storage", "telemetry", "threads"},
     "storage": {"errors", "urls", "storage"},
-    "data": {"errors", "config", "sampling", "module_pickling", "storage", "data", "threads"},
+    "data": {
+        *("errors", "config", "device", "sampling", "module_pickling", "storage", "data"),
+        "threads",
+    },
     "dataprep": {"errors", "config", "sampling", "storage", "data", "dataprep", "threads"},
     "checkpoint": {"errors", "storage", "checkpoint", "device"},
     "device": {"errors", "device"},
@@ -141,6 +145,18 @@ def test_a_module_outside_storage_imports_no_library_of_stores(path):
     if part_of(path) != "storage":
         found = {name.split(".")[0] for _, name in imports(path)}
         assert not found & {"fsspec", "obstore", "s3fs", "gcsfs", "adlfs"}
+
+
+def test_cuda_is_named_in_one_place():
+    """Another kind of device, and the simulated one, take the place of these modules."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in modules()
+        if part_of(path) != "device"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\bcuda\b", line)
+    ]
+    assert not found, f"{found}: put it into elastic_dp/device/"
 
 
 def test_every_module_says_what_it_does():

@@ -68,7 +68,7 @@ def whole_tree(
 
 
 def device_types(commit: CommitRecord) -> dict[str, str]:
-    """Returns the type of the device that each tensor was on, "cpu" or "cuda", by the tensor's
+    """Returns the type of the device that each tensor was on, such as "cpu", by the tensor's
     name."""
     return {spec.name: spec.device for spec in commit.manifest.layout.specs}
 

@@ -61,7 +61,7 @@ class TensorSpec:
     """The name, dtype and shape of a tensor.
 
     `stride` is set only for a dense tensor that is not contiguous (channels_last). `device` is the
-    device's type, such as "cpu" or "cuda".
+    device's type, such as "cpu".
     """
 
     name: str

@@ -41,6 +41,7 @@ from elastic_dp.config import (
 )
 from elastic_dp.coordinator.messages import Explain
 from elastic_dp.data import Dataset, open_data
+from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.module_pickling import pickle_with_modules
@@ -229,7 +230,7 @@ class ElasticTrainer:
         def say(text: str) -> None:
             progress.show({"command": "Explain", "text": text})
 
-        data = self._open_data(pin=device.type == "cuda", on_wait=say)
+        data = self._open_data(pin=is_gpu(device), on_wait=say)
         stored = self._check_and_record(data)
         if stored is not None:
             data.close()

@@ -33,6 +33,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data import Index, open_data
 from elastic_dp.device.accelerator import has_own_communicator
+from elastic_dp.device.gpu import first_gpu, is_gpu, why_no_gpu
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.distributed.process_group import Rendezvous, use_interface
 from elastic_dp.errors import ClusterError
@@ -165,7 +166,7 @@ class Worker:
                 self._spec.data,
                 virtual_workers=self._spec.scaling.num_virtual_workers,
                 index=self._job.index,
-                pin=device.type == "cuda",
+                pin=is_gpu(device),
                 timeout_s=self._spec.failure.storage_timeout_s,
                 on_wait=lambda text: self._link.say(f"{self.identity}: {text}"),
             )
@@ -216,19 +217,12 @@ def pick_device(resources: Mapping[str, float]) -> torch.device:
     gpus = resources.get("GPU", 0)
     if gpus <= 0:
         return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    why = (
-        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}; see that the "
-        "driver is new enough for it "
-        "and that the container sees its libraries (on GKE LD_LIBRARY_PATH must hold "
-        "/usr/local/nvidia/lib64)"
-        if torch.version.cuda
-        else f"torch {torch.__version__} was built without CUDA; install a build with it"
-    )
+    gpu = first_gpu()
+    if gpu is not None:
+        return gpu
     raise ClusterError(
         f"scaling.resources_per_worker asks for {gpus:g} GPU, but torch finds no CUDA device on "
-        f"{socket.gethostname()}: {why}. To train on the CPU, set "
+        f"{socket.gethostname()}: {why_no_gpu()}. To train on the CPU, set "
         "scaling.resources_per_worker.GPU=0"
     )
 

@@ -46,7 +46,8 @@ class DeviceConnection:
 
     def start(self) -> DeviceConnection:
         self._deadline = time.monotonic() + self._timeout_s
-        background("connecting", self._connect).start()
+        self._thread = background("connecting", self._connect)
+        self._thread.start()
         return self
 
     @property

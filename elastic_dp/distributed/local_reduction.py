@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from elastic_dp.device.cuda_graphs import graphs_are_replayed
+from elastic_dp.device.graph_replay import graphs_are_replayed
 from elastic_dp.distributed.reduction_tree import Node
 from elastic_dp.errors import ModelError
 
@@ -103,7 +103,7 @@ class LocalReduction:
                 raise ModelError(
                     f"the gradient of model.{self._name(index)} lies in the memory of an earlier "
                     "micro-batch's, which is still needed, as with "
-                    "torch.cuda.make_graphed_callables or a backward() that returns the same "
+                    "make_graphed_callables or a backward() that returns the same "
                     "tensor each time. Use "
                     'torch.compile(mode="reduce-overhead"), whose gradients are copied, or return '
                     "a new tensor"

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,7 +56,7 @@ class _SimulatedStream:
         self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.pending = 0
         self._lock = threading.Lock()
-        self._deferred: _Deferred | None = None
+        self._deferred: contextlib.ExitStack | None = None
         background("device", self._run).start()
 
     def put(self, work: Callable[[], Any]) -> None:
@@ -66,13 +67,14 @@ class _SimulatedStream:
     def defer(self) -> None:
         """From now on the calling thread's operations are queued."""
         if self._deferred is None:
-            self._deferred = _Deferred(self)
-            self._deferred.__enter__()
+            self._deferred = contextlib.ExitStack()
+            self._deferred.enter_context(_ReadGuard())
+            self._deferred.enter_context(_Deferred(self))
 
     def catch_up(self) -> None:
         """The calling thread's operations are done at once again."""
         if self._deferred is not None and not self.pending:
-            self._deferred.__exit__(None, None, None)
+            self._deferred.close()
             self._deferred = None
 
     def _run(self) -> None:
@@ -82,6 +84,20 @@ class _SimulatedStream:
                 self._queue.get()()
                 with self._lock:
                     self.pending -= 1
+
+
+class _ReadGuard(TorchFunctionMode):
+    """Refuses the ways to the host that are no operation where a tensor is there already."""
+
+    READS = frozenset({"cpu", "numpy", "tolist", "to"})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.READS:
+            raise ReadBeforeEvent(f"Tensor.{name} before the event has passed")
+        return func(*args, **(kwargs or {}))
 
 
 class _Deferred(TorchDispatchMode):
@@ -167,7 +183,7 @@ class SimulatedAccelerator:
     def communicator(
         self, store: Any, rank: int, world_size: int, timeout_s: float
     ) -> SimulatedCommunicator:
-        return SimulatedCommunicator(self, store, rank, world_size)
+        return SimulatedCommunicator(self, store, rank, world_size, timeout_s)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -193,8 +209,14 @@ class SimulatedCommunicator:
     """Implements `Communicator`, over Gloo."""
 
     def __init__(
-        self, accelerator: SimulatedAccelerator, store: Any, rank: int, world_size: int
+        self,
+        accelerator: SimulatedAccelerator,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._accelerator, self._settings = accelerator, accelerator.settings
         self._store, self._rank, self._world_size = store, rank, world_size
         self._aborted = threading.Event()
@@ -210,8 +232,10 @@ class SimulatedCommunicator:
         check()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(hours=1)
-        self._backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+        options._timeout = timedelta(seconds=self._timeout_s)
+        backend = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, options)
+        backend._set_default_timeout(timedelta(hours=1))
+        self._backend = backend
 
     def abort(self) -> None:
         self._aborted.set()

@@ -10,6 +10,7 @@ import torch
 
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data import open_evaluation
+from elastic_dp.device.gpu import is_gpu
 from elastic_dp.errors import LoopError, LossError, SpecError
 from elastic_dp.train.session import Session
 from elastic_dp.train.state.step_record import StepRecord
@@ -216,7 +217,7 @@ class TrainContext:
         session = self._session
         opened = open_evaluation(
             data,
-            pin=session.device.type == "cuda",
+            pin=is_gpu(session.device),
             timeout_s=session.spec.failure.storage_timeout_s,
             on_wait=session.link.say,
         )

@@ -163,8 +163,9 @@ def test_an_output_is_not_read_on_the_host_before_its_event():
         transport, output = transport_of(group), torch.zeros(2)
         given = torch.full((1,), group.rank + 1.0)
         transport.wait(transport.all_gather(output, given))
-        with pytest.raises(ReadBeforeEvent):
-            output.sum().item()
+        for read in (lambda: output.sum().item(), output.cpu, output.tolist, output.numpy):
+            with pytest.raises(ReadBeforeEvent):
+                read()
         doubled = output * 2
         return [one.tolist() for one in transport.read([output, doubled])]
 
@@ -226,9 +227,11 @@ class Hanging:
 
 
 class OfHanging(SimulatedAccelerator):
-    def __init__(self) -> None:
+    def __init__(self, *, hangs: bool = False) -> None:
         super().__init__()
         self.made = Hanging()
+        if not hangs:
+            self.made.may_end.set()
 
     def communicator(self, *_: Any) -> Any:
         return self.made
@@ -257,7 +260,7 @@ def connection(accelerator, keys, *, timeout_s=PATIENCE_S, world_size=2):
 @pytest.fixture
 def hanging(any_store):
     """A group whose device is connected, and the communicator, whose abort hangs."""
-    install(accelerator := OfHanging())
+    install(accelerator := OfHanging(hangs=True))
     group = ProcessGroup(None, 0, 2, CPU)
     group.on_device.connect(connection(accelerator, Keys({"connecting/1": "1"})))
     eventually(lambda: group.on_device.connected)
@@ -302,6 +305,7 @@ def test_a_worker_whose_abort_ends_goes_on(hanging, monkeypatch):
     group, communicator = hanging
     communicator.may_end.set()
     group.abort()
+    assert communicator.aborting.wait(PATIENCE_S)
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "abort-limit"])
 
 
@@ -367,6 +371,13 @@ def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
     assert never.aborting.wait(PATIENCE_S)
     eventually(lambda: never.ended)
     assert one.communicator is None
+
+
+@pytest.mark.usefixtures("any_store")
+def test_connecting_ends_by_an_abort_while_it_waits_for_others():
+    one = connection(OfHanging(), Keys())
+    one.abort()
+    eventually(lambda: not one._thread.is_alive())
 
 
 @pytest.mark.usefixtures("any_store")

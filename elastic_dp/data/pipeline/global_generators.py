@@ -7,18 +7,18 @@ import random
 import numpy as np
 import torch
 
+from elastic_dp.device.gpu import open_gpu_generators, seed_gpus
+
 
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     # Not torch.manual_seed: it formats a stack trace for a device that is not in use yet (0.4 ms).
     torch.default_generator.manual_seed(seed % (1 << 63))
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed % (1 << 63))
+    seed_gpus(seed % (1 << 63))
 
 
 def open_generators(device: torch.device) -> None:
     """Before the first seed: `seed_everything` leaves out a device that is not in use yet, and what
     user code then draws there, such as a model's initial weights, would not depend on the seed."""
-    if device.type == "cuda":
-        torch.cuda.init()
+    open_gpu_generators(device)

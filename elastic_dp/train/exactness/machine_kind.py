@@ -14,17 +14,14 @@ from typing import Any
 
 import torch
 
+from elastic_dp.device.gpu import gpu_kind, is_gpu, nccl_version
+
 
 def machine_kind(device: torch.device, exact: bool) -> str:
     """Returns a text. On machines with equal texts, deterministic kernels compute the same bits."""
     parts = [f"torch {torch.__version__}", f"exact {exact}"]
-    if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        parts += [
-            f"{p.name}, {p.multi_processor_count} SMs, capability {p.major}.{p.minor}",
-            f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}",
-            *_gpu_settings(),
-        ]
+    if is_gpu(device):
+        parts += gpu_kind(device)
     else:
         parts += [
             f"cpu {_processor()}, {torch.backends.cpu.get_cpu_capability()}",
@@ -34,38 +31,6 @@ def machine_kind(device: torch.device, exact: bool) -> str:
         if (reduced := _reduced(torch.backends.mkldnn)) is not None:
             parts.append(f"fp32 {reduced}")
     return "; ".join(parts)
-
-
-# Which of them a library may use for a matrix product of half precision.
-_REDUCTIONS = (
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction_split_k",
-    "allow_bf16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction_split_k",
-    "allow_fp16_accumulation",
-)
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-# Read by NVIDIA's libraries themselves.
-_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
-
-
-def _gpu_settings() -> list[str]:
-    """What decides by which kernels, and with which precision inside, a GPU computes.
-
-    Not `allow_tf32`: torch raises where it was set by `fp32_precision`, which knows both.
-    """
-    backend, cudnn = torch.backends.cuda, torch.backends.cudnn
-    conv, rnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
-    reductions = [str(getattr(backend.matmul, name, None)) for name in _REDUCTIONS]
-    attention = [name for name in _ATTENTION if getattr(backend, f"{name}_sdp_enabled")()]
-    return [
-        f"fp32 {backend.matmul.fp32_precision}/{conv}/{rnn}",
-        f"reductions {'/'.join(reductions)}",
-        f"attention {'+'.join(attention)} {backend.fp16_bf16_reduction_math_sdp_allowed()}",
-        f"blas {backend.preferred_blas_library()}, linalg {backend.preferred_linalg_library()}",
-        f"cudnn enabled {cudnn.enabled}",
-        *(f"{name} {os.environ[name]}" for name in _VARIABLES if name in os.environ),
-    ]
 
 
 def _reduced(mkldnn: Any) -> str | None:
@@ -99,9 +64,8 @@ def software_versions(device: torch.device, code: str) -> tuple[tuple[str, str],
         ("elastic_dp", _version_of_ours()),
         ("code", code),
     ]
-    if device.type == "cuda":
-        nccl = torch.cuda.nccl.version()
-        versions.append(("NCCL", ".".join(map(str, nccl))))
+    if is_gpu(device):
+        versions.append(("NCCL", nccl_version()))
     return tuple(versions)
 
 

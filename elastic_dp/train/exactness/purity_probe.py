@@ -34,6 +34,7 @@ import xxhash
 from torch import nn
 
 from elastic_dp.device.faults import suppress_errors_of_code
+from elastic_dp.device.gpu import chooses_kernels_by_time, is_gpu
 from elastic_dp.errors import DataError, LossError
 from elastic_dp.train.state.weight_comparison import digest_of
 
@@ -76,8 +77,8 @@ def probe(runs: ProbeTarget, because: list[str], say: Callable[[str], None]) -> 
 
     `because` holds the reasons so far why the run is not exact; the probe adds to it.
     """
-    kernels = (
-        bool(because) or runs.device.type == "cuda"
+    kernels = bool(because) or is_gpu(
+        runs.device
     )  # kernels may be the reason for different results
     left: Facts = {}
     kept: Facts = {}
@@ -125,7 +126,7 @@ def _settings_undone(device: torch.device) -> list[str]:
     found = []
     if not torch.are_deterministic_algorithms_enabled():
         found.append("torch.use_deterministic_algorithms was turned off")
-    if device.type == "cuda" and torch.backends.cudnn.benchmark:
+    if chooses_kernels_by_time(device):
         found.append("torch.backends.cudnn.benchmark was turned on")
     return found
 

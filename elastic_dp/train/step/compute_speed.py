@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from elastic_dp.device.gpu import instant, is_gpu, seconds_between
 
 STEPS = 16
 
@@ -23,8 +25,8 @@ class ComputeSpeed:
     """Measures one worker. `tell` receives the value after each step; None: nothing is measured."""
 
     def __init__(self, device: torch.device, tell: Callable[[float], None] | None) -> None:
-        self._tell, self._on_gpu = tell, device.type == "cuda"
-        self._instant: Callable[[], Any] = _event if self._on_gpu else time.perf_counter
+        self._tell, self._on_gpu = tell, is_gpu(device)
+        self._instant: Callable[[], Any] = instant if self._on_gpu else time.perf_counter
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._instants: list[Any] = []  # in this step: begin, end, begin, end, …
 
@@ -51,17 +53,7 @@ class ComputeSpeed:
         if self._tell is None or not self._instants:
             return
         begins, ends = self._instants[::2], self._instants[1::2]
-        took = _on_gpu_s(begins, ends) if self._on_gpu else sum(ends) - sum(begins)
+        took = seconds_between(begins, ends) if self._on_gpu else sum(ends) - sum(begins)
         self._steps.append(took / len(ends))
         if len(self._steps) == STEPS:
             self._tell(sorted(self._steps)[STEPS // 2])
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _on_gpu_s(begins: Sequence[Any], ends: Sequence[Any]) -> float:
-    return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)) / 1e3

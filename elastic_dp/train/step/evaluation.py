@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.device.gpu import random_state, set_random_state
 from elastic_dp.errors import GroupError, LoopError, ModelError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.loop_guard.steps_arguments import check_loss_fn
@@ -132,7 +133,7 @@ def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Modu
     numbers."""
     modes = [(module, module.training) for module in model.modules()]
     generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    cuda = torch.cuda.get_rng_state(session.device) if session.device.type == "cuda" else None
+    of_device = random_state(session.device)
     model.eval()
     try:
         with torch.no_grad():
@@ -144,8 +145,7 @@ def _quietly(session: Session, model: torch.nn.Module) -> Iterator[torch.nn.Modu
         random.setstate(generators[0])
         np.random.set_state(generators[1])
         torch.set_rng_state(generators[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, session.device)
+        set_random_state(session.device, of_device)
 
 
 def _summary(results: Results) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.device.cuda_graphs import begin_graph_iteration
+from elastic_dp.device.graph_replay import begin_graph_iteration
 from elastic_dp.errors import LossError
 from elastic_dp.sampling.seeds import batch_seed, seed_for
 from elastic_dp.train.state.train_state import TrainState

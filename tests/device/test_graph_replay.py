@@ -3,7 +3,7 @@
 import sys
 import types
 
-from elastic_dp.device.cuda_graphs import begin_graph_iteration, graphs_are_replayed
+from elastic_dp.device.graph_replay import begin_graph_iteration, graphs_are_replayed
 from tests.runs import local, spec_of
 from tests.train.jobs import adamw, classifier, cross_entropy
 

@@ -1,0 +1,112 @@
+"""Facts and settings of a GPU, its random generators, and times that it measures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+# Which of them a library may use for a matrix product of half precision.
+_REDUCTIONS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction_split_k",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction_split_k",
+    "allow_fp16_accumulation",
+)
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+# Read by NVIDIA's libraries themselves.
+_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def first_gpu() -> torch.device | None:
+    """Returns the first GPU that this process sees, or None."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else None
+
+
+def why_no_gpu() -> str:
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} was built without CUDA; install a build with it"
+    return (
+        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}; see that the "
+        "driver is new enough for it "
+        "and that the container sees its libraries (on GKE LD_LIBRARY_PATH must hold "
+        "/usr/local/nvidia/lib64)"
+    )
+
+
+def gpu_kind(device: torch.device) -> list[str]:
+    """Returns the model of the GPU, and what decides by which kernels, and with which precision
+    inside, it computes.
+
+    Not `allow_tf32`: torch raises where it was set by `fp32_precision`, which knows both.
+    """
+    p = torch.cuda.get_device_properties(device)
+    backend, cudnn = torch.backends.cuda, torch.backends.cudnn
+    conv, rnn = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    reductions = [str(getattr(backend.matmul, name, None)) for name in _REDUCTIONS]
+    attention = [name for name in _ATTENTION if getattr(backend, f"{name}_sdp_enabled")()]
+    return [
+        f"{p.name}, {p.multi_processor_count} SMs, capability {p.major}.{p.minor}",
+        f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}",
+        f"fp32 {backend.matmul.fp32_precision}/{conv}/{rnn}",
+        f"reductions {'/'.join(reductions)}",
+        f"attention {'+'.join(attention)} {backend.fp16_bf16_reduction_math_sdp_allowed()}",
+        f"blas {backend.preferred_blas_library()}, linalg {backend.preferred_linalg_library()}",
+        f"cudnn enabled {cudnn.enabled}",
+        *(f"{name} {os.environ[name]}" for name in _VARIABLES if name in os.environ),
+    ]
+
+
+def nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def chooses_kernels_by_time(device: torch.device) -> bool:
+    """Returns whether cuDNN tries its kernels and takes the fastest, which differs each time."""
+    return is_gpu(device) and torch.backends.cudnn.benchmark
+
+
+# ------------------------------------------------------------------------------ random generators
+
+
+def open_gpu_generators(device: torch.device) -> None:
+    if is_gpu(device):
+        torch.cuda.init()
+
+
+def seed_gpus(seed: int) -> None:
+    """Seeds the generators of the GPUs that are in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def random_state(device: torch.device) -> torch.Tensor | None:
+    return torch.cuda.get_rng_state(device) if is_gpu(device) else None
+
+
+def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
+    """Sets what `random_state` has returned."""
+    if state is not None:
+        torch.cuda.set_rng_state(state, device)
+
+
+# ------------------------------------------------------------------------------------------ times
+
+
+def instant() -> Any:
+    """Returns an event in the current stream, which measures time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begins: Sequence[Any], ends: Sequence[Any]) -> float:
+    """Returns the sum over pairs of instants that the GPU has passed."""
+    return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)) / 1e3
