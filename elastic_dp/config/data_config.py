@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from elastic_dp.config.brace_lists import expand_braces
 from elastic_dp.config.field_checks import (
     at_least,
     boolean,
@@ -44,7 +45,8 @@ class DataConfig(_Order):
     """Shards of rows at a URL.
 
     - `url`: a folder, a file or a glob, as a path or any fsspec URL. A list of them is one data
-      set. A dict gives each source its weight in every global batch.
+      set, and so is a brace list ("part-{000..010}.tar"). A dict gives each source its weight in
+      every global batch.
     - `format`: the format of the shards; None: by the endings of their names.
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
@@ -94,6 +96,11 @@ class DataConfig(_Order):
                 "list of them, or a dict of them with weights"
             )
         if isinstance(self.url, Mapping):
+            if several_urls := [url for url in self.url if len(expand_braces(url)) > 1]:
+                raise SpecError(
+                    f"DataConfig.url: {redact_url(several_urls[0])!r} is a list, and a weight is "
+                    "of one URL; use a glob, or '[{]' for the character '{'"
+                )
             for url, weight in self.url.items():
                 name = f"DataConfig.url[{redact_url(url)!r}]"
                 at_least(name, weight, 0)
@@ -125,8 +132,11 @@ class DataConfig(_Order):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of all sources."""
-        return (self.url,) if isinstance(self.url, str) else tuple(self.url)
+        """The URLs of all sources, with brace lists expanded."""
+        given = (self.url,) if isinstance(self.url, str) else tuple(self.url)
+        # What is no text is refused by `__post_init__`, which calls this.
+        each = (expand_braces(url) if isinstance(url, str) else [url] for url in given)
+        return tuple(url for urls in each for url in urls)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,17 @@ def jsonl_zst_by_polars(path: Path, ids: range) -> None:
         file.write(content.encode())
 
 
-def tar(path: Path, ids: range) -> None:
+def json_array(path: Path, ids: range) -> None:
+    path.with_suffix(".json").write_text(json.dumps([row(i) for i in ids], indent=2))
+
+
+def tar_gz(path: Path, ids: range) -> None:
+    tar(path, ids, ".tar.gz", "w:gz")
+
+
+def tar(path: Path, ids: range, ending: str = ".tar", mode: Any = "w") -> None:
     """`x` is text there, and the id a class."""
-    with tarfile.open(path.with_suffix(".tar"), "w") as made:
+    with tarfile.open(path.with_suffix(ending), mode) as made:
         for i in ids:
             one = row(i)
             for ending, content in (("cls", str(i)), ("x.txt", str(one["x"])), ("txt", one["s"])):
@@ -109,9 +117,12 @@ KINDS: dict[str, Callable[[Path, range], None]] = {
         csv_gz_by_pandas,
         jsonl,
         jsonl_zst_by_polars,
+        json_array,
         tar,
+        tar_gz,
     )
 }
+TARS = ("tar", "tar_gz")
 
 
 def written(kind: str, folder: Path) -> DataConfig:
@@ -119,7 +130,8 @@ def written(kind: str, folder: Path) -> DataConfig:
     for shard in range(SHARDS):
         first, end = ROWS * shard // SHARDS, ROWS * (shard + 1) // SHARDS
         KINDS[kind](folder / f"part-{shard}", range(first, end))
-    return DataConfig(str(folder), micro_batch_size=B, transform=of_tar if kind == "tar" else None)
+    url = f"{folder}/*.json" if kind == "json_array" else str(folder)  # in a folder they are notes
+    return DataConfig(url, micro_batch_size=B, transform=of_tar if kind in TARS else None)
 
 
 def rows_of(batch: Row) -> list[Row]:
@@ -173,7 +185,15 @@ def check(config: DataConfig) -> None:
 
 def some(kind: str, *more: str) -> Any:
     """Others of the same reader take the long run."""
-    every = kind in ("parquet", "arrow_by_polars", "csv_by_python", "jsonl", "tar")
+    every = kind in (
+        "parquet",
+        "arrow_by_polars",
+        "csv_by_python",
+        "jsonl",
+        "json_array",
+        "tar",
+        "tar_gz",
+    )
     return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
 
 
@@ -185,7 +205,7 @@ def test_rows_in_are_rows_out_of_files_read_in_place(kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "format"),
     [
-        *(some(kind, "parquet") for kind in KINDS if kind != "tar"),
+        *(some(kind, "parquet") for kind in KINDS if kind not in TARS),
         pytest.param("csv_by_python", "arrow", marks=pytest.mark.slow),
     ],
 )
@@ -213,7 +233,10 @@ def train(ctx: Any) -> None:
 
 @pytest.mark.parametrize(
     "kinds",
-    [[kind for kind in KINDS if kind != "tar"], pytest.param(["tar"], marks=pytest.mark.slow)],
+    [
+        [kind for kind in KINDS if kind not in TARS],
+        pytest.param(list(TARS), marks=pytest.mark.slow),
+    ],
 )
 def test_every_row_of_any_kind_is_trained_on_and_evaluated_by_processes_of_which_one_is_killed(
     kinds, tmp_path

@@ -382,9 +382,9 @@ def test_jsonl_errors_count_rows_from_the_start_of_the_file(tmp_path, monkeypatc
 
 
 def test_json_array_named_json_is_refused_by_name(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([{"a": 1}]))
-    with pytest.raises(DataError, match=r"a\.json is a JSON array"):
-        converted(tmp_path / "a.json")
+    (tmp_path / "a.jsonl").write_text(json.dumps([{"a": 1}]))
+    with pytest.raises(DataError, match=r"a\.jsonl is a JSON array"):
+        converted(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])

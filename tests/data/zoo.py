@@ -525,12 +525,12 @@ def duckdb_partitions(folder):
 @reads(
     "DuckDB",
     "the same by a glob: `t/**/*.parquet`",
-    "without the columns that only the names of folders hold, which is said; `convert` writes them",
-    converts=False,
+    "with the columns that only the names of folders hold",
 )
 def duckdb_partitions_glob(folder):
     duckdb_partitions(folder)
-    return At(str(folder / "t" / "**" / "*.parquet"), {"id": IDS[::2] + IDS[1::2]})
+    ids = IDS[::2] + IDS[1::2]
+    return At(str(folder / "t" / "**" / "*.parquet"), {"id": ids, "k": [i % 2 for i in ids]})
 
 
 @reads("DuckDB", "`COPY … TO` CSV")

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import logging
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -34,20 +32,17 @@ from elastic_dp.data.discovery.listing import duplicate_files_warning, list_shar
 from elastic_dp.data.discovery.opened_source import (
     FOOTERS_IN_FLIGHT,
     OpenedSource,
+    folder_columns,
     refuse_missing,
-    warn_of_partition_columns,
 )
+from elastic_dp.data.discovery.shard_scans import announce, scan_all
 from elastic_dp.data.discovery.skipped_files import skipped_message
-from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
-from elastic_dp.data.formats.format import Format, Ints, Scan, ShardAt
+from elastic_dp.data.formats.format import Ints, Scan
 from elastic_dp.data.formats.format_registry import FORMATS
-from elastic_dp.data.formats.jsonl import JsonLines
-from elastic_dp.data.formats.text import is_compressed
-from elastic_dp.errors import DataError, ElasticError
+from elastic_dp.errors import DataError
 from elastic_dp.storage import Store, redact_url
 
-SCANS_IN_FLIGHT = 8
 # Limit of all footers that the index keeps, those of the first shards. A worker that begins such a
 # shard needs no request for its footer.
 FOOTER_BYTES_KEPT = 8 << 20
@@ -57,7 +52,6 @@ _INT16_SOURCES = 1 << 15
 _CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 
 _NAMED = 3
-_MAY_BE_BLANK = (Csv, JsonLines)  # formats in which a file of 0 bytes is one without rows
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +74,7 @@ class Index:
     """Row groups are numbered across all shards, and shards across all sources. Picklable.
 
     - `shards` [shards]: columns name, version (strings), source, size, check, tail, footer (see
-      format.py).
+      format.py), partition (JSON, see `partition`).
     - `groups` [row groups]: columns rows, starts, ends, nbytes (int64).
     - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
     - `columns`: (name, type and the value that replaces nulls) of the columns that the job reads.
@@ -145,6 +139,13 @@ class Index:
             return None
         return self.shards["footer"][shard].as_buffer()
 
+    def partition(self, shard: int) -> dict[str, Any]:
+        """The columns that only the name of the shard's folder holds, and their value there."""
+        if "partition" not in self.shards.schema.names:  # versions 1 and 2
+            return {}
+        values = self.shards["partition"][shard].as_py()
+        return {} if values is None else dict(json.loads(values))
+
     @cached_property
     def digest(self) -> str:
         """Equal for data sets with the same rows in the same shards, read as the same columns."""
@@ -154,6 +155,11 @@ class Index:
             content.update(self.shards[column].to_numpy())
         for names in _chunks(self.shards["name"]):
             content.update(json.dumps(names.to_pylist()).encode())
+        if "partition" in self.shards.schema.names and self.shards["partition"].null_count < len(
+            self.shards
+        ):
+            for values in _chunks(self.shards["partition"]):
+                content.update(json.dumps(values.to_pylist()).encode())
         for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
             content.update(np.ascontiguousarray(numbers).data)
         return content.hexdigest()
@@ -164,7 +170,7 @@ class Index:
         facts = {
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
-            "version": 2,  # 1 kept no footers
+            "version": 3,  # 1 kept no footers, and 2 no partitions
         }
         sink = io.BytesIO()
         options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -219,16 +225,17 @@ def read_index(
     weights = config.url if isinstance(config.url, Mapping) else None
     urls, sources = config.urls, _open_all(config, timeout_s)
     for source in sources:
-        _announce(source, say or _log.info)
+        announce(source, say or _log.info)
     if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
-    refuse_missing(sources, config)
+    in_folders = folder_columns(config, sources)
+    refuse_missing(sources, config, in_folders.types)
     columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
     leading_zeros: dict[str, str] = {}
-    for number, shard, scan in _scan_all(sources, config):
+    for number, shard, scan in scan_all(sources, config):
         listed = sources[number].listed
         while begun <= number:
             url = urls[begun]
@@ -242,15 +249,22 @@ def read_index(
         if not scan.rows.sum():  # as Spark writes a partition without a row
             empty[number].append(shown)
             continue
+        folder = entry.path.rpartition("/")[0]
+        partition = in_folders.of_shard(shown, folder, scan.schema.names)
+        if partition:
+            scan = _with_partition(scan, partition, in_folders.types)
+            nulls.add(
+                shown, {n: int(scan.rows.sum()) for n, v in partition.items() if v is None}, {}
+            )
         kind = columns.add(shown, scan.schema, sources[number].format.merge, int(scan.rows.sum()))
         rounded = {**scan.rounded, **rounded}
         leading_zeros = {**scan.leading_zeros, **leading_zeros}
         nulls.add(shown, columns.valued(scan.nulls), scan.null_lists)
-        build.add(name, entry.size, entry.version, scan, kind)
+        build.add(name, entry.size, entry.version, scan, kind, partition)
     for what, (count, example) in remarks.items():
         _log.warning("DataConfig.url: %s: %s, such as %s", what, f"{count:,}", example)
     _pass_over(config, sources, empty)
-    warn_of_partition_columns(config, sources, columns)
+    in_folders.check()
     leaves = columns.leaves()
     refuse_rounded(rounded, leaves)
     for warning in leading_zero_warnings(leading_zeros, leaves):
@@ -279,12 +293,21 @@ class Builder:
             IndexedSource(chosen, weight, is_file, self._num_groups, self._num_groups)
         )
 
-    def add(self, name: str, size: int, version: str, scan: Scan, kind: int = 0) -> None:
+    def add(
+        self,
+        name: str,
+        size: int,
+        version: str,
+        scan: Scan,
+        kind: int = 0,
+        partition: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        values = json.dumps(dict(partition)) if partition else None
         source, footer = len(self._sources) - 1, None
         if scan.footer and self._footer_bytes + len(scan.footer) <= FOOTER_BYTES_KEPT:
             footer = scan.footer
             self._footer_bytes += len(footer)
-        self._shards.append((name, version, source, size, scan.check, scan.tail, footer))
+        self._shards.append((name, version, source, size, scan.check, scan.tail, footer, values))
         self._scans.append(
             replace(
                 scan,
@@ -361,6 +384,7 @@ _SHARDS = pa.schema(
         "check": pa.int64(),
         "tail": pa.int64(),
         "footer": pa.large_binary(),
+        "partition": pa.large_string(),
     }
 )
 _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "nbytes")])
@@ -386,49 +410,15 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
         return list(pool.map(open_one, urls))
 
 
-def _scan_all(sources: list[OpenedSource], config: DataConfig) -> Iterator[tuple[int, int, Scan]]:
-    """(source, shard in it, scan) in order. Some scans run ahead; there is never a future for each
-    shard of a large data set."""
-
-    def scan(number: int, shard: int) -> Scan:
-        source = sources[number]
-        entry, name = source.listed.entries[shard], source.prefix + source.listed.name(shard)
-        at = ShardAt(source.store, entry.path, entry.size, entry.version, name)
-        return _scan_one(source.format, at, config)
-
-    slow = any(source.format.scans_content for source in sources)
-    counts = [len(source.listed.entries) for source in sources]
-    ahead = min(SCANS_IN_FLIGHT if slow else FOOTERS_IN_FLIGHT, sum(counts))
-    shards = ((number, shard) for number, count in enumerate(counts) for shard in range(count))
-    waiting: deque[tuple[int, int, Future[Scan]]] = deque()
-    pool = ThreadPoolExecutor(ahead, thread_name_prefix="elastic-dp-index")
-    try:
-        for place in itertools.islice(shards, 2 * ahead):
-            waiting.append((*place, pool.submit(scan, *place)))
-        while waiting:
-            number, shard, future = waiting.popleft()
-            yield number, shard, future.result()
-            if (following := next(shards, None)) is not None:
-                waiting.append((*following, pool.submit(scan, *following)))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _scan_one(chosen: Format, shard: ShardAt, config: DataConfig) -> Scan:
-    if shard.size == 0 and not (isinstance(chosen, _MAY_BE_BLANK) and not is_compressed(shard)):
-        raise DataError(
-            f"{shard.name} is empty (0 bytes), which no {chosen.name} file is: a write to it "
-            "was lost; write it again, or "
-            "remove it from the data set"
-        )
-    try:
-        found = chosen.scan(shard, config.columns)
-    except ElasticError:
-        raise
-    except Exception as error:  # a decoder may raise anything for damaged content
-        what = "scan" if chosen.scans_content else "read the footer of"
-        raise DataError(f"cannot {what} {shard.name}: {type(error).__name__}: {error}") from error
-    return found
+def _with_partition(
+    scan: Scan, partition: Mapping[str, Any], types: Mapping[str, pa.DataType]
+) -> Scan:
+    """The scan with the columns that only the name of the shard's folder holds."""
+    schema = scan.schema
+    for name in partition:
+        schema = schema.append(pa.field(name, types[name]))
+    row_bytes = sum(8 + len(str(value).encode()) for value in partition.values())
+    return replace(scan, schema=schema, nbytes=scan.nbytes + scan.rows * row_bytes)
 
 
 def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list[str]]) -> None:
@@ -447,13 +437,6 @@ def _pass_over(config: DataConfig, sources: list[OpenedSource], empty: list[list
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
-
-
-def _announce(source: OpenedSource, say: Callable[[str], None]) -> None:
-    if source.format.scans_content:
-        entries = source.listed.entries
-        mib = sum(entry.size for entry in entries) / (1 << 20)
-        say(f"scanning {len(entries)} {source.format.name} shard(s), {mib:,.0f} MiB, once")
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:

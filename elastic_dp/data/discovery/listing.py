@@ -4,7 +4,8 @@ The shards of a folder are the files directly in it with the ending of a format.
 glob are the files that match it. Hidden names (".part-0.parquet", "_temporary/…") are not read:
 they are unfinished files of other writers. A folder with an `_incomplete` object is a conversion
 that has not finished, and is refused, also for a glob. Other files are counted and reported. Tables
-are refused (table_formats.py).
+are refused (table_formats.py). `.json` files mostly describe a data set, so they are shards only
+where the URL says "json" or the format is given.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from elastic_dp.data.discovery.table_formats import (
     tables_among,
 )
 from elastic_dp.data.formats.format_registry import FORMATS, format_of
+from elastic_dp.data.formats.jsonl import is_json
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Entry, FolderListing, Store, glob_translate, redact_url
 
@@ -76,6 +78,10 @@ class _Found:
     is_file: bool = False
     is_glob: bool = False
     is_deep: bool = False
+    reads_json: bool = False  # whether `.json` files are shards
+
+    def format_of(self, name: str) -> str:
+        return "" if is_json(name) and not self.reads_json else format_of(name)
 
     def name(self, entry: Entry) -> str:
         return _name(self.root, entry)
@@ -91,15 +97,17 @@ def list_shards(config: DataConfig, url: str, store: Store) -> ShardListing:
     Names are computed only when they are needed.
     """
     found = _find(config, url, store)
+    last = store.path.rstrip("/").rpartition("/")[2].lower()
+    found.reads_json = found.is_file or config.format == "jsonl" or ".json" in last
     seen = [entry for entry in found.entries if found.is_shown(entry)]
     if config.format is None:
-        chosen = _only_format(url, found.root, seen)
-        kept = [entry for entry in seen if format_of(found.name(entry))]
+        chosen = _only_format(url, found, seen)
+        kept = [entry for entry in seen if found.format_of(found.name(entry))]
     elif found.is_file or found.is_glob:
         chosen, kept = str(config.format), seen
     else:
         chosen = str(config.format)
-        kept = [entry for entry in seen if format_of(found.name(entry)) == chosen]
+        kept = [entry for entry in seen if found.format_of(found.name(entry)) == chosen]
     _refuse_incomplete(url, found, kept)
     _refuse_table(config, url, store, found, kept)
     skipped = _skipped(found, seen, kept)
@@ -270,7 +278,8 @@ def _refuse_table(
 ) -> None:
     """Raises DataError for a table. Not for a file in a list of URLs: such lists come from the
     table's own library."""
-    if not store.lists or (found.is_file and not isinstance(config.url, str)):
+    is_list = not isinstance(config.url, str) or len(config.urls) > 1
+    if not store.lists or (found.is_file and is_list):
         return
 
     def names_in(folder: str) -> list[str]:
@@ -302,11 +311,11 @@ def _refuse_table(
     )
 
 
-def _only_format(url: str, root: str, entries: list[Entry]) -> str:
+def _only_format(url: str, source: _Found, entries: list[Entry]) -> str:
     counts, examples = Counter[str](), {}
     for entry in entries:
-        name = _name(root, entry)
-        if found := format_of(name):
+        name = source.name(entry)
+        if found := source.format_of(name):
             counts[found] += 1
             examples[found] = name
     if len(counts) > 1:
@@ -336,6 +345,8 @@ def _nothing(
 ) -> str:
     formats = [FORMATS[config.format]] if config.format else list(FORMATS.values())
     every = [ending for f in formats for ending in f.endings]
+    if not found.reads_json:
+        every = [ending for ending in every if not is_json(ending)]
     endings = ", ".join(f"*{ending}" for ending in every if not ending.endswith(_CODECS))
     shown = redact_url(url)
     cause = why_no_shard(
@@ -359,7 +370,9 @@ def _remarks(
 ) -> Iterable[str]:
     # `_SUCCESS`, `_metadata` and the like need no warning; a hidden shard does.
     hidden = (found.name(entry) for entry in found.entries if not found.is_shown(entry))
-    if any(one.ending != HIDDEN for one in skipped) or (skipped and any(map(format_of, hidden))):
+    if any(one.ending != HIDDEN for one in skipped) or (
+        skipped and any(map(found.format_of, hidden))
+    ):
         files = skipped_message(skipped)
         yield f"DataConfig.url: not read at {store.url}, since these are no shards: {files}"
     yield from _folders(url, store, found)

@@ -4,25 +4,22 @@ first rows and the names of folders, before shards are scanned."""
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.columns.schema import Columns, names_missing
+from elastic_dp.data.columns.schema import names_missing
 from elastic_dp.data.discovery.listing import ShardListing
-from elastic_dp.data.discovery.partitions import partition_names
+from elastic_dp.data.discovery.partitions import FolderColumns
 from elastic_dp.data.formats.format import Format, ShardAt
 from elastic_dp.errors import DataError, StorageError
 from elastic_dp.storage import Entry, Store
 
 FOOTERS_IN_FLIGHT = 32
 _NAMES_SHOWN = 20
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,13 @@ class OpenedSource:
     prefix: str
 
 
-def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
+def refuse_missing(
+    sources: Sequence[OpenedSource], config: DataConfig, elsewhere: Collection[str] = ()
+) -> None:
     """Raises DataError if no shard has a column of `config.columns` in its first rows, for formats
-    whose scan reads all rows and may take hours. Usually the first shard has all columns."""
-    missing = list(config.columns or ())
+    whose scan reads all rows and may take hours. Usually the first shard has all columns.
+    `elsewhere`: columns that are not in the files."""
+    missing = [name for name in config.columns or () if name not in elsewhere]
     if not missing or not all(source.format.scans_content for source in sources):
         return
     shards = ((s, n, entry) for s in sources for n, entry in enumerate(s.listed.entries))
@@ -77,28 +77,12 @@ def refuse_missing(sources: Sequence[OpenedSource], config: DataConfig) -> None:
     )
 
 
-def warn_of_partition_columns(
-    config: DataConfig, sources: Sequence[OpenedSource], columns: Columns
-) -> None:
-    """Warns of partition columns, which training does not read. Raises DataError if
-    `config.columns` names one."""
+def folder_columns(config: DataConfig, sources: Sequence[OpenedSource]) -> FolderColumns:
+    """The columns that only the names of folders hold."""
     folders = {
         (source.listed.root, entry.path[len(source.listed.root) :].rpartition("/")[0])
         for source in sources
         for entry in source.listed.entries
         if "=" in entry.path
     }
-    there = columns.first_names()
-    names = [name for name in partition_names(sorted(folders)) if name not in there]
-    if config.columns is not None:
-        names = [name for name in names if name in config.columns]
-    if not names:
-        return
-    message = (
-        f"only the names of folders hold the column{'s' * (len(names) > 1)} "
-        f"{', '.join(map(repr, names))}, which are not "
-        "read; `elastic-dp data convert` writes them as columns"
-    )
-    if config.columns is not None:
-        raise DataError(f"DataConfig.columns: {message}")
-    _log.warning("DataConfig.url: %s", message)
+    return FolderColumns(sorted(folders), config.columns)

@@ -41,6 +41,8 @@ class ShardAt:
     tail: int = 0
     head: int = 0  # where its first row group starts
     footer: pa.Buffer | None = None  # None: the index did not keep it
+    # Columns that only the name of its folder holds, and their value
+    partition: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> ShardKey:

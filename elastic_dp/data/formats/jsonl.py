@@ -1,7 +1,8 @@
 """JSON Lines: one JSON object per line. A newline is never inside a value, since JSON escapes it.
 
 A line that is not one object is refused with its row number. NaN and Infinity are numbers, as
-Python writes them. See docs/csv-and-jsonl.md.
+Python writes them. A file named `.json` may also be one array of objects: its first character
+tells. Such a file cannot be cut, and is one row group. See docs/csv-and-jsonl.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from elastic_dp.data.formats.exact_numbers import LeadingZeros, Rounded, add_jso
 from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
 from elastic_dp.data.formats.text import (
     BYTE_ORDER_MARK,
+    HEAD_BYTES,
     decompress,
     first_bytes,
     iconv,
@@ -49,21 +51,33 @@ _OPEN_BRACKETS = 500
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _AT_ONCE = 1 << 20  # bytes that are looked at at once, so that a long row takes little memory
 _CASE = np.uint8(0xDF)
+_ARRAYS = (
+    "files that are one JSON array, each of which is read as one row group (JSON Lines is cut into "
+    "several)"
+)
+_JSON_ENDINGS = with_codecs(".json")
+_SPACE = re.compile(r"[ \t\r\n]*")
 _AROUND = 8  # bytes before and after a line break that are searched for the brackets of rows
 
 
 class JsonLines:
     name = "jsonl"
-    endings: tuple[str, ...] = with_codecs(".jsonl", ".ndjson")
+    endings: tuple[str, ...] = with_codecs(".jsonl", ".ndjson", ".json")
     scans_content = True
     growth = 1.0
     merge = staticmethod(widest)
 
     def scan(self, shard: ShardAt, columns: Sequence[str] | None) -> Scan:
-        return scan_rows(shard, columns, JsonRows(shard.name), _merge)
+        rows = JsonRows(shard.name)
+        if not is_array(shard.name, first_bytes(shard, HEAD_BYTES)):
+            return scan_rows(shard, columns, rows, _merge)
+        rows.remarks[_ARRAYS] = 1, "all rows"
+        return scan_rows(shard, columns, rows, _merge, _unpack_array)
 
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
         content = first_bytes(shard, FIRST_BYTES)
+        if is_array(shard.name, content):
+            return None
         start = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
         content = content[start : content.rfind(b"\n") + 1]
         return _parse(content).schema if content.strip() else None
@@ -74,6 +88,8 @@ class JsonLines:
         content = shard.read(location.start, location.end)
         if is_compressed(shard):
             content = decompress(shard, content)
+        if is_array(shard.name, content):
+            content = lines_of_array(shard.name, content)
         return _parse(content, schema)
 
     def close(self) -> None:
@@ -204,6 +220,70 @@ def _parse(content: bytes, schema: pa.Schema | None = None) -> pa.Table:
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
     )
     return pa.json.read_json(pa.BufferReader(content), reading, options)
+
+
+def is_json(name: str) -> bool:
+    """Whether a file is named `.json`, which may be an array, or no rows at all."""
+    return name.lower().endswith(_JSON_ENDINGS)
+
+
+def is_array(name: str, content: bytes) -> bool:
+    """`content`: the first bytes of a file, or of one of its row groups, decompressed."""
+    if not is_json(name):
+        return False
+    return bytes(content[:HEAD_BYTES]).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
+def _unpack_array(shard: ShardAt, content: bytes) -> bytes:
+    return lines_of_array(
+        shard.name, decompress(shard, content) if is_compressed(shard) else content
+    )
+
+
+def lines_of_array(name: str, content: bytes) -> bytes:
+    """The objects of an array as JSON Lines. They are copied as they are written, so that a number
+    keeps its digits; a line break lies between values there, never inside a text."""
+    try:
+        text = str(content, "utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name} is not UTF-8 (at byte {error.start}); if it is Latin-1, write it as UTF-8: "
+            f"{iconv('LATIN1', name)}"
+        ) from None
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    lines: list[str] = []
+    at = _behind_space(text, _behind_space(text, 0) + 1)
+    while text[at : at + 1] != "]" or lines:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise _bad_array(name, len(lines) + 1, text[at : at + _SHOWN], str(error)) from None
+        if not isinstance(value, dict):
+            reason = "it is another value than an object"
+            raise _bad_array(name, len(lines) + 1, text[at : at + _SHOWN], reason)
+        lines.append(text[at:end].replace("\r", " ").replace("\n", " "))
+        at = _behind_space(text, end)
+        if text[at : at + 1] != ",":
+            break
+        at = _behind_space(text, at + 1)
+    end = _behind_space(text, at + 1)
+    if text[at : at + 1] != "]" or end < len(text):
+        at = end if text[at : at + 1] == "]" else at
+        reason = "the array must go on with ',', or end with ']' and nothing behind it"
+        raise _bad_array(name, len(lines), text[at : at + _SHOWN], reason)
+    return "\n".join(lines).encode()
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _bad_array(name: str, row: int, shown: str, reason: str) -> DataError:
+    return DataError(
+        f"{name} is a JSON array, and cannot be read at row {row}: {reason}; there is {shown!r}. "
+        "Fix the file, or was it cut off?"
+    )
 
 
 def _merge(one: pa.Schema, other: pa.Schema) -> pa.Schema:

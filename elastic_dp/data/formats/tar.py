@@ -2,7 +2,8 @@
 
 `images/7.jpg` and `images/7.cls` are the sample `images/7`, with the columns `__key__`, `jpg` and
 `cls`. A key goes up to the first dot of the file's name. Columns are bytes, but `txt` and `json`
-are text, and `cls` is an integer. Row groups are ranges of about 4 MiB of the tar, in its order.
+are text, and `cls` is an integer. Row groups are ranges of about 4 MiB of the tar, in its order. A
+compressed tar (`.tar.gz`) cannot be cut, and is one row group.
 
 As in webdataset, members without an ending (LICENSE) are not samples; nor are notes such as
 README.md. These members are skipped and counted. Only its name decides whether a member is skipped,
@@ -24,6 +25,7 @@ import pyarrow as pa
 
 from elastic_dp.data.columns.column_types import lossless
 from elastic_dp.data.formats.format import RowGroupLocation, Scan, ShardAt
+from elastic_dp.data.formats.text import decompress, is_compressed, with_codecs
 from elastic_dp.errors import DataError
 
 GROUP_BYTES = 4 << 20
@@ -59,7 +61,7 @@ _SHOWN = 40  # bytes of a value, in an error message
 
 class Tar:
     name = "tar"
-    endings: tuple[str, ...] = (".tar",)
+    endings: tuple[str, ...] = with_codecs(".tar")
     scans_content = True
     growth = 1.0
     merge = staticmethod(lossless)
@@ -71,16 +73,20 @@ class Tar:
         check, last_key = 0, None
         keys = set[int]()  # hashes of the keys of all samples
         remarks: dict[str, tuple[int, str]] = {}
-        for member in _members(_Scanned(shard), remarks):
+        packed = is_compressed(shard)
+        content = _unpack(shard, bytes(shard.read(0, shard.size))) if packed else b""
+        size = len(content) if packed else shard.size
+        for member in _members(io.BytesIO(content) if packed else _Scanned(shard), remarks):
             key, ending = _split(member.name)
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
-            if member.offset_data + member.size > shard.size:
+            if member.offset_data + member.size > size:
                 raise tarfile.ReadError(f"{member.name} goes past the end; the shard was cut off")
             if key != last_key:
                 if hash(key) in keys:
                     _remark(remarks, _APART, key)
                 keys.add(hash(key))
-                if not groups or groups[-1][2] - groups[-1][1] >= GROUP_BYTES:
+                long = groups and groups[-1][2] - groups[-1][1] >= GROUP_BYTES
+                if not groups or (long and not packed):
                     groups.append([0, member.offset, end])
                 groups[-1][0] += 1
                 here = {_KEY}
@@ -91,7 +97,7 @@ class Tar:
                     f"columns {ending!r}), and which one is "
                     "meant is not known; write the shard again with one of them"
                 )
-            groups[-1][2] = min(end, shard.size)
+            groups[-1][2] = min(end, size)
             names[ending] += 1
             here.add(ending)
             last_key = key
@@ -99,10 +105,15 @@ class Tar:
         rows, starts, ends = np.array(groups, dtype=np.int64).reshape(-1, 3).T.copy()
         schema = pa.schema([(name, _KINDS.get(name, pa.large_binary())) for name in names])
         nbytes = 2 * (ends - starts) + rows * 16 * len(names)
+        if packed:
+            starts[:], ends[:] = 0, shard.size
+            nbytes += shard.size
         nulls = {name: names[_KEY] - count for name, count in names.items()}
         return Scan(schema, rows, starts, ends, nbytes, check, nulls=nulls, remarks=remarks)
 
     def first_columns(self, shard: ShardAt, columns: Sequence[str] | None) -> pa.Schema | None:
+        if is_compressed(shard):
+            return None
         names = {_KEY}
         for member in _members(_Scanned(shard)):
             names.add(_split(member.name)[1])
@@ -114,6 +125,8 @@ class Tar:
         self, shard: ShardAt, location: RowGroupLocation, schema: pa.Schema, leaves: list[str]
     ) -> pa.Table:
         content = memoryview(shard.read(location.start, location.end))
+        if is_compressed(shard):
+            content = memoryview(_unpack(shard, bytes(content)))
         samples: list[dict[str, Any]] = []
         for member in _members(io.BytesIO(content)):
             key, ending = _split(member.name)
@@ -133,6 +146,10 @@ class Tar:
 
     def close(self) -> None:
         pass
+
+
+def _unpack(shard: ShardAt, content: bytes) -> bytes:
+    return decompress(shard, content, "")
 
 
 class _Scanned(io.RawIOBase):

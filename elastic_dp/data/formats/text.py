@@ -71,7 +71,10 @@ def is_compressed(shard: ShardAt) -> bool:
     return _codec(shard) is not None
 
 
-def decompress(shard: ShardAt, content: bytes) -> bytes:
+def decompress(
+    shard: ShardAt, content: bytes, how: str = " (elastic-dp data convert does)"
+) -> bytes:
+    """`how`: what writes such a shard in parts, for the error message."""
     with pa.CompressedInputStream(pa.BufferReader(content), _codec(shard)) as stream:
         pieces, nbytes = [], 0
         while piece := stream.read(_UNPACKED_AT_ONCE):
@@ -80,8 +83,7 @@ def decompress(shard: ShardAt, content: bytes) -> bytes:
             if nbytes > UNPACKED_BYTES:
                 raise DataError(
                     f"{shard.name} unpacks to more than {UNPACKED_BYTES >> 20} MiB, which "
-                    "training reads as one row group; "
-                    "write it in parts (elastic-dp data convert does)"
+                    f"training reads as one row group; write it in parts{how}"
                 )
         return b"".join(pieces)
 
@@ -101,11 +103,20 @@ def scan_rows(
     columns: Sequence[str] | None,
     rows: TextRows,
     merge: Callable[[pa.Schema, pa.Schema], pa.Schema],
+    unpack: Callable[[ShardAt, bytes], bytes] | None = None,
 ) -> Scan:
-    """Parses every row group, and merges its types with those of the row groups before it."""
-    packed = bytes(shard.read(0, shard.size)) if is_compressed(shard) else None
+    """Parses every row group, and merges its types with those of the row groups before it.
+
+    `unpack`: makes text rows of a whole shard, which then is one row group. None: `decompress`, if
+    the shard is compressed.
+    """
+    unpack = decompress if unpack is None and is_compressed(shard) else unpack
+    packed = bytes(shard.read(0, shard.size)) if unpack else None
     check = 0 if packed is None else zlib.crc32(packed)
-    pieces = _pieces(shard, rows) if packed is None else _compressed_piece(shard, rows, packed)
+    if unpack is None or packed is None:
+        pieces = _pieces(shard, rows)
+    else:
+        pieces = _one_piece(shard, rows, unpack(shard, packed))
     if not shard.size:
         pieces = iter(())
     schema: pa.Schema | None = None
@@ -217,11 +228,8 @@ def _pieces(shard: ShardAt, rows: TextRows) -> Iterator[tuple[int, int, bytes]]:
         first += len(content)
 
 
-def _compressed_piece(
-    shard: ShardAt, rows: TextRows, packed: bytes
-) -> Iterator[tuple[int, int, bytes]]:
-    """The one row group of a compressed shard, as `_pieces`."""
-    content = decompress(shard, packed)
+def _one_piece(shard: ShardAt, rows: TextRows, content: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """The one row group of a shard that cannot be cut, as `_pieces`."""
     content = content[rows.head(content, True) :]
     for at in range(0, len(content), GROUP_BYTES):
         rows.last_row_end(content[at : at + GROUP_BYTES])

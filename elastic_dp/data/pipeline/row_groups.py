@@ -105,7 +105,14 @@ class ShardRowGroups:
             opened.close()
 
     def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        return self._format(number).read(shard, location, self._index.schema, self._leaves)
+        table = self._format(number).read(shard, location, self._index.schema, self._leaves)
+        for name, value in shard.partition.items():
+            kind = self._index.schema.field(name).type
+            column = pa.repeat(pa.scalar(value, kind), table.num_rows)
+            if name in table.column_names:  # some formats add the columns that a shard lacks
+                table = table.drop_columns(name)
+            table = table.append_column(name, column)
+        return table
 
     def _format(self, number: int) -> Format:
         return self._formats[self._index.sources[self._source(number)].format]
@@ -125,6 +132,7 @@ class ShardRowGroups:
             tail=tail,
             head=int(index.starts[index.group_bounds[number]]),
             footer=index.footer(number),
+            partition=index.partition(number),
         )
 
     def _location(self, number: int, row_group: int) -> RowGroupLocation:

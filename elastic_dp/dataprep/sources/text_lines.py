@@ -22,7 +22,7 @@ from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
-from elastic_dp.data.formats.jsonl import JsonRows
+from elastic_dp.data.formats.jsonl import JsonRows, is_array, lines_of_array
 from elastic_dp.data.formats.text import TextRows
 from elastic_dp.dataprep.sources.row_stream import Rows, choose, rows_of_files
 from elastic_dp.dataprep.sources.source_files import Files, reading
@@ -44,6 +44,8 @@ def open_csv(files: Files, columns: list[str] | None, partitions: Partitions) ->
 def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
     """Raises DataError if the header line, or a row in the first `nbytes`, cannot be read."""
     content = raw.read(nbytes)
+    if is_array(name, content):
+        return  # only the whole file can be checked
     is_all = len(content) < nbytes
     if not content.strip() or (head := rows.head(content, is_all)) is None:
         return
@@ -100,6 +102,8 @@ def _tables(
             first += chunk
             if not chunk and not first.strip():
                 return  # an empty file
+            if is_array(name, first):
+                first, chunks = lines_of_array(name, first + b"".join(chunks)), iter(())
             head = rows.head(first, not chunk)
         if schema is None:
             yield rows.parse(b"")  # gives the columns of a file without rows
