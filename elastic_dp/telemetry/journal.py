@@ -120,6 +120,10 @@ class Journal:
         with self._changed:
             return [line for file, _, line in self._kept if file == "metrics"]
 
+    @property
+    def store_retries(self) -> int:
+        return 0 if self._store is None else self._store.counts.retries
+
     def listen(self, on_line: Callable[[dict[str, Any]], None]) -> None:
         """Call `on_line` with each line in memory and with every later one, in their order."""
         with self._changed:

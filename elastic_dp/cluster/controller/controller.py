@@ -186,6 +186,11 @@ class Controller:
             "metrics": dict(self.metrics.newest),
         }
 
+    @property
+    def store_retries(self) -> int:
+        """How many requests to the run's folder this process has repeated."""
+        return self.journal.store_retries + self.checkpoints.store_retries
+
     def _hear(self, event: Event) -> None:
         """From a heartbeat sidecar."""
         if isinstance(event, WorkerLost):
