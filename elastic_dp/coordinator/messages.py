@@ -87,6 +87,8 @@ class HeartbeatReceived:
     beat: int = 0  # counts this worker's heartbeats; the answer names the one it answers
     cpu_s: float = 0.0  # processor time that the worker has used so far
     virtual_s: float = 0.0  # time to compute one virtual worker in this generation; 0: not known
+    # seconds by what the worker did, for reports alone (`telemetry.phase_clock.PhaseTimes`)
+    times: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Journal:
     ) -> None:
         self._store = None if url is None else Store(url, timeout_s=_TIMEOUT_S)
         self._on_line = on_line
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._id = secrets.token_hex(4)
         self._kept: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
         self._count = dict.fromkeys(_FILES, 0)
@@ -119,6 +120,17 @@ class Journal:
         with self._changed:
             return [line for file, _, line in self._kept if file == "metrics"]
 
+    @property
+    def store_retries(self) -> int:
+        return 0 if self._store is None else self._store.counts.retries
+
+    def listen(self, on_line: Callable[[dict[str, Any]], None]) -> None:
+        """Call `on_line` with each line in memory and with every later one, in their order."""
+        with self._changed:
+            for _, _, line in self._kept:
+                on_line(line)
+            self._listeners.append(on_line)
+
     def close(self) -> None:
         """Write what is left; waits up to 30 s."""
         if self._writer is not None:
@@ -136,6 +148,8 @@ class Journal:
             line = {"time": line["time"]} | fields
         with self._changed:
             self._keep(file, line)
+            for listener in self._listeners:
+                listener(line)
             self._changed.notify_all()
         if self._on_line is not None:
             self._on_line(line)

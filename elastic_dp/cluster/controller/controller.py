@@ -20,6 +20,7 @@ from typing import Any
 from elastic_dp.cluster.controller.metrics_record import MetricsRecord
 from elastic_dp.cluster.controller.run_checkpoints import RunCheckpoints
 from elastic_dp.cluster.controller.run_report import RunReport
+from elastic_dp.cluster.controller.run_times import RunTimes
 from elastic_dp.cluster.controller.worker_exits import ExitReport, WorkerExits
 from elastic_dp.cluster.heartbeat.heartbeat_server import STACKS_S, HeartbeatServer
 from elastic_dp.cluster.runs.controller_state import (
@@ -111,6 +112,7 @@ class Controller:
         self.coordinator = Coordinator(self._coordinator_config())
         self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
         self.metrics = MetricsRecord(journal)
+        self.times = RunTimes(journal)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
         self.checkpoints = RunCheckpoints(
@@ -184,6 +186,11 @@ class Controller:
             "metrics": dict(self.metrics.newest),
         }
 
+    @property
+    def store_retries(self) -> int:
+        """How many requests to the run's folder this process has repeated."""
+        return self.journal.store_retries + self.checkpoints.store_retries
+
     def _hear(self, event: Event) -> None:
         """From a heartbeat sidecar."""
         if isinstance(event, WorkerLost):
@@ -250,6 +257,7 @@ class Controller:
         clock = time.monotonic
         left_s = time_left_s(self.state_store.state, self.spec.max_time_s)
         ends_at = None if self.spec.max_time_s is None else clock() + left_s
+        self.times.begin(self.coordinator.size, takes_over=self.state_store.inherited)
         if self.state_store.inherited:
             self._execute_all(self._take_over(found))
         else:
@@ -322,6 +330,7 @@ class Controller:
         match event:
             case HeartbeatReceived(step=step):
                 self.report.heard(step)
+                self.times.heard(event)
                 if not self.state_store.state.stepped:
                     self.state_store.record(event)
                 return  # not news
@@ -337,6 +346,7 @@ class Controller:
                         self.journal.event(event)
                         return
                 self.checkpoints.lost(worker)
+                self.times.lost(worker)
                 if not self.report.has_ended and not self.exits.is_released(worker):
                     self.state_store.count_loss()
         self.state_store.record(event)
@@ -378,6 +388,7 @@ class Controller:
             case FindCheckpoint(at_most=at_most):
                 self.checkpoints.find(at_most, self.coordinator.generation)
             case FinishRun() | FailRun() | StandDown():
+                self.times.flush()
                 outcome = self.report.end(command, self.coordinator.generation)
                 self.state_store.record_outcome(outcome)
             case Explain():

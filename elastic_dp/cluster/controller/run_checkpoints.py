@@ -53,6 +53,11 @@ class RunCheckpoints:
         self._post, self._say = post, say
         self._fail, self._stand_down, self._check = fail, stand_down, check
         self._committer: CheckpointCommitter | None = None
+        self._store: Store | None = None
+
+    @property
+    def store_retries(self) -> int:
+        return 0 if self._store is None else self._store.counts.retries
 
     def open(
         self, worker_group: WorkerGroup, state_store: ControllerStateStore, metrics: MetricsRecord
@@ -101,7 +106,7 @@ class RunCheckpoints:
         self, url: str, worker_group: WorkerGroup, state_store: ControllerStateStore
     ) -> CheckpointCommitter:
         failure = self._spec.failure
-        store = Store(url, timeout_s=failure.storage_timeout_s, on_wait=self._say)
+        self._store = store = Store(url, timeout_s=failure.storage_timeout_s, on_wait=self._say)
         return CheckpointCommitter(
             Catalog(store),
             self._spec.checkpoint,

@@ -166,6 +166,7 @@ def _event_of(
         int(float(message["at"]) * 1e6),
         float(message["cpu_s"]),
         float(message["virtual_s"]),
+        tuple(float(seconds) for seconds in message.get("times", ())),
     )
 
 

@@ -21,7 +21,8 @@ Layout of the shared memory page: generation and step as int64; the phase as 16 
 time of the last answered heartbeat as float64 (CLOCK_MONOTONIC, which all processes of a host
 share); and the controller's address as "host port nonce" in 128 bytes. The address is read for each
 heartbeat, because a controller that takes over has another one. If the worker's device has failed,
-the kind of that fault follows in 16 bytes and its text in 1024.
+the kind of that fault follows in 16 bytes and its text in 1024. Last come the times of the worker
+by what it did (`telemetry.phase_clock.PhaseClock.state`) as nine float64.
 
 Every datagram is authenticated before it is parsed: `MAC (16 bytes) | counter (8 bytes) | JSON`,
 with keyed BLAKE2b as the MAC. The key of each direction is derived from the run's secret, which is
@@ -48,7 +49,9 @@ import time
 
 PAGE = struct.Struct("<qq16sdd128s")
 FAULT = struct.Struct("<16s1024s")  # follows PAGE
-PAGE_BYTES = PAGE.size + FAULT.size
+TIMES = struct.Struct("<9d")  # follows FAULT
+_TIMES_OFFSET = PAGE.size + FAULT.size
+PAGE_BYTES = _TIMES_OFFSET + TIMES.size
 WHERE = struct.Struct("<qq16s")
 SPEED = struct.Struct("<d")  # follows WHERE
 _RENEWED_AT, _RENEWED_AT_OFFSET = struct.Struct("<d"), WHERE.size + SPEED.size
@@ -83,6 +86,21 @@ def read_fault(page: mmap.mmap) -> tuple[str, str] | None:
 
 def write_fault(page: mmap.mmap, kind: str, text: str) -> None:
     FAULT.pack_into(page, PAGE.size, kind.encode(), text.encode(errors="replace"))
+
+
+def read_times(page: mmap.mmap, now: float) -> list[float]:
+    """Return the seconds up to `now` by what the worker did."""
+    state, before = TIMES.unpack_from(page, _TIMES_OFFSET), None
+    while state != before:  # it was being written
+        before, state = state, TIMES.unpack_from(page, _TIMES_OFFSET)
+    *seconds, index, since = state
+    if index >= 0:
+        seconds[int(index)] += max(0.0, now - since)
+    return [round(each, 4) for each in seconds]
+
+
+def write_times(page: mmap.mmap, state: tuple[float, ...]) -> None:
+    TIMES.pack_into(page, _TIMES_OFFSET, *state)
 
 
 _MAC_BYTES = 16
@@ -324,6 +342,7 @@ def main(page_file: str, stacks_file: str, worker: str, interval_s: str, parent_
                     "at": now,
                     "cpu_s": cpu_s,
                     "virtual_s": SPEED.unpack_from(page, WHERE.size)[0],
+                    "times": read_times(page, now),
                 }
                 controller.send(beat)
         inputs: list[socket.socket | int] = [exits]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from elastic_dp.cluster.heartbeat import heartbeat_sidecar
 from elastic_dp.coordinator.messages import WorkerId
+from elastic_dp.telemetry.phase_clock import PhaseClock
 
 
 class ControllerAddress(NamedTuple):
@@ -40,13 +41,17 @@ class SharedMemoryPage:
 
     def __init__(self) -> None:
         self._file, self._stacks = _nameless(), _nameless()
+        self._clock = PhaseClock()
         os.ftruncate(self._file, heartbeat_sidecar.PAGE_BYTES)
         self._page = mmap.mmap(self._file, heartbeat_sidecar.PAGE_BYTES)
+        heartbeat_sidecar.write_times(self._page, self._clock.state)
         self.write(0, 0, "start")
         heartbeat_sidecar.write_renewed_at(self._page, time.monotonic())
 
     def write(self, generation: int, step: int, phase: str) -> None:
         heartbeat_sidecar.WHERE.pack_into(self._page, 0, generation, step, phase.encode())
+        if self._clock.enter(phase.partition(" ")[0], time.monotonic()):
+            heartbeat_sidecar.write_times(self._page, self._clock.state)
 
     def write_speed(self, virtual_s: float) -> None:
         heartbeat_sidecar.SPEED.pack_into(self._page, heartbeat_sidecar.WHERE.size, virtual_s)

@@ -19,6 +19,7 @@ import ray
 import ray._private.state
 
 from elastic_dp.cluster.controller.controller import Controller
+from elastic_dp.cluster.metrics_exporter import MetricsExporter
 from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
@@ -99,6 +100,7 @@ class ControllerActor:
         background("controller", self._lead, self._controller.broke).start()
         self._capacity_monitor.start(self._controller.ended)
         self._drain_watcher.start()
+        MetricsExporter(self._controller, self._spec.name).start()
 
     @ray.method(concurrency_group="events")
     def about(self) -> tuple[JobSpec, str, bool]:

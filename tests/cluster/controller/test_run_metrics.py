@@ -1,0 +1,133 @@
+"""The metrics of a run: their values, their labels, and their table in the documentation."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import elastic_dp as edp
+from elastic_dp.cluster.controller.run_metrics import METRICS, RunMetrics
+from elastic_dp.config import JobSpec
+from elastic_dp.telemetry.goodput import Goodput
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.telemetry.phase_clock import PhaseTimes
+
+DOCS = Path(__file__).parents[3] / "docs"
+STATUS = {
+    "phase": "running",
+    "step": 10,
+    "world_size": 2,
+    "size": 3,
+    "generation": 1,
+    "metrics": {"loss": 0.5, "name": "x"},
+    "workers": {"w1": "member", "w2": "member", "w3": "starting"},
+}
+
+
+class Sink:
+    def __init__(self):
+        self.values, self.observed = {}, []
+
+    def put(self, kind, value, label):
+        assert (label in kind.values) if kind.label else not label, (kind.name, label)
+        if kind.bounds:
+            self.observed.append((kind.name, label, value))
+        else:
+            self.values[kind.name.removeprefix("elastic_dp_"), label] = value
+
+
+@pytest.fixture
+def journal():
+    return Journal(None)
+
+
+@pytest.fixture
+def metrics(journal):
+    spec = JobSpec(
+        name="seen",
+        data=edp.DataConfig("nowhere", micro_batch_size=4),
+        scaling=edp.ScalingConfig(max_workers=4),
+        max_steps=9,
+    )
+    return RunMetrics(spec, journal, started_at=100.0, stored=True)
+
+
+NOTHING, NO_TIMES = Goodput(), PhaseTimes()
+
+
+def sample(exported, now, sink=None, times=NO_TIMES, goodput=NOTHING, **status):
+    sink = Sink() if sink is None else sink
+    exported.sample(now, STATUS | status, goodput, times, 7, sink)
+    return sink
+
+
+def test_metrics_say_step_loss_workers_and_goodput(metrics):
+    values = sample(metrics, 110.0, goodput=Goodput(useful=3.0, pause=1.0)).values
+    for name, value in {
+        ("running", ""): 1.0,
+        ("step", ""): 10,
+        ("loss", ""): 0.5,
+        ("world_size", ""): 2,
+        ("wanted_workers", ""): 3,
+        ("generation", ""): 1,
+        ("workers", "member"): 2,
+        ("workers", "starting"): 1,
+        ("workers", "evicted"): 0,
+        ("goodput_seconds", "useful"): 3.0,
+        ("goodput_seconds", "redone"): 0.0,
+        ("checkpoint_age_seconds", ""): 10.0,
+        ("store_retries", ""): 7,
+    }.items():
+        assert values[name] == value, name
+
+
+def test_rows_per_second_and_parts_of_a_step_are_those_since_the_last_sample(metrics):
+    sample(metrics, 110.0)
+    spent = PhaseTimes(data=2.0, compute=12.0, collective=4.0, other=1.0, checkpoint=1.0)
+    values = sample(metrics, 120.0, times=spent, step=30).values  # two workers, 10 s each
+    assert values["rows_per_second", ""] == 20 * 4 * 4 / 10
+    parts = {part: values["step_part_seconds", part] for part in ("data", "compute", "checkpoint")}
+    assert parts == pytest.approx({"data": 0.05, "compute": 0.3, "checkpoint": 0.025})
+    assert sum(v for (n, _), v in values.items() if n == "step_part_seconds") == pytest.approx(0.5)
+
+
+def test_pause_is_observed_once_with_its_cause_and_the_start_is_none(metrics, journal):
+    sink = Sink()
+    sample(metrics, 110.0, sink, PhaseTimes(pause=4.0))
+    journal._line("events", "command", "AbortGeneration", {"worker": "w1", "generation": 1})
+    sample(metrics, 112.0, sink, PhaseTimes(pause=4.4), phase="forming", generation=2)
+    for now in (114.0, 116.0):
+        sample(metrics, now, sink, PhaseTimes(pause=5.0), generation=2)
+    sample(metrics, 118.0, sink, PhaseTimes(pause=5.2), generation=3)
+    [first, second] = sink.observed
+    assert first == ("elastic_dp_pause_seconds", "loss", pytest.approx(0.5))
+    assert second == ("elastic_dp_pause_seconds", "planned", pytest.approx(0.1))
+
+
+def test_checkpoint_age_and_duration_follow_the_commit(metrics, journal):
+    commit = {"time": 130.0, "event": "CheckpointCommitted", "step": 9}
+    metrics._line({"time": 127.0, "command": "TakeCheckpoint", "worker": "w1"})
+    metrics._line(commit)
+    values = sample(metrics, 140.0).values
+    assert values["checkpoint_age_seconds", ""] == 10.0
+    assert values["checkpoint_duration_seconds", ""] == 3.0
+
+
+def test_loss_that_is_not_finite_or_no_number_is_left_out(metrics):
+    for loss in (math.nan, "0.5", None):
+        assert ("loss", "") not in sample(metrics, 110.0, metrics={"loss": loss}).values
+
+
+def test_table_of_metrics_in_the_docs_is_the_one_in_the_code():
+    rows = [
+        f"| `ray_{kind.name}` | {'histogram' if kind.bounds else 'gauge'} | {label(kind)} | "
+        f"{kind.help} |"
+        for kind in METRICS
+    ]
+    written = re.findall(r"^\| `ray_.*$", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    assert written == rows
+
+
+def label(kind):
+    return f"`{kind.label}`: {', '.join(kind.values)}" if kind.label else ""
