@@ -105,7 +105,7 @@ def worker(
     link = StaticLink(control, Membership(1, members, "w0", 60.0), port)
     data = RandomTokens(ROWS[size])
     session = Session(
-        spec, f"w{rank}", data, torch.device("cpu"), "gloo", link, link, control, rank == 0
+        spec, f"w{rank}", data, torch.device("cpu"), False, link, link, control, rank == 0
     )
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     ours, theirs = [], []

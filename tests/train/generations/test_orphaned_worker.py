@@ -58,7 +58,7 @@ def test_worker_that_waits_for_a_generation_in_vain_is_an_orphan():
 
 def test_a_session_ends_outside_of_every_generation():
     session = Session(
-        *(spec_of(), "w1", None, None, "gloo", Nobody(), SharedMemoryPage()),
+        *(spec_of(), "w1", None, None, False, Nobody(), SharedMemoryPage()),
         control(LONG_AGO, lease_s=1.0, orphan_timeout_s=2.0),
         is_source=False,
         faults=FaultInjector(),
