@@ -165,7 +165,11 @@ def test_readme_labels_containers_and_objects_exist():
         "import",
         "from",
     } <= names | {"autoscaler"}
-    assert set(re.findall(r"kubectl -n (\S+)", ALL)) == {"training", "kuberay-operator"}
+    assert set(re.findall(r"kubectl -n (\S+)", ALL)) == {
+        "training",
+        "kuberay-operator",
+        "monitoring",
+    }
     jobs = {ray_object(build(f))["metadata"]["name"] for f in OVERLAYS}
     assert set(found(r"\brayjob (\w+)(?=[ \n`])", ALL)) - {"and"} <= jobs
     budgets = {
