@@ -358,7 +358,7 @@ PARAMETERS = {
     "TrainContext.stop": "self reason",
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
-        url *micro_batch_size epochs seed tail format columns transform collate_fn workers
+        url *micro_batch_size epochs seed tail format columns filter transform collate_fn workers
         shuffle memory_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
     """,
     "MapStyleData": """

@@ -50,6 +50,8 @@ class DataConfig(_Order):
     - `format`: the format of the shards; None: by the endings of their names.
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
+    - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
+      it is true are part of the data set. It uses columns that the job reads.
     - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
       `transform(batch)` runs with the global generators of Python, NumPy and torch seeded by (seed,
       step, virtual worker). `transform(batch, rng)` receives a `numpy.random.Generator` instead,
@@ -75,6 +77,8 @@ class DataConfig(_Order):
     url: str | Sequence[str] | Mapping[str, float]
     format: Format | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
+    # The "==" of two expressions is another expression.
+    filter: Any = field(default=None, kw_only=True, compare=False)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     workers: int = field(default=0, kw_only=True)
@@ -121,6 +125,11 @@ class DataConfig(_Order):
         whole_number("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
+        if self.filter is not None and type(self.filter).__name__ != "Expression":
+            raise SpecError(
+                f"DataConfig.filter is {self.filter!r}, must be an expression of pyarrow, such as "
+                'pyarrow.compute.field("x") > 3'
+            )
         fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
         if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
             raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be a dict of plain values")

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from elastic_dp.data.discovery.index import Index
+from elastic_dp.data.discovery.shard_index import Index
 
 
 class BadRowGroups(Protocol):

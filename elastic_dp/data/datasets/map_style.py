@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch.utils.data import default_collate
 
 from elastic_dp.config import MapStyleData
-from elastic_dp.data.discovery.index import Index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.collation import aligned_tensors, located, nbytes_of, pinned
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.data.pipeline.micro_batch_plan import MicroBatch

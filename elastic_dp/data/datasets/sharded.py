@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import Index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.array_memory import BlockPool
 from elastic_dp.data.pipeline.bad_row_limit import BadRowLimit
 from elastic_dp.data.pipeline.batch_assembler import BatchAssembler, Ints
@@ -298,7 +298,10 @@ class _Stream:
             parts.append(f"rows {', '.join(map(str, numbers[:_ROWS_NAMED]))}{more} of {name}")
         if len(by_shard) > _SHARDS_NAMED:
             parts.append(f"and of {len(by_shard) - _SHARDS_NAMED} more shards")
-        return "; ".join(parts) or "no rows"
+        counted = (
+            " (counting those that the filter keeps)" if self._config.filter is not None else ""
+        )
+        return f"{'; '.join(parts)}{counted}" if parts else "no rows"
 
     def describe_row_group(self, row_group: int) -> str:
         shard, number, _ = self._row_groups.name(row_group)

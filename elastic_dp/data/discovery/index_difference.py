@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_dp.data.discovery.index import Index
+from elastic_dp.data.discovery.shard_index import Index
 
 _CHUNK = 1 << 14  # shards whose names are converted to Python strings at the same time
 

@@ -100,6 +100,23 @@ class RowGroupLocation:
     end: int
 
 
+def read_table(
+    chosen: Format,
+    shard: ShardAt,
+    location: RowGroupLocation,
+    schema: pa.Schema,
+    leaves: list[str],
+) -> pa.Table:
+    """As `Format.read`, with the columns that only the name of the shard's folder holds."""
+    table = chosen.read(shard, location, schema, leaves)
+    for name, value in shard.partition.items():
+        column = pa.repeat(pa.scalar(value, schema.field(name).type), table.num_rows)
+        if name in table.column_names:  # some formats add the columns that a shard lacks
+            table = table.drop_columns(name)
+        table = table.append_column(name, column)
+    return table
+
+
 class Format(Protocol):
     """A file format. It keeps no state but caches, and several threads call `read`."""
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
+import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import lossless, plain_schema
@@ -43,6 +45,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE
 # Types that take more bytes in memory: dates and times of day are read as int32, then become int64.
 _WIDTHS_IN_MEMORY = {"DATE": 12, "TIME": 12, "DECIMAL": 32}
 _DICTIONARY_FACTOR = 4  # assumed number of times that a text of a dictionary occurs
+_ARROW_READS = 64 << 10  # bytes that Arrow reads at the end of a file
 
 
 class Parquet:
@@ -117,6 +120,22 @@ class Parquet:
             pa.PythonFile(held, mode="r"), metadata=footer, page_checksum_verification=True
         )
         return checked(_read_group(file, location.group, leaves, fetch))
+
+    def may_match(
+        self, shard: ShardAt, expression: pa.compute.Expression, fields: Sequence[pa.Field]
+    ) -> frozenset[int] | None:
+        """The row groups that may have a row for which `expression` is true, by the statistics in
+        the footer. `fields`: the columns that it uses. None: unknown, also where the shard has
+        another type than the data set, and for floats, of which statistics do not count NaN."""
+        held = _FetchedRanges(shard)
+        held.fetch([(max(0, shard.size - max(shard.tail, _ARROW_READS)), shard.size)])
+        fragment = pyarrow.dataset.ParquetFileFormat().make_fragment(pa.PythonFile(held, mode="r"))
+        there = fragment.physical_schema
+        for used in fields:
+            number = there.get_field_index(used.name)
+            if number < 0 or there.field(number).type != used.type or _has_floats(used.type):
+                return None
+        return frozenset(row_group.id for row_group in fragment.subset(expression).row_groups)
 
     def close(self) -> None:
         with self._lock:
@@ -213,6 +232,11 @@ class _Footer:
     nbytes: int
     stamp: tuple[int, ...] | None  # of the file, before the footer was read
     idle: list[pq.ParquetFile] = field(default_factory=list)
+
+
+def _has_floats(kind: pa.DataType) -> bool:
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return bool(pa.types.is_floating(kind)) or any(map(_has_floats, inner))
 
 
 class _FetchedRanges:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_dp.config import DataConfig
-from elastic_dp.data.discovery.index import Index
+from elastic_dp.data.discovery.shard_index import Index
 from elastic_dp.data.pipeline.row_groups import RowGroups
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url

@@ -16,10 +16,11 @@ import pyarrow as pa
 from elastic_dp.config import DataConfig
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
+from elastic_dp.data.columns.row_filter import RowFilter
 from elastic_dp.data.columns.schema import leaves
-from elastic_dp.data.discovery.index import Index
 from elastic_dp.data.discovery.listing import path_of, prefix_of
-from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt
+from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt, read_table
 from elastic_dp.data.formats.format_registry import FORMATS
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
@@ -68,6 +69,9 @@ class ShardRowGroups:
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._leaves = [name for name, _ in index.columns]
         self._fields = [(name, types[name]) for name in self._leaves]
+        self._filter: RowFilter | None = None
+        if config.filter is not None:
+            self._filter = RowFilter(config.filter, index.schema)
         self._fills = dict(config.fill_nulls or {})
 
     def read(self, row_group: int) -> tuple[dict[str, Column], int]:
@@ -105,14 +109,9 @@ class ShardRowGroups:
             opened.close()
 
     def _read_table(self, number: int, shard: ShardAt, location: RowGroupLocation) -> pa.Table:
-        table = self._format(number).read(shard, location, self._index.schema, self._leaves)
-        for name, value in shard.partition.items():
-            kind = self._index.schema.field(name).type
-            column = pa.repeat(pa.scalar(value, kind), table.num_rows)
-            if name in table.column_names:  # some formats add the columns that a shard lacks
-                table = table.drop_columns(name)
-            table = table.append_column(name, column)
-        return table
+        schema, chosen = self._index.schema, self._format(number)
+        table = read_table(chosen, shard, location, schema, self._leaves)
+        return table if self._filter is None else table.take(self._filter.rows(table))
 
     def _format(self, number: int) -> Format:
         return self._formats[self._index.sources[self._source(number)].format]
@@ -120,20 +119,8 @@ class ShardRowGroups:
     def _find_shard(self, number: int) -> ShardAt:
         index, source = self._index, self._source(number)
         store, is_file = self._stores[source], index.sources[source].is_file
-        facts = ("size", "version", "check", "tail")
-        size, version, check, tail = (index.shards[name][number].as_py() for name in facts)
-        return ShardAt(
-            store=store,
-            path=path_of(store.path, index.name(number), is_file),
-            size=size,
-            version=version,
-            name=self._shard_name(number),
-            check=check,
-            tail=tail,
-            head=int(index.starts[index.group_bounds[number]]),
-            footer=index.footer(number),
-            partition=index.partition(number),
-        )
+        path = path_of(store.path, index.name(number), is_file)
+        return shard_at(index, number, path, store, self._shard_name(number))
 
     def _location(self, number: int, row_group: int) -> RowGroupLocation:
         index = self._index

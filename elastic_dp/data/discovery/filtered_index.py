@@ -1,0 +1,61 @@
+"""Applies a filter to an index: counts the rows of each row group that it keeps."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data.columns.row_filter import RowFilter, Selection
+from elastic_dp.data.columns.schema import leaves
+from elastic_dp.data.discovery.listing import (
+    path_of,
+)
+from elastic_dp.data.discovery.opened_source import (
+    OpenedSource,
+)
+from elastic_dp.data.discovery.shard_index import Index, shard_at
+from elastic_dp.data.discovery.shard_scans import SCANS_IN_FLIGHT
+from elastic_dp.data.formats.format import Ints, RowGroupLocation, read_table
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.errors import DataError
+
+
+def filtered(index: Index, config: DataConfig, sources: list[OpenedSource]) -> Index:
+    """The index with the numbers of rows that the filter keeps. Reads the columns of the filter,
+    of the row groups that may have such rows by their statistics."""
+    rows_of = RowFilter(config.filter, index.schema)
+    read = [leaf.name for leaf in leaves(rows_of.fields)]
+    selection = Selection()
+
+    def kept(number: int) -> list[Ints]:
+        source = sources[index.shards["source"][number].as_py()]
+        path = path_of(source.store.path, index.name(number), source.listed.is_file)
+        shard = shard_at(index, number, path, source.store, source.prefix + index.name(number))
+        first, end = index.group_bounds[number : number + 2].tolist()
+        here = frozenset(range(end - first))
+        if isinstance(source.format, Parquet) and not shard.partition:
+            may_match = source.format.may_match(shard, config.filter, rows_of.fields)
+            here = here if may_match is None else may_match
+        found = [np.empty(0, np.int64)] * (end - first)
+        for group in sorted(here):
+            at = RowGroupLocation(
+                group, int(index.starts[first + group]), int(index.ends[first + group])
+            )
+            table = read_table(source.format, shard, at, index.schema, read)
+            found[group] = rows_of.rows(table)
+        return found
+
+    with ThreadPoolExecutor(SCANS_IN_FLIGHT, thread_name_prefix="elastic-dp-index") as pool:
+        for of_shard in pool.map(kept, range(index.num_shards)):
+            for rows in of_shard:
+                selection.add(rows)
+    if not sum(selection.counts):
+        raise DataError(f"DataConfig.filter: no row of {index.num_rows:,} fits {config.filter}")
+    at = index.groups.schema.get_field_index("rows")
+    counts = pa.array(selection.counts, pa.int64())
+    groups = index.groups.set_column(at, index.groups.schema.field("rows"), counts)
+    return replace(index, groups=groups, selection=selection.digest)

@@ -1,0 +1,122 @@
+"""Row filters: which rows are part of the data set, and what is read to find out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.errors import DataError, SpecError
+from tests.data.test_rows_in_rows_out import dealt, evaluated, row, written
+from tests.data.values import in_place
+
+
+def ids(folder: Path, shards: int = 2, rows: int = 100) -> DataConfig:
+    folder.mkdir()
+    for shard in range(shards):
+        made = pa.table({"id": range(shard * rows, (shard + 1) * rows)})
+        pq.write_table(made, folder / f"{shard}.parquet", row_group_size=10)
+    return DataConfig(str(folder), micro_batch_size=1)
+
+
+def where(config: DataConfig, expression: Any) -> DataConfig:
+    return dataclasses.replace(config, filter=expression)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow_stream", "csv_by_python", "jsonl", "tar"])
+def test_rows_that_a_filter_keeps_are_dealt_once_to_one_worker_and_to_three(kind, tmp_path):
+    name = "cls" if kind == "tar" else "id"
+    odd = pc.bit_wise_and(pc.field(name), pc.scalar(1)) == 1
+    config = where(written(kind, tmp_path / "in"), odd)
+    alone = dealt(config, 1)
+    assert alone == dealt(config, 3)
+    wanted = [row(i) for i in range(1, 96, 2)]
+    assert sorted((r for step in alone for r in step), key=lambda r: r["id"]) == wanted
+    assert evaluated(config, 1) == evaluated(config, 3) == wanted
+
+
+def test_row_groups_without_a_row_that_fits_are_not_read(tmp_path, monkeypatch):
+    config, read = ids(tmp_path / "in"), []
+    decode = Parquet.read
+
+    def noting(self, shard, location, *others):
+        read.append((shard.name, location.group))
+        return decode(self, shard, location, *others)
+
+    monkeypatch.setattr(Parquet, "read", noting)
+    index = read_index(where(config, pc.field("id").isin([55, 123])))
+    assert sorted(read) == [("0.parquet", 5), ("1.parquet", 2)]
+    assert index.num_rows == 2 and len(index.rows) == 20
+
+
+def test_filter_is_exact_where_statistics_are_missing(tmp_path):
+    (tmp_path / "in").mkdir()
+    made = pa.table({"id": range(100)})
+    pq.write_table(made, tmp_path / "in/a.parquet", row_group_size=10, write_statistics=False)
+    config = DataConfig(str(tmp_path / "in"), micro_batch_size=1)
+    found = in_place(where(config, (pc.field("id") > 17) & (pc.field("id") < 34)))
+    assert found == {"id": list(range(18, 34))}
+
+
+def test_filter_leaves_out_rows_for_which_it_is_null(tmp_path):
+    made = pa.table({"s": ["a", None, "b", None]})
+    pq.write_table(made, tmp_path / "a.parquet")
+    config = DataConfig(str(tmp_path), micro_batch_size=1)
+    assert in_place(where(config, pc.field("s") != "a")) == {"s": ["b"]}
+    assert in_place(where(config, pc.field("s").is_valid())) == {"s": ["a", "b"]}
+
+
+def test_filter_uses_the_type_that_a_column_has_in_all_shards(tmp_path):
+    pq.write_table(pa.table({"x": pa.array([2_000_000_000], pa.int32())}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.array([1 << 40], pa.int64())}), tmp_path / "b.parquet")
+    config = DataConfig(str(tmp_path), micro_batch_size=1)
+    twice = pc.field("x") * pc.scalar(2) > 3_000_000_000  # overflows in int32
+    assert in_place(where(config, twice)) == {"x": [2_000_000_000, 1 << 40]}
+
+
+def test_filter_uses_columns_in_names_of_folders(tmp_path):
+    for year in (2024, 2025):
+        (tmp_path / f"year={year}").mkdir()
+        pq.write_table(pa.table({"id": [year]}), tmp_path / f"year={year}" / "a.parquet")
+    config = DataConfig(f"{tmp_path}/**", micro_batch_size=1)
+    found = in_place(where(config, pc.field("year") == 2025))
+    assert found == {"id": [2025], "year": [2025]}
+
+
+def test_filter_that_keeps_other_rows_is_another_data_set(tmp_path):
+    config = ids(tmp_path / "in")
+    plain = read_index(config)
+    one, same, other = (
+        read_index(where(config, fits))
+        for fits in (pc.field("id") == 7, pc.field("id").isin([7]), pc.field("id") == 8)
+    )
+    assert one.digest == same.digest
+    assert len({plain.digest, one.digest, other.digest}) == 3
+    assert Index.from_bytes(one.to_bytes()).digest == one.digest
+
+
+def test_filter_that_cannot_be_applied_is_refused_by_name(tmp_path):
+    config = ids(tmp_path / "in")
+    with pytest.raises(DataError, match=r"DataConfig\.filter: .*No match for FieldRef.Name\(y\)"):
+        read_index(where(config, pc.field("y") == 1))
+    with pytest.raises(DataError, match=r"DataConfig\.filter: .*must evaluate to bool"):
+        read_index(where(config, pc.field("id") + 1))
+    with pytest.raises(DataError, match=r"DataConfig\.filter: no row of 200 fits"):
+        read_index(where(config, pc.field("id") < 0))
+    with pytest.raises(SpecError, match=r"DataConfig\.filter is 'id > 3', must be an expression"):
+        where(config, "id > 3")
+
+
+def test_filter_keeps_rows_that_statistics_do_not_count(tmp_path):
+    made = pa.table({"x": [4.0, float("nan"), 5.0]})
+    pq.write_table(made, tmp_path / "a.parquet")
+    config = DataConfig(str(tmp_path), micro_batch_size=1)
+    assert read_index(where(config, ~(pc.field("x") > 3))).num_rows == 1
