@@ -42,7 +42,7 @@ def test_ray_that_is_slow_to_start_twice_is_a_cluster_error_with_the_way_out(sta
     assert seen == ["init", "shutdown", "init", "shutdown"]
 
 
-def test_other_errors_of_starting_ray_are_not_tried_again(starts):
+def test_start_of_ray_with_another_error_is_not_tried_again(starts):
     ends, seen = starts
     ends += [ValueError("no such option")]
     with pytest.raises(ValueError, match="no such option"):
