@@ -35,7 +35,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
 from elastic_dp.distributed.gradient_buckets import GradientLayout
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Leaf, Node
+from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
 
 
@@ -62,9 +62,9 @@ class GradientReducer:
     # ----------------------------------------------------------------------- generation
 
     def open(
-        self, group: ProcessGroup, shares: Sequence[Node], virtual_workers: int, exact: bool
+        self, group: ProcessGroup, shares: Sequence[Share], virtual_workers: int, exact: bool
     ) -> None:
-        """Opens a generation. `shares[r]` is the range of virtual workers of rank r."""
+        """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r."""
         self._plan = ReductionPlan(group, shares, virtual_workers, exact)
         self._lay_out()
 
