@@ -74,8 +74,8 @@ def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
     return leaves
 
 
-def add_up(sums: Mapping[Node, T], virtual_workers: int, add: Callable[[T, T], T]) -> T:
-    """Returns the sum over the whole tree, from the sums of nodes that together cover 0..V-1."""
+def add_up(sums: Mapping[Node, T], root: Node, add: Callable[[T, T], T]) -> T:
+    """Returns the sum of `root`, from the sums of nodes that together are exactly it."""
 
     def walk(node: Node) -> T:
         if node in sums:
@@ -83,4 +83,4 @@ def add_up(sums: Mapping[Node, T], virtual_workers: int, add: Callable[[T, T], T
         split = middle(node)
         return add(walk((node[0], split)), walk((split, node[1])))
 
-    return walk((0, virtual_workers))
+    return walk(root)

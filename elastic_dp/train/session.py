@@ -406,7 +406,8 @@ class Session:
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
-        self.step_runner.open(self._groups.main, [(s.first, s.last) for s in members])
+        shares = [(member.first, member.last) for member in members]
+        self.step_runner.open(self._groups.main, shares, membership.topology)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 

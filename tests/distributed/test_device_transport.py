@@ -100,13 +100,18 @@ def values_of(virtual_worker: int, step: int) -> torch.Tensor:
 
 
 def steps_of(
-    group: ProcessGroup, shares: Sequence[tuple[int, int]], steps: int, *, switches_at: int
+    group: ProcessGroup,
+    shares: Sequence[tuple[int, int]],
+    steps: int,
+    *,
+    switches_at: int,
+    topology: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
     """The bits of the sum of each step. The device's communicator is used from step `switches_at`
     on."""
     parameter, count, bits = torch.nn.Parameter(torch.zeros(40)), shares[-1][1], []
     gradients = GradientReducer({"weight": parameter})
-    gradients.open(group, shares, count, exact=True)
+    gradients.open(group, shares, count, True, topology)
     for step in range(steps):
         if step == switches_at and group.world_size > 1:
             switch(group)
@@ -133,6 +138,13 @@ def test_sums_have_the_same_bits_over_either_transport_and_alone(shares):
     (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))
     of_all = of_each(len(shares), lambda group: steps_of(group, shares, 4, switches_at=2))
     assert of_all == [alone] * len(shares)
+
+
+def test_sums_by_node_have_the_same_bits_over_either_transport_and_alone():
+    shares, topology = [(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)], ((2, 1, 2), (3, 2))
+    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 7)], 4, switches_at=9))
+    how = {"switches_at": 2, "topology": topology}
+    assert of_each(5, lambda group: steps_of(group, shares, 4, **how)) == [alone] * 5
 
 
 def test_gradients_that_are_not_finite_are_seen_by_all_members():
