@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_dp.threads import background
 
 _POLL_S = 0.0002
+_PEER_GONE = "the connection to a peer has ended"
 
 
 class ReadBeforeEvent(AssertionError):
@@ -46,6 +47,7 @@ class SimulatedDevice:
     connect_s: float = 0.0  # that connecting takes
     connect_hangs: bool = False  # ... it never ends
     abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives
+    reports_failures: bool = False  # the communicator notices that a peer is gone
     destroy_s: float = 0.0  # that destroying blocks
 
 
@@ -220,6 +222,7 @@ class SimulatedCommunicator:
         self._accelerator, self._settings = accelerator, accelerator.settings
         self._store, self._rank, self._world_size = store, rank, world_size
         self._aborted = threading.Event()
+        self._failure: str | None = None
         self._backend: Any = None
 
     def connect(self, check: Callable[[], None]) -> None:
@@ -240,6 +243,9 @@ class SimulatedCommunicator:
     def abort(self) -> None:
         self._aborted.set()
         time.sleep(self._settings.abort_s)
+
+    def failure(self) -> str | None:
+        return self._failure if self._settings.reports_failures else None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -285,8 +291,8 @@ class SimulatedCommunicator:
         failed, work = False, None
         try:
             work = start()
-        except RuntimeError:  # a peer is gone
-            failed = True
+        except RuntimeError:
+            failed, self._failure = True, _PEER_GONE
         while failed or (work is not None and not work.is_completed()):
             if self._aborted.wait(_POLL_S):
                 _never_dropped.append((self._backend, work, result))
@@ -295,6 +301,7 @@ class SimulatedCommunicator:
         try:
             work.wait()
         except RuntimeError:
+            self._failure = _PEER_GONE
             self._aborted.wait()
             return
         output.copy_(result)

@@ -256,6 +256,7 @@ class Session:
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:
+            self._groups.load_kernels()
             self.state.preallocate()
             trial.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
