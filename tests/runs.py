@@ -12,7 +12,7 @@ import torch
 from elastic_dp.checkpoint import uploader
 from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
-from elastic_dp.coordinator.messages import Event, SizeRequested
+from elastic_dp.coordinator.messages import Event, SizeRequested, WorkerId, WorkerLocation
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
 from elastic_dp.testing.process_worker_group import ProcessRun
@@ -85,13 +85,17 @@ def group(
     index: Index | None = None,
     url: str | None = None,
     device: SimulatedDevice | None = None,
+    location: Callable[[WorkerId], WorkerLocation] | None = None,
 ) -> tuple[RunOutcome, ProcessRun]:
     """A run on processes. `script`: at (or after) a step, post an event or call something with the
     run. `timeout_s`: for what comes behind it. `device`: what the workers compute on; any test of
-    this module's runs on a simulated one with ELASTIC_DP_SIMULATED_DEVICE=1 in the environment."""
+    this module's runs on a simulated one with ELASTIC_DP_SIMULATED_DEVICE=1 in the environment.
+    `location`: where each worker claims to run."""
     if device is None and os.environ.get("ELASTIC_DP_SIMULATED_DEVICE"):
         device = SimulatedDevice()
-    with ProcessRun(spec, train, faults=faults, index=index, url=url, device=device) as run:
+    with ProcessRun(
+        spec, train, faults=faults, index=index, url=url, device=device, location=location
+    ) as run:
         for step, action in script:
             eventually(lambda s=step: reached(run, s), run.controller.status)
             if isinstance(action, Event):

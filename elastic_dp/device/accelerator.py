@@ -33,6 +33,11 @@ class Communicator(Protocol):
         """Ends every operation, at any time and on any thread. May block."""
         ...
 
+    def failure(self) -> str | None:
+        """Returns what went wrong in the background, such as a connection to a peer; None if
+        nothing did. Operations then may never end. Does not block."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor) -> Any: ...
     def all_to_all(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d as c10d
 
 # A collective may wait for a peer that is in a long loop body, so only aborts end it.
@@ -52,6 +53,11 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         self._backend.abort()
+
+    def failure(self) -> str | None:
+        # Torch's watchdog thread asks NCCL for it, whatever it is told to do then.
+        error = self._backend.get_error()
+        return None if error == ErrorType.SUCCESS else f"NCCL reports {error.name}"
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         return self._backend.allreduce([tensor], c10d.AllreduceOptions())

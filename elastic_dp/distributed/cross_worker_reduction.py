@@ -3,7 +3,9 @@ sum.
 
 Part r of each subtree sum goes to rank r (all-to-all), which adds up the tree for its part and
 sends the finished part to all ranks (all-gather, into the buffer that the first collective
-emptied). Two members with one subtree each exchange the whole bucket instead, since a sum of two
+emptied). Where members share nodes, sums within a node come first, in a round of their own
+(`reduction_rounds`); the all-gather is a ring in the order of ranks, which crosses from node to
+node once. Two members with one subtree each exchange the whole bucket instead, since a sum of two
 has one order. Fast mode is one all-reduce per bucket.
 """
 
@@ -11,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover
+from elastic_dp.distributed.reduction_rounds import reduction_rounds
+from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
 
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
@@ -25,23 +29,31 @@ _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in 
 class ReductionPlan:
     """The collectives that a generation uses for all of its buckets.
 
-    `shares[r]` are the ranges of virtual workers of rank r.
+    `shares[r]` are the ranges of virtual workers of rank r, `topology` that of the membership.
     """
 
     def __init__(
-        self, group: ProcessGroup, shares: Sequence[Share], virtual_workers: int, exact: bool
+        self,
+        group: ProcessGroup,
+        shares: Sequence[Share],
+        virtual_workers: int,
+        exact: bool,
+        topology: Sequence[Sequence[int]] = (),
     ) -> None:
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
         # [rank]: its subtrees
-        self.covers = [
-            [node for one in share for node in cover(*one, virtual_workers)] for share in shares
-        ]
+        self.covers = [cover_share(share, virtual_workers) for share in shares]
         one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
         # Gloo then sends the same bytes in one round instead of two, with half the CPU time, and a
         # device adds them itself.
         self.swaps = one_order and group.world_size == 2
         self.all_reduces = one_order and not self.swaps
+        summed = group.world_size > 1 and not one_order
+        # Empty where no rank adds up its part of the tree.
+        self.rounds = (
+            reduction_rounds(self.group.rank, shares, virtual_workers, topology) if summed else []
+        )
 
     @property
     def subtrees(self) -> int:
@@ -51,11 +63,6 @@ class ReductionPlan:
     def chunk(self, bucket: GradientBucket) -> int:
         """Returns the number of elements in the part of one rank."""
         return math.ceil(bucket.numel / self.group.world_size)
-
-    def ranks_with_subtree(self) -> list[list[int]]:
-        """Element j lists the ranks whose range consists of more than j subtrees."""
-        counts = [len(nodes) for nodes in self.covers]
-        return [[r for r, n in enumerate(counts) if n > j] for j in range(max(counts))]
 
 
 class GradientBufferPool:
@@ -119,14 +126,13 @@ class BucketReduction:
         for flat in self._flats:
             flat[bucket.numel :] = 0.0
         self.views = [bucket.views(flat) for flat in self._flats]
-        # [j]: part `rank` of the j-th subtree of every rank.
-        self._received: list[torch.Tensor] = []
+        # [round][j]: this rank's chunks of the j-th sum of every part.
+        self._received = [
+            [self._buffer(pool, sum(sizes) * chunk) for sizes in each.received]
+            for each in plan.rounds
+        ]
         if plan.swaps:
-            self._received = [self._buffer(pool, world_size * chunk)]
-        elif world_size > 1 and not plan.all_reduces:
-            self._received = [
-                self._buffer(pool, len(ranks) * chunk) for ranks in plan.ranks_with_subtree()
-            ]
+            self._received = [[self._buffer(pool, world_size * chunk)]]
         self.begin()
 
     def _buffer(self, pool: GradientBufferPool, numel: int) -> torch.Tensor:
@@ -138,7 +144,7 @@ class BucketReduction:
 
     def begin(self) -> None:
         """Starts a new step."""
-        self._launched: list[Any] = []  # operations of the transport
+        self._launched: list[list[Any]] = []  # operations of the transport, by round
         self._gathering: Any = None
         self._written = False  # whether the first buffer holds anything but this worker's sum
         self._sums: list[
@@ -164,29 +170,37 @@ class BucketReduction:
             return
         if plan.all_reduces:
             self._written = True
-            self._launched = [group.all_reduce(self._flats[0])]
+            self._launched = [[group.all_reduce(self._flats[0])]]
             return
         if plan.swaps:
             mine = self._flats[0]
             sizes = [0, len(mine)] if group.rank == 0 else [len(mine), 0]
-            self._launched = [group.all_to_all(self._received[0], mine, sizes, sizes)]
+            self._launched = [[group.all_to_all(self._received[0][0], mine, sizes, sizes)]]
             return
-        chunk = plan.chunk(self.bucket)
-        for j, ranks in enumerate(plan.ranks_with_subtree()):
-            mine = self._flats[j] if j < len(self._flats) else self._flats[0][:0]
-            self._launched.append(
-                group.all_to_all(
-                    self._received[j],
-                    mine,
-                    [chunk if r in ranks else 0 for r in range(group.world_size)],
-                    [chunk if len(mine) else 0] * group.world_size,
-                )
+        self._send(self._flats)
+
+    def _send(self, sums: Sequence[torch.Tensor]) -> None:
+        """Sends these sums in the next round."""
+        number, chunk = len(self._launched), self._plan.chunk(self.bucket)
+        current = self._plan.rounds[number]
+        self._launched.append([])
+        for j, received in enumerate(self._received[number]):
+            operation = self._plan.group.all_to_all(
+                received,
+                sums[j] if j < len(sums) else sums[0][:0],
+                [size * chunk for size in current.received[j]],
+                [size * chunk for size in current.sent[j]],
             )
+            self._launched[-1].append(operation)
 
     def reduce(self) -> None:
-        """Waits for the parts of other ranks, adds up this rank's part, and sends it."""
-        for operation in self._launched:
+        """Waits for the parts of other ranks, adds them up, and sends the sums in the next round.
+        After the last one, sends this rank's part of the whole sum."""
+        for operation in self._launched[-1] if self._launched else ():
             self._plan.group.wait(operation)
+        if 0 < len(self._launched) < len(self._plan.rounds):
+            self._send(self._received_sums())
+            return
         part = self.add_up()
         if len(part) < len(self._flats[0]):
             self._written = True
@@ -201,25 +215,26 @@ class BucketReduction:
             self._written = True
         if plan.swaps:
             if plan.on_device:
-                return self._flats[0].add_(self._received[0])
-            received = self._received[0].split(_PIECE_NUMEL)
+                return self._flats[0].add_(self._received[0][0])
+            received = self._received[0][0].split(_PIECE_NUMEL)
             for mine, theirs in zip(self._flats[0].split(_PIECE_NUMEL), received, strict=True):
                 self._sums.append(_sum(mine.add_(theirs)))
             return self._flats[0]
         if plan.group.world_size == 1:
             nodes = dict(zip(plan.covers[0], self._flats, strict=True))
-        else:
-            nodes = self._received_nodes()
-        return add_up(nodes, plan.virtual_workers, lambda a, b: a.add_(b))
+            return add_up(nodes, (0, plan.virtual_workers), lambda a, b: a.add_(b))
+        (part,) = self._received_sums()
+        return part
 
-    def _received_nodes(self) -> dict[Node, torch.Tensor]:
-        chunk = self._plan.chunk(self.bucket)
-        nodes = {}
-        for j, ranks in enumerate(self._plan.ranks_with_subtree()):
-            parts = self._received[j].split(chunk)
-            for part, rank in zip(parts, ranks, strict=True):
-                nodes[self._plan.covers[rank][j]] = part
-        return nodes
+    def _received_sums(self) -> list[torch.Tensor]:
+        """Adds up what has arrived in the latest round."""
+        number = len(self._launched) - 1
+        current = self._plan.rounds[number]
+        size = current.owned * self._plan.chunk(self.bucket)
+        arrived: dict[Node, torch.Tensor] = {}
+        for nodes, received in zip(current.nodes, self._received[number], strict=True):
+            arrived |= zip(nodes, received.view(len(nodes), size), strict=True)
+        return [add_up(arrived, root, lambda a, b: a.add_(b)) for root in current.sums]
 
     def settle(self) -> None:
         """Waits until the finished parts of all ranks have arrived. Raises GroupError."""
@@ -273,7 +288,7 @@ class BucketReduction:
         to it.
         """
         operations = [
-            *self._launched,
+            *chain.from_iterable(self._launched),
             *([] if self._gathering is None else [self._gathering]),
         ]
         if all(map(self._plan.group.is_over, operations)):

@@ -2,6 +2,9 @@
 
 It waits until every member has begun to connect, then connects, within a limit. A member that never
 began is named. It may be aborted at any time, also while it connects.
+
+The first communicator of a process loads the kernels of all collectives, which takes seconds. A
+joiner does that before it joins, with a communicator of its own (`load_kernels`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,18 @@ from elastic_dp.errors import FormingFailed, GroupAborted
 from elastic_dp.threads import background
 
 _POLL_S = 0.02
+_LOADING_LIMIT_S = 60.0
+
+
+def load_kernels(accelerator: Accelerator) -> DeviceConnection:
+    """Starts to load what the first communicator of a process loads, on a thread of its own.
+
+    Nothing waits for it. If it fails, the generation that connects next finds that out.
+    """
+    alone = DeviceConnection(
+        accelerator, dist.HashStore, "kernels", rank=0, world_size=1, timeout_s=_LOADING_LIMIT_S
+    )
+    return alone.start(then=alone.abort)
 
 
 class DeviceConnection:
@@ -44,9 +59,15 @@ class DeviceConnection:
         self._stands = self._aborted = False
         self._error: Exception | None = None
 
-    def start(self) -> DeviceConnection:
+    def start(self, then: Callable[[], None] = lambda: None) -> DeviceConnection:
+        """`then` is called when it has connected, or failed to."""
+
+        def run() -> None:
+            self._connect()
+            then()
+
         self._deadline = time.monotonic() + self._timeout_s
-        self._thread = background("connecting", self._connect)
+        self._thread = background("connecting", run)
         self._thread.start()
         return self
 

@@ -6,7 +6,8 @@ from the device to the host.
   device's communicator is used. All sums are added up on the device, along the same tree, so their
   bits do not depend on the transport.
 - `read` is the only way to the host: an event, which is polled, a check that the group is not
-  aborted, and then a copy. An aborted collective leaves anything in its output.
+  aborted and the communicator has not failed, and then a copy. An aborted collective leaves
+  anything in its output, and one whose communicator has failed may never end.
 - A generation is left only when the device has nothing of it to do any more. So its memory can be
   used again, and no later call blocks behind a collective that waits for a lost member.
 """
@@ -168,7 +169,7 @@ class DeviceTransport:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the tensors on the host. Waits once, for everything launched so far. Raises
-        GroupAborted."""
+        GroupAborted, or CollectiveFailed if the communicator has failed meanwhile."""
         flats = [t.detach().reshape(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(flats) if flats else None
         self.synchronize()
@@ -182,7 +183,7 @@ class DeviceTransport:
         ]
 
     def synchronize(self) -> None:
-        """Waits until the device has done everything launched so far. Raises GroupAborted."""
+        """Waits until the device has done everything launched so far. Raises GroupError."""
         self._poll(self.accelerator.record())
         self._unconfirmed.clear()
         for operation in self._staged:
@@ -211,9 +212,15 @@ class DeviceTransport:
 
     def _poll(self, event: DeviceEvent) -> None:
         while not event.query():
-            self._group.check()
+            self._check()
             time.sleep(_POLL_S)
+        self._check()
+
+    def _check(self) -> None:
         self._group.check()
+        failure = None if self._communicator is None else self._communicator.failure()
+        if failure is not None:
+            raise CollectiveFailed(failure)
 
     # ----------------------------------------------------------------------------------- private
 

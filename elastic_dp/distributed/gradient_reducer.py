@@ -62,10 +62,16 @@ class GradientReducer:
     # ----------------------------------------------------------------------- generation
 
     def open(
-        self, group: ProcessGroup, shares: Sequence[Share], virtual_workers: int, exact: bool
+        self,
+        group: ProcessGroup,
+        shares: Sequence[Share],
+        virtual_workers: int,
+        exact: bool,
+        topology: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r."""
-        self._plan = ReductionPlan(group, shares, virtual_workers, exact)
+        """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
+        that of the membership."""
+        self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology)
         self._lay_out()
 
     def close(self) -> None:
@@ -216,8 +222,10 @@ class GradientReducer:
     def reduce(self) -> None:
         """Finishes the sums of this rank's parts and sends them, bucket by bucket as they
         arrive."""
-        for exchange in self._exchanges:
-            exchange.reduce()
+        assert self._plan is not None
+        for _ in self._plan.rounds or (None,):
+            for exchange in self._exchanges:
+                exchange.reduce()
 
     def settle(self) -> None:
         """Waits for what was sent, so that this generation can fill the buffers again."""

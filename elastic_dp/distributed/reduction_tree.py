@@ -10,7 +10,7 @@ A worker has a share of the leaves: one or more ranges. Each range consists of a
 chunk adds the subtrees of all workers (`add_up`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 Node = tuple[int, int]
@@ -39,6 +39,19 @@ def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
         return walk((low, split)) + walk((split, high))
 
     return walk((0, virtual_workers))
+
+
+def cover_share(ranges: Iterable[Node], virtual_workers: int) -> list[Node]:
+    """Returns the largest subtrees that together are exactly the leaves of `ranges`, in order.
+
+    The ranges may touch, and they may come in any order.
+    """
+    joined: list[Node] = []
+    for first, last in sorted(ranges):
+        if joined and joined[-1][1] == first:
+            first = joined.pop()[0]
+        joined.append((first, last))
+    return [node for one in joined for node in cover(*one, virtual_workers)]
 
 
 class Leaf(NamedTuple):
@@ -75,8 +88,8 @@ def fold(first: int, last: int, virtual_workers: int) -> list[Leaf]:
     return leaves
 
 
-def add_up(sums: Mapping[Node, T], virtual_workers: int, add: Callable[[T, T], T]) -> T:
-    """Returns the sum over the whole tree, from the sums of nodes that together cover 0..V-1."""
+def add_up(sums: Mapping[Node, T], root: Node, add: Callable[[T, T], T]) -> T:
+    """Returns the sum of `root`, from the sums of nodes that together are exactly it."""
 
     def walk(node: Node) -> T:
         if node in sums:
@@ -84,4 +97,4 @@ def add_up(sums: Mapping[Node, T], virtual_workers: int, add: Callable[[T, T], T
         split = middle(node)
         return add(walk((node[0], split)), walk((split, node[1])))
 
-    return walk((0, virtual_workers))
+    return walk(root)

@@ -297,6 +297,8 @@ def _fields(message: Any) -> dict[str, Any]:
         fields["generation"] = membership.generation
         fields["members"] = [member.worker for member in membership.members]
         fields["source"] = membership.source
+        if membership.topology:
+            fields["topology"] = membership.topology
     # without the compressed layout, which is not readable
     if (signature := fields.get("signature")) is not None:
         fields["signature"] = [field for field in signature if not isinstance(field, bytes)]

@@ -27,7 +27,14 @@ from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
-from elastic_dp.coordinator.messages import Event, ReleaseWorker, WorkerId, WorkerLost
+from elastic_dp.coordinator.messages import (
+    Event,
+    ReleaseWorker,
+    WorkerId,
+    WorkerLocation,
+    WorkerLost,
+    WorkerPlaced,
+)
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.telemetry.journal import Journal
@@ -53,9 +60,10 @@ class ProcessWorkerGroup:
         controller: Controller,
         limit: int | None = None,
         device: SimulatedDevice | None = None,
+        location: Callable[[WorkerId], WorkerLocation] | None = None,
     ) -> None:
         self._job, self._controller, self._device = job, controller, device
-        self.limit = limit
+        self.limit, self._location = limit, location
         self._lock = threading.Lock()
         self._pipes: dict[WorkerId, Connection] = {}
         self._outboxes: dict[WorkerId, queue.SimpleQueue[Any]] = {}
@@ -65,6 +73,8 @@ class ProcessWorkerGroup:
 
     def start(self, worker: WorkerId) -> None:
         """Start a worker, or leave it pending if the limit is reached."""
+        if self._location is not None:
+            self._controller.post(WorkerPlaced(worker, self._location(worker)))
         with self._lock:
             self._pending.append(worker)
         self._place()
@@ -202,7 +212,7 @@ class ProcessRun:
 
     `faults` are injected into the workers, `limit` is the number of processes, `url` the run's
     folder (None: no checkpoints). `check` is called by the controller. `device`: the workers
-    compute on a simulated device.
+    compute on a simulated device. `location`: where each worker claims to run.
     """
 
     def __init__(
@@ -217,6 +227,7 @@ class ProcessRun:
         url: str | None = None,
         check: Callable[[], None] = lambda: None,
         device: SimulatedDevice | None = None,
+        location: Callable[[WorkerId], WorkerLocation] | None = None,
     ) -> None:
         prepare_environment(os.environ, spec.scaling.num_threads)  # type: ignore[arg-type]
         secret, run = secrets.token_bytes(32), f"run-{secrets.token_hex(8)}"
@@ -232,7 +243,7 @@ class ProcessRun:
             self.controller.state_store.state.lease_token,
             faults,
         )
-        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device)
+        self.worker_group = ProcessWorkerGroup(job, self.controller, limit, device, location)
 
     def __enter__(self) -> ProcessRun:
         self.controller.open(self.worker_group)

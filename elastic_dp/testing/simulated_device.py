@@ -6,6 +6,7 @@
 - The read guard: to read a value on the host meanwhile raises `ReadBeforeEvent`.
 - A collective whose peer is gone spins until it is aborted, and then leaves its output as it is.
 - To connect takes time, or never ends; aborting and destroying may block.
+- After a failure, torch's watchdog may end the process, as in a job in which nobody goes on alone.
 
 What a thread launches outside of these windows is done at once, as the processor does it: a device
 that is always fast.
@@ -14,6 +15,7 @@ that is always fast.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -33,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_dp.threads import background
 
 _POLL_S = 0.0002
+_ABORTED = 134  # the exit status after SIGABRT
 
 
 class ReadBeforeEvent(AssertionError):
@@ -46,6 +49,10 @@ class SimulatedDevice:
     connect_s: float = 0.0  # that connecting takes
     connect_hangs: bool = False  # ... it never ends
     abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives
+    reports_failures: bool = False  # the communicator notices that a peer is gone
+    # After how long torch's watchdog ends the process for a failure, and its monitor for an abort
+    # that blocks, unless the environment turns them off; 0: never.
+    watchdog_s: float = 0.0
     destroy_s: float = 0.0  # that destroying blocks
 
 
@@ -220,6 +227,10 @@ class SimulatedCommunicator:
         self._accelerator, self._settings = accelerator, accelerator.settings
         self._store, self._rank, self._world_size = store, rank, world_size
         self._aborted = threading.Event()
+        self._failure: str | None = None
+        # Read when the group is made, as torch does.
+        self._handles_errors = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
+        self._monitors = os.environ.get("TORCH_NCCL_ENABLE_MONITORING", "1") != "0"
         self._backend: Any = None
 
     def connect(self, check: Callable[[], None]) -> None:
@@ -239,7 +250,13 @@ class SimulatedCommunicator:
 
     def abort(self) -> None:
         self._aborted.set()
+        monitor = self._end_process() if self._monitors else None
         time.sleep(self._settings.abort_s)
+        if monitor is not None:
+            monitor.cancel()
+
+    def failure(self) -> str | None:
+        return self._failure if self._settings.reports_failures else None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -285,19 +302,36 @@ class SimulatedCommunicator:
         failed, work = False, None
         try:
             work = start()
-        except RuntimeError:  # a peer is gone
+        except RuntimeError:
             failed = True
+            self._fail()
         while failed or (work is not None and not work.is_completed()):
             if self._aborted.wait(_POLL_S):
+                self._fail()  # the watchdog does not know who aborted
                 _never_dropped.append((self._backend, work, result))
                 return
         assert work is not None
         try:
             work.wait()
         except RuntimeError:
+            self._fail()
             self._aborted.wait()
             return
         output.copy_(result)
+
+    def _fail(self) -> None:
+        self._failure = "the connection to a peer has ended"
+        if self._handles_errors:
+            self._end_process()
+
+    def _end_process(self) -> threading.Timer | None:
+        """Ends it after a while, also when nobody uses this communicator any more."""
+        if not self._settings.watchdog_s:
+            return None
+        timer = threading.Timer(self._settings.watchdog_s, os._exit, (_ABORTED,))
+        timer.daemon = True
+        timer.start()
+        return timer
 
 
 _never_dropped: list[Any] = []  # Gloo's destructor blocks until its last operation ends

@@ -256,6 +256,7 @@ class Session:
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:
+            self._groups.load_kernels()
             self.state.preallocate()
             trial.warm_up()
         self.link.post(WorkerReady(self.worker, self._signature, can_source))
@@ -406,7 +407,8 @@ class Session:
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
-        self.step_runner.open(self._groups.main, [member.ranges for member in members])
+        shares = [member.ranges for member in members]
+        self.step_runner.open(self._groups.main, shares, membership.topology)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from elastic_dp.device import nccl_communicator
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed import abort_limit, process_group
-from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
@@ -30,7 +31,7 @@ from elastic_dp.distributed.process_group import (
 )
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import fold
-from elastic_dp.errors import FormingFailed, GroupAborted
+from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.testing.simulated_device import (
     ReadBeforeEvent,
     SimulatedAccelerator,
@@ -100,13 +101,18 @@ def values_of(virtual_worker: int, step: int) -> torch.Tensor:
 
 
 def steps_of(
-    group: ProcessGroup, shares: Sequence[tuple[int, int]], steps: int, *, switches_at: int
+    group: ProcessGroup,
+    shares: Sequence[tuple[int, int]],
+    steps: int,
+    *,
+    switches_at: int,
+    topology: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
     """The bits of the sum of each step. The device's communicator is used from step `switches_at`
     on."""
     parameter, count, bits = torch.nn.Parameter(torch.zeros(40)), shares[-1][1], []
     gradients = GradientReducer({"weight": parameter})
-    gradients.open(group, [[one] for one in shares], count, exact=True)
+    gradients.open(group, [[one] for one in shares], count, True, topology)
     for step in range(steps):
         if step == switches_at and group.world_size > 1:
             switch(group)
@@ -133,6 +139,13 @@ def test_sums_have_the_same_bits_over_either_transport_and_alone(shares):
     (alone,) = of_each(1, lambda group: steps_of(group, [(0, 4)], 4, switches_at=9))
     of_all = of_each(len(shares), lambda group: steps_of(group, shares, 4, switches_at=2))
     assert of_all == [alone] * len(shares)
+
+
+def test_sums_by_node_have_the_same_bits_over_either_transport_and_alone():
+    shares, topology = [(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)], ((2, 1, 2), (3, 2))
+    (alone,) = of_each(1, lambda group: steps_of(group, [(0, 7)], 4, switches_at=9))
+    how = {"switches_at": 2, "topology": topology}
+    assert of_each(5, lambda group: steps_of(group, shares, 4, **how)) == [alone] * 5
 
 
 def test_gradients_that_are_not_finite_are_seen_by_all_members():
@@ -195,6 +208,28 @@ def test_an_aborted_collective_is_not_read():
     assert of_each(2, act) == [True, None]
 
 
+def test_failure_of_the_communicator_is_noticed_while_the_host_waits():
+    """The collective never ends, and no member is lost: its connection is."""
+    noticed = threading.Event()
+
+    def act(group):
+        switch(group)
+        if group.rank == 1:
+            return noticed.wait(PATIENCE_S)
+        transport, output = transport_of(group), torch.ones(2)
+        transport.wait(transport.all_gather(output, torch.ones(1)))
+        transport._communicator.failure = lambda: "NCCL reports REMOTE_ERROR"
+        otherwise = threading.Timer(5.0, group.abort)
+        otherwise.start()
+        with pytest.raises(CollectiveFailed, match="NCCL reports REMOTE_ERROR"):
+            transport.read([output])
+        otherwise.cancel()
+        noticed.set()
+        return True
+
+    assert of_each(2, act) == [True, True]
+
+
 def test_control_bytes_never_use_the_communicator(monkeypatch):
     def act(group):
         switch(group)
@@ -224,6 +259,9 @@ class Hanging:
         self.thread = threading.current_thread()
         self.aborting.set()
         self.may_end.wait(PATIENCE_S)
+
+    def failure(self) -> str | None:
+        return None
 
 
 class OfHanging(SimulatedAccelerator):
@@ -424,6 +462,35 @@ def test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group(monkeypat
     assert options.global_ranks_in_group == [0, 1, 2]
     assert options.config.blocking == 0
     assert nccl_communicator.os.environ[nccl_communicator._CONNECTING_LIMIT] == "20"
+
+
+def test_nccl_error_that_torch_reports_is_a_failure_of_the_communicator():
+    made = nccl_communicator.NcclCommunicator.__new__(nccl_communicator.NcclCommunicator)
+    reported = [ErrorType.SUCCESS, ErrorType.COMM_ERROR]
+    made._backend = types.SimpleNamespace(get_error=lambda: reported.pop(0))
+    assert [made.failure(), made.failure()] == [None, "NCCL reports COMM_ERROR"]
+
+
+def test_kernels_are_loaded_by_a_communicator_of_one_rank_which_is_then_aborted():
+    accelerator, sizes = OfHanging(), []
+
+    def communicator(store, rank, world_size, timeout_s):
+        sizes.append(world_size)
+        return accelerator.made
+
+    accelerator.communicator = communicator
+    loading = load_kernels(accelerator)
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+    assert sizes == [1] and loading.communicator is None
+
+
+@pytest.mark.parametrize("error", ["no interface", "CUDA error: an illegal memory access"])
+def test_kernels_that_cannot_be_loaded_stop_nobody(error):
+    accelerator = OfHanging()
+    accelerator.made.connect = lambda check: (_ for _ in ()).throw(RuntimeError(error))
+    loading = load_kernels(accelerator)
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+    assert error in str(loading._error)
 
 
 # --------------------------------------------------------------------------------------- memory

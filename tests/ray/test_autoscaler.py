@@ -102,7 +102,7 @@ def test_nodes_come_are_lost_are_replaced_and_given_back(cluster, tmp_path):
 
     lost = cluster.preempt("spot")
     placed = [x for x in run.events(follow=False) if x.get("event") == "WorkerPlaced"]
-    victim = next(x["worker"] for x in placed if x["home"][0] == lost)
+    victim = next(x["worker"] for x in placed if x["location"][0] == lost)
     wait_for(run, lambda s: victim not in s["workers"])
     mark("lost")
     wait_for(run, lambda s: full(s, 3))

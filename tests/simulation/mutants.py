@@ -264,10 +264,14 @@ self._form(self._assign(source, now), now)""",
     Mutant(
         "joiners before those who stay",
         "assign_members",
-        """order = [worker for worker in stopped if worker in chosen]
-order += [worker for worker in new if worker in chosen]""",
-        """order = [worker for worker in new if worker in chosen]
-order += [worker for worker in stopped if worker in chosen]""",
+        """order_by_location(
+    [worker for worker in stopped if worker in chosen],
+    [worker for worker in new if worker in chosen],
+)""",
+        """order_by_location(
+    [worker for worker in new if worker in chosen],
+    [worker for worker in stopped if worker in chosen],
+)""",
     ),
     Mutant(
         "fewer than min_workers will do",

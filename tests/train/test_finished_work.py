@@ -84,9 +84,7 @@ def test_lost_worker_without_a_replacement_only_its_leaves_run_again(rank, tmp_p
 def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_path):
     """The second one is lost in the same step, when it runs what it took from the first one."""
     first = WorkerFault("backward", step=STEP, rank=0, nth=4, once=str(tmp_path / "first"))
-    second = WorkerFault(
-        "backward", step=STEP, rank=0, world_size=2, once=str(tmp_path / "second")
-    )
+    second = WorkerFault("backward", step=STEP, rank=0, world_size=2, once=str(tmp_path / "second"))
     spec = job(min_workers=1)
     outcome, _ = group(spec, counted(tmp_path), faults=(first, second))
     assert outcome.error is None, outcome.traceback

@@ -11,9 +11,10 @@ from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import POINTS as POINTS_OF_FAULTS
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.generations import generation_groups
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually
-from tests.runs import Points, group, local, spec_of
+from tests.runs import Points, group, lines_of, local, spec_of
 from tests.train import test_kills, test_notice
 from tests.train.checkpointing import test_collective_read
 from tests.train.jobs import average_and_plateau, batch_norm, in_small_buckets, plain
@@ -168,6 +169,51 @@ def test_kill_while_the_communicator_is_used_has_the_local_digest(point, tmp_pat
     assert (tmp_path / "dead").exists()
     assert outcome.workers_lost == 1
     assert outcome.digest == local(spec, average_and_plateau).digest
+
+
+def loads_kernels(train):
+    """Writes the file ctx.config["loaded"] where kernels are loaded before the worker joins."""
+
+    def loading(ctx):
+        load = generation_groups.load_kernels
+
+        def loads(accelerator):
+            assert ctx._session.generation == 0
+            with open(ctx.config["loaded"], "a", encoding="utf-8") as file:
+                file.write(f"{ctx._session.worker}\n")
+            return load(accelerator)
+
+        generation_groups.load_kernels = loads
+        train(ctx)
+
+    return loading
+
+
+def test_joiner_loads_the_kernels_of_the_device_before_it_joins(tmp_path):
+    """The source of the first generation does it while that connects."""
+    spec = job(tmp_path, workers=2, steps=4)
+    spec.config["loaded"] = str(tmp_path / "loaded")
+    outcome, run = group(spec, loads_kernels(plain), device=SimulatedDevice())
+    assert outcome.error is None, outcome.traceback
+    loaded = (tmp_path / "loaded").read_text(encoding="utf-8").split()
+    started = [x["worker"] for x in lines_of(run) if x.get("command") == "BeginTraining"]
+    joiners = {x["worker"] for x in lines_of(run) if x.get("is_source") is False}
+    assert set(loaded) == joiners < set(started)
+
+
+@pytest.mark.slow
+def test_worker_whose_communicator_reports_a_lost_peer_goes_on(tmp_path):
+    """It leaves the generation by itself, before it is told to."""
+    spec = job(tmp_path, steps=30)
+    before = (str(tmp_path / "switched"),)
+    fault = WorkerFault("gather", rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)
+    trained = told_when_switched(plain)
+    outcome, _ = group(
+        spec, trained, faults=(fault,), device=SimulatedDevice(reports_failures=True)
+    )
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    assert outcome.digest == local(spec, plain).digest
 
 
 def test_run_does_not_wait_for_devices_that_never_connect(tmp_path):

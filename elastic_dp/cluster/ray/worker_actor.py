@@ -69,8 +69,11 @@ class WorkerActor:
 
 def _home() -> WorkerLocation:
     context = ray.get_runtime_context()
+    labels = context.get_node_labels()
     return WorkerLocation(
-        context.get_node_id(), context.get_node_labels().get(worker_placement.MARKET) == "spot"
+        context.get_node_id(),
+        labels.get(worker_placement.MARKET) == "spot",
+        str(labels.get(worker_placement.ZONE, "")),
     )
 
 

@@ -1,8 +1,9 @@
 """Chooses the members of the next generation: pure functions over the available workers.
 
 Three things always hold. The source is one of the most advanced workers with state, never one
-without. Members that stay keep their order, and joiners come after them. If a draining worker alone
-has the newest state, it stays a member until that state is copied.
+without. Members that stay keep their order, and joiners come after them or beside the members on
+their node (`topology`). If a draining worker alone has the newest state, it stays a member until
+that state is copied.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ from elastic_dp.coordinator.messages import Member, Membership, WorkerId
 from elastic_dp.coordinator.planning.balance import assign_ranges
 from elastic_dp.coordinator.planning.retained_ranges import Share, retain_ranges
 from elastic_dp.coordinator.planning.scale_down import choose_departing
+from elastic_dp.coordinator.planning.topology import order_by_location, topology_of
 from elastic_dp.coordinator.workers.worker_state import WorkerState
 from elastic_dp.wording import counted
 
@@ -77,8 +79,10 @@ def assign_members(
     source = next(
         (worker for worker in taken if worker.has_state and worker.position == top), source
     )
-    order = [worker for worker in stopped if worker in chosen]
-    order += [worker for worker in new if worker in chosen]
+    order = order_by_location(
+        [worker for worker in stopped if worker in chosen],
+        [worker for worker in new if worker in chosen],
+    )
     left = [worker for worker in stopped if worker not in chosen]
     return Assignment(
         order, source, left, f"{counted(len(order), 'worker')}, state from {source.id}"
@@ -99,7 +103,9 @@ def membership(
     `previous` is what each member had in a generation that was aborted; it is empty if the members
     cannot have finished a part of a step.
     """
-    ranges = assign_ranges([worker.virtual_s for worker in assignment.members], virtual_workers)
+    topology = topology_of(assignment.members)
+    speeds = [worker.virtual_s for worker in assignment.members]
+    ranges = assign_ranges(speeds, virtual_workers, topology[0] if topology else ())
     had = [previous.get(worker.id, ()) for worker in assignment.members]
     shares = retain_ranges(ranges, had) if any(had) else tuple((one,) for one in ranges)
     new = tuple.__new__  # `Member(...)` takes twice as long, and there may be thousands
@@ -109,7 +115,8 @@ def membership(
             for worker, share in zip(assignment.members, shares, strict=True)
         ]
     )
-    return Membership(generation, members, assignment.source.id, timeout_s, lineage_id, restore)
+    source = assignment.source.id
+    return Membership(generation, members, source, timeout_s, lineage_id, restore, topology)
 
 
 def members_to_exclude(

@@ -3,7 +3,7 @@
 Every rank has at least one virtual worker, and the ranges are in the order of ranks. The sums, and
 so the bits of the result, do not depend on the split. A worker without a measurement counts as the
 median of the others. If no worker is measured, or the step would gain too little, the ranges are
-equal (`equal_ranges`).
+equal (`equal_ranges.ranges_by_node`).
 
 The running generation is ended for a better split only if all its members were measured in it, and
 at most once in `MIN_INTERVAL_S`, so fluctuating speeds cannot cause one pause after another. If no
@@ -20,7 +20,7 @@ from statistics import median
 
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.messages import WorkerId
-from elastic_dp.coordinator.planning.equal_ranges import equal_ranges
+from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
 from elastic_dp.coordinator.workers.worker_state import WorkerState
 
 MIN_GAIN = 0.1  # fraction by which a step must get shorter
@@ -34,12 +34,15 @@ MEMBERS_PER_INTERVAL = 1000
 Ranges = tuple[tuple[int, int], ...]
 
 
-def assign_ranges(seconds: Sequence[float], virtual_workers: int) -> Ranges:
+def assign_ranges(
+    seconds: Sequence[float], virtual_workers: int, nodes: Sequence[int] = ()
+) -> Ranges:
     """Return [(first, last)] by rank, with more virtual workers for faster ranks.
 
-    `seconds` is the time that each rank needs for one virtual worker; 0 if it is not known.
+    `seconds` is the time that each rank needs for one virtual worker; 0 if it is not known. `nodes`
+    are the numbers of consecutive ranks on one node.
     """
-    even = equal_ranges(virtual_workers, len(seconds))
+    even = ranges_by_node(virtual_workers, nodes or (len(seconds),))
     known = [s for s in seconds if s]
     if not known:
         return even
@@ -115,7 +118,8 @@ class Balance:
         now_s, virtual_workers = _longest_s(sizes, seconds), sum(sizes)
         if not _is_worth_a_pause(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
             return None  # not even a perfect split would help
-        better = assign_ranges(seconds, virtual_workers)
+        nodes = membership.topology[0] if membership.topology else ()
+        better = assign_ranges(seconds, virtual_workers, nodes)
         then_s = longest_s(better, seconds)
         if not _is_worth_a_pause(now_s, then_s):
             return None

@@ -31,6 +31,7 @@ class WorkerLocation(NamedTuple):
 
     node: str = ""  # "": not known
     spot: bool = False  # the node may be preempted
+    zone: str = ""  # "": not known
 
     @property
     def stable(self) -> bool:
@@ -102,6 +103,9 @@ class Membership:
     # The generation whose source gave the initial weights; every worker with state remembers it.
     lineage_id: int = 0
     restore: bool = False  # no member has state: all read the newest checkpoint
+    # The numbers of consecutive ranks that share a node, then of those that share a zone. A level
+    # at which nobody or everybody shares one is left out.
+    topology: tuple[tuple[int, ...], ...] = ()
 
     def rank(self, worker: WorkerId) -> int:
         """Return the rank of `worker`. Raises StopIteration if it is not a member."""

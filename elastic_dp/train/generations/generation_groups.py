@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from elastic_dp.coordinator.messages import Membership, WorkerId
+from elastic_dp.device.accelerator import accelerator_of
+from elastic_dp.distributed.device_connection import load_kernels
 from elastic_dp.distributed.process_group import Forming, ProcessGroup, Rendezvous, connect_devices
 from elastic_dp.errors import FormingFailed, GroupError
 from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
@@ -55,6 +57,11 @@ class GenerationGroups:
     @property
     def generation(self) -> int:
         return 0 if self._form is None else self._form.membership.generation
+
+    def load_kernels(self) -> None:
+        """Prepares, in the background, for the first communicator of this process."""
+        if self._connects:
+            load_kernels(accelerator_of(self._device))
 
     def enter(self, form: FormGroup) -> None:
         """Makes this the present generation."""

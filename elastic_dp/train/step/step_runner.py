@@ -94,10 +94,15 @@ class StepRunner:
         self.gradients = GradientReducer(self.state.parameters)
         self.buffers = ModuleBuffers(self.state.model)
 
-    def open(self, group: ProcessGroup, shares: Sequence[Share]) -> None:
+    def open(
+        self,
+        group: ProcessGroup,
+        shares: Sequence[Share],
+        topology: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._group, self._shares = group, list(shares)
         self._header, self._values = RecordGather(group), RecordGather(group)
-        self.gradients.open(group, shares, self.virtual_workers, self.exact)
+        self.gradients.open(group, shares, self.virtual_workers, self.exact, topology)
         self.speed.open()
 
     def close(self) -> None:

@@ -1,0 +1,112 @@
+"""Sums that finish within a node before anything crosses it: their bits, and the bytes that cross.
+The members are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
+from elastic_dp.distributed import process_group
+from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.reduction_tree import fold
+from tests.distributed.test_gradient_reducer import named, of_each
+from tests.distributed.test_reduction_rounds import EVERY, Topology
+
+NUMEL = 43
+
+
+@pytest.fixture(autouse=True)
+def _dropped_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Groups go with their test, and not on a thread that may outlive the interpreter."""
+    left: list[object] = []
+    monkeypatch.setattr(process_group._abandoned_groups, "add", left.append)
+    yield
+    left.clear()
+
+
+def gradient(virtual_worker: int) -> torch.Tensor:
+    """Its sum over virtual workers depends on the order."""
+    drawn = torch.Generator().manual_seed(virtual_worker)
+    sizes = torch.logspace(-10, 10, NUMEL)[torch.randperm(NUMEL, generator=drawn)]
+    return torch.randn(NUMEL, generator=drawn) * sizes
+
+
+def bits(
+    group: ProcessGroup, shares: Sequence[tuple[int, int]], topology: Topology, steps: int = 2
+) -> list[int]:
+    """Of the sum, after steps that use the buffers again."""
+    parameter, count = torch.nn.Parameter(torch.zeros(NUMEL)), shares[-1][1]
+    gradients = GradientReducer(named([parameter]))
+    gradients.open(group, [[one] for one in shares], count, True, topology)
+    for _ in range(steps):
+        gradients.begin()
+        leaves = fold(*shares[group.rank], count)
+        for leaf in leaves:
+            gradients.before_leaf(leaf, leaf is leaves[-1])
+            gradients.before_backward()
+            (parameter * gradient(leaf.virtual_worker)).sum().backward()
+            gradients.after_leaf(leaf, leaf is leaves[-1])
+        gradients.send()
+        gradients.reduce()
+        assert gradients.complete(0.5)
+        gradients.assign([1])
+    assert parameter.grad is not None
+    return parameter.grad.view(torch.int32).tolist()
+
+
+def shares_of(world_size: int, virtual_workers: int, topology: Topology) -> list[tuple[int, int]]:
+    return list(ranges_by_node(virtual_workers, topology[0] if topology else (world_size,)))
+
+
+@pytest.mark.parametrize(("world_size", "topology"), EVERY, ids=str)
+def test_sum_has_the_same_bits_on_any_nodes(world_size: int, topology: Topology) -> None:
+    for virtual_workers in (8, 11):
+        (alone,) = of_each(1, lambda group, v=virtual_workers: bits(group, [(0, v)], ()))
+        shares = shares_of(world_size, virtual_workers, topology)
+        of_all = of_each(world_size, lambda group, s=shares: bits(group, s, topology))
+        assert of_all == [alone] * world_size
+
+
+def sent_across(nodes: Sequence[int], topology: Topology) -> int:
+    """Bytes that leave any node in a step, where all know of `topology`."""
+    world_size = sum(nodes)
+    node_of = [number for number, size in enumerate(nodes) for _ in range(size)]
+    shares = shares_of(world_size, world_size, topology)
+
+    def counted(group: ProcessGroup) -> int:
+        found = 0
+        all_to_all, all_gather = group.all_to_all, group.all_gather
+
+        def counts_all_to_all(output: Any, given: Any, got: Any, sizes: Sequence[int]) -> Any:
+            nonlocal found
+            away = [n for r, n in enumerate(sizes) if node_of[r] != node_of[group.rank]]
+            found += sum(away) * given.element_size()
+            return all_to_all(output, given, got, sizes)
+
+        def counts_all_gather(output: Any, given: Any) -> Any:
+            """Gloo's and NCCL's is a ring: each sends all parts but one to the next rank."""
+            nonlocal found
+            if node_of[(group.rank + 1) % world_size] != node_of[group.rank]:
+                found += given.numel() * given.element_size() * (world_size - 1)
+            return all_gather(output, given)
+
+        group.all_to_all, group.all_gather = counts_all_to_all, counts_all_gather
+        bits(group, shares, topology, steps=1)
+        return found
+
+    return sum(of_each(world_size, counted))
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (4, 4)], ids=str)
+def test_bytes_between_nodes_fall_by_the_number_of_workers_of_a_node(nodes: Sequence[int]) -> None:
+    """All but those of the all-gather, which cross once in either case."""
+    members, world_size = nodes[0], sum(nodes)
+    gathered = len(nodes) * -(-NUMEL // world_size) * 4 * (world_size - 1)
+    before, after = sent_across(nodes, ()), sent_across(nodes, (tuple(nodes),))
+    assert before - gathered == members * (after - gathered)
+    assert after - gathered == world_size * -(-NUMEL // world_size) * 4
