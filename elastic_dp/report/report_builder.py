@@ -165,8 +165,7 @@ class ReportBuilder:
                 self._starts += 1
                 self._ended = None
                 self._workers.begin(now)
-                self._group.end(now)
-                self._group.resize(now, int(line["size"]))
+                self._group.begin(now, int(line["size"]))
                 workers = counted(int(line["size"]), "worker")
                 self._add(now, EventKind.START, f"start {self._starts}: {workers} wanted")
             case "Explain":
@@ -312,7 +311,7 @@ class _Group:
     def interrupt(self, now: float, worker: str) -> None:
         """A member has stopped, or is lost: the group makes no step until the next one forms."""
         if worker in self.members and self._paused_since is None:
-            self._paused_since, self.why = now, ""
+            self._paused_since = now
 
     def leave(self, now: float, worker: str) -> None:
         if worker in self.members:
@@ -324,13 +323,19 @@ class _Group:
         pause = None if self._paused_since is None else (self._paused_since, self.why)
         if self._paused_since is not None:
             self.pause_s += max(0.0, now - self._paused_since)
-        self.generation, self.members, self._paused_since = generation, set(members), None
+        self.generation, self.members = generation, set(members)
+        self._paused_since, self.why = None, ""
         self._changed(now)
         return pause
 
+    def begin(self, now: float, wanted: int) -> None:
+        """The run is started, perhaps again."""
+        self.end(now)
+        self.generation, self.wanted = 0, wanted
+        self._changed(now)
+
     def end(self, now: float) -> None:
-        """The run is over, or is started again."""
-        self.members, self.wanted, self.generation, self._paused_since = set(), 0, 0, None
+        self.members, self.wanted, self._paused_since = set(), 0, None
         self._changed(now)
 
     def _changed(self, now: float) -> None:
