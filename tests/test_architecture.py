@@ -64,7 +64,12 @@ ALLOWED = {
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording"),
     },
+    "report": {
+        *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),
+        "cluster.runs",
+    },
     "cli": {
+        "report",
         "errors",
         "config",
         "data",
