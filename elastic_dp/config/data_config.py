@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from elastic_dp.config.brace_lists import expand_braces
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.config.field_checks import (
     at_least,
     boolean,
@@ -48,6 +49,8 @@ class DataConfig(_Order):
       set, and so is a brace list ("part-{000..010}.tar"). A dict gives each source its weight in
       every global batch.
     - `format`: the format of the shards; None: by the endings of their names.
+    - `csv_options`: how CSV files are written: `delimiter`, `encoding`, `null_values`
+      (`CsvOptions` says more).
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
@@ -76,6 +79,7 @@ class DataConfig(_Order):
 
     url: str | Sequence[str] | Mapping[str, float]
     format: Format | None = field(default=None, kw_only=True)
+    csv_options: Mapping[str, Any] | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
@@ -118,6 +122,7 @@ class DataConfig(_Order):
         one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
         if self.format is not None:
             one_of("DataConfig.format", self.format, get_args(Format))
+        CsvOptions.of(self.csv_options)
         one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
         if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")

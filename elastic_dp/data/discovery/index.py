@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
@@ -34,9 +35,10 @@ from elastic_dp.data.discovery.opened_source import (
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.shard_scans import announce, scan_all
 from elastic_dp.data.discovery.skipped_files import skipped_message
+from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.format import Ints, Scan
-from elastic_dp.data.formats.format_registry import FORMATS
+from elastic_dp.data.formats.format_registry import open_format
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store, redact_url
 
@@ -113,6 +115,7 @@ def read_index(
         _log.warning("DataConfig.url: %s", warning)
     nulls.add_missing(columns.absent())
     index = build.finish(columns, check_nulls(nulls, config.fill_nulls, found))
+    index = replace(index, csv=CsvOptions.of(config.csv_options).identity)
     return index if config.filter is None else filtered(index, config, sources)
 
 
@@ -236,7 +239,7 @@ _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "
 def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
     """All sources are listed at once: a list of URLs may be one of a thousand files."""
 
-    urls = config.urls
+    urls, options = config.urls, CsvOptions.of(config.csv_options)
 
     def open_one(url: str) -> OpenedSource:
         store = Store(url, config.storage_options, timeout_s=timeout_s)
@@ -246,11 +249,14 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
         if listed.skipped and not listed.remarks:
             _log.info("not read at %s: %s", store.url, skipped_message(listed.skipped))
         prefix = prefix_of(url, listed.is_file) if len(urls) > 1 else ""
-        return OpenedSource(store, listed, FORMATS[listed.format](), prefix)
+        return OpenedSource(store, listed, open_format(listed.format, options), prefix)
 
     threads = min(FOOTERS_IN_FLIGHT, len(urls))
     with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
-        return list(pool.map(open_one, urls))
+        opened = list(pool.map(open_one, urls))
+    if options.identity and not any(source.format.name == Csv.name for source in opened):
+        raise DataError("DataConfig.csv_options is set, and no file is CSV; leave it out")
+    return opened
 
 
 def _with_partition(
