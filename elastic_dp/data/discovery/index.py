@@ -66,15 +66,19 @@ def read_index(
     is for row groups that fail later). Raises StorageError if the store refuses, or cannot be
     reached for `timeout_s`.
     """
-    weights = config.url if isinstance(config.url, Mapping) else None
+    weights = None if config.weights_by_step is None else config.weights_by_step[0]
     urls, sources = config.urls, _open_all(config, timeout_s)
     for source in sources:
         announce(source, say or _log.info)
     if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
     in_folders = folder_columns(config, sources)
-    refuse_missing(sources, config, in_folders.types)
-    columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
+    types, wanted = dict(in_folders.types), config.columns
+    if (source_column := config.source_column) is not None:
+        types[source_column] = pa.int64()
+        wanted = None if wanted is None else list(dict.fromkeys([*wanted, source_column]))
+    refuse_missing(sources, config, types)
+    columns, nulls, build, begun = Columns(wanted), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
@@ -83,7 +87,9 @@ def read_index(
         listed = sources[number].listed
         while begun <= number:
             url = urls[begun]
-            build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
+            build.begin(
+                listed.format, None if weights is None else weights.get(url, 0.0), listed.is_file
+            )
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
         shown = sources[number].prefix + name
@@ -95,8 +101,15 @@ def read_index(
             continue
         folder = entry.path.rpartition("/")[0]
         partition = in_folders.of_shard(shown, folder, scan.schema.names)
+        if source_column is not None:
+            if source_column in {*scan.schema.names, *in_folders.types}:
+                raise DataError(
+                    f"DataConfig.source_column is {source_column!r}, and {shown} has a column of "
+                    "that name; choose another name"
+                )
+            partition = {**partition, source_column: number}
         if partition:
-            scan = _with_partition(scan, partition, in_folders.types)
+            scan = _with_partition(scan, partition, types)
             nulls.add(
                 shown, {n: int(scan.rows.sum()) for n, v in partition.items() if v is None}, {}
             )
