@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         MapStyleData,
         ScalingConfig,
     )
+    from elastic_dp.telemetry.loggers import RunLogger
     from elastic_dp.train.context import Step, TrainContext
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MapStyleData",
     "Result",
     "Run",
+    "RunLogger",
     "ScalingConfig",
     "Step",
     "TrainContext",
@@ -42,6 +44,7 @@ _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
     "Result": "elastic_dp.cluster.runs.run_record",
     "Run": "elastic_dp.cluster.run_handle",
+    "RunLogger": "elastic_dp.telemetry.loggers",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
     "attach": "elastic_dp.cluster.runs.attach",
