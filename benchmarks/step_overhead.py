@@ -98,7 +98,7 @@ def worker(
         max_steps=pairs + 5,
     )
     members = tuple(
-        Member(f"w{r}", r * per_worker, (r + 1) * per_worker, TrainingPosition(0), False)
+        Member(f"w{r}", ((r * per_worker, (r + 1) * per_worker),), TrainingPosition(0), False)
         for r in range(WORLD)
     )
     control = WorkerControl()

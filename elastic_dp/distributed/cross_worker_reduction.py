@@ -21,7 +21,7 @@ import torch
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
-from elastic_dp.distributed.reduction_tree import Node, add_up, cover
+from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover
 
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
@@ -29,20 +29,23 @@ _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in 
 class ReductionPlan:
     """The collectives that a generation uses for all of its buckets.
 
-    `shares[r]` is the range of virtual workers of rank r, `topology` that of the membership.
+    `shares[r]` are the ranges of virtual workers of rank r, `topology` that of the membership.
     """
 
     def __init__(
         self,
         group: ProcessGroup,
-        shares: Sequence[Node],
+        shares: Sequence[Share],
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
     ) -> None:
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
-        self.covers = [cover(*share, virtual_workers) for share in shares]  # [rank]: its subtrees
+        # [rank]: its subtrees
+        self.covers = [
+            [node for one in share for node in cover(*one, virtual_workers)] for share in shares
+        ]
         one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
         # Gloo then sends the same bytes in one round instead of two, with half the CPU time, and a
         # device adds them itself.

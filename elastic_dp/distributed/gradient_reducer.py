@@ -35,7 +35,7 @@ from elastic_dp.distributed.cross_worker_reduction import (
 from elastic_dp.distributed.gradient_buckets import GradientLayout
 from elastic_dp.distributed.local_reduction import Gradients, LocalReduction
 from elastic_dp.distributed.process_group import ProcessGroup
-from elastic_dp.distributed.reduction_tree import Leaf, Node
+from elastic_dp.distributed.reduction_tree import Leaf, Node, Share
 from elastic_dp.errors import GroupError, LossError, ModelError
 
 
@@ -64,12 +64,12 @@ class GradientReducer:
     def open(
         self,
         group: ProcessGroup,
-        shares: Sequence[Node],
+        shares: Sequence[Share],
         virtual_workers: int,
         exact: bool,
         topology: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Opens a generation. `shares[r]` is the range of virtual workers of rank r, `topology`
+        """Opens a generation. `shares[r]` are the ranges of virtual workers of rank r, `topology`
         that of the membership."""
         self._plan = ReductionPlan(group, shares, virtual_workers, exact, topology)
         self._lay_out()

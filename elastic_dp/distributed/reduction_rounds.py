@@ -8,8 +8,8 @@ chunks of the group's sums, and in the end rank r owns chunk r of the whole sum.
 part of a flat tensor, and what arrives lies in order. Bytes that leave a node fall by the number of
 its members, compared with one round.
 
-The sums of a group are those of the subtrees that its range of virtual workers consists of. They
-are added along the same tree in any number of rounds, so their bits are the same.
+The sums of a group are those of the subtrees that its virtual workers consist of. They are added
+along the same tree in any number of rounds, so their bits are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from elastic_dp.distributed.reduction_tree import Node, cover
+from elastic_dp.distributed.reduction_tree import Node, Share, cover
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,21 @@ class ReductionRound:
 
 
 def reduction_rounds(
-    rank: int, shares: Sequence[Node], virtual_workers: int, topology: Sequence[Sequence[int]] = ()
+    rank: int, shares: Sequence[Share], virtual_workers: int, topology: Sequence[Sequence[int]] = ()
 ) -> list[ReductionRound]:
-    """Returns the rounds of `rank`. `shares[r]` is the range of virtual workers of rank r.
+    """Returns the rounds of `rank`. `shares[r]` are the ranges of virtual workers of rank r.
 
     `topology` is that of the membership. Without it there is one round.
     """
     everyone = len(shares)
 
     def covered(group: range) -> list[Node]:
-        return cover(shares[group[0]][0], shares[group[-1]][1], virtual_workers)
+        ranges: list[Node] = []
+        for first, last in sorted(one for member in group for one in shares[member]):
+            if ranges and ranges[-1][1] == first:
+                first, _ = ranges.pop()
+            ranges.append((first, last))
+        return [node for one in ranges for node in cover(*one, virtual_workers)]
 
     def owned(group: range, member: int) -> range:
         index = member - group.start

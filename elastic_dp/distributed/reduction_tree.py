@@ -5,15 +5,16 @@ of two that is smaller than its size, so the tree depends on V alone. Floating-p
 commutative, bit for bit, but not associative, so two sums over one tree are equal wherever its
 nodes are added.
 
-A worker's contiguous range consists of a few whole subtrees (`cover`). The worker adds up each of
-them (`fold` is the order of its work), and the owner of a chunk adds the subtrees of all workers
-(`add_up`).
+A worker has a share of the leaves: one or more ranges. Each range consists of a few whole subtrees
+(`cover`). The worker adds up each of them (`fold` is the order of its work), and the owner of a
+chunk adds the subtrees of all workers (`add_up`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 Node = tuple[int, int]
+Share = Sequence[Node]  # ranges of leaves, in ascending order with gaps between them
 T = TypeVar("T")
 
 

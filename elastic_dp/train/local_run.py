@@ -207,6 +207,6 @@ class LocalRun:
 
     def _form(self, position: TrainingPosition, has_state: bool, restore: bool = False) -> None:
         self._generation += 1
-        member = Member("w1", 0, self.spec.scaling.num_virtual_workers, position, has_state)
+        member = Member("w1", ((0, self.spec.scaling.num_virtual_workers),), position, has_state)
         membership = Membership(self._generation, (member,), "w1", 60.0, restore=restore)
         self.control.form(membership, Rendezvous("127.0.0.1", 0, "local", b""))

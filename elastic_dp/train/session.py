@@ -407,14 +407,13 @@ class Session:
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
-        shares = [(member.first, member.last) for member in members]
+        shares = [member.ranges for member in members]
         self.step_runner.open(self._groups.main, shares, membership.topology)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
-        mine = membership.members[self.rank]
-        self.data.read_ahead(next_step, range(mine.first, mine.last))
+        self.data.read_ahead(next_step, membership.members[self.rank].virtual_workers)
 
     def _finish_record(self) -> None:
         """Computes the gradient norm, which is otherwise computed when first read, before a

@@ -84,7 +84,7 @@ def change(scenario, step=20):
 
 
 def dealt(scenario):
-    return [member.last - member.first for member in scenario.coordinator.membership.members]
+    return [member.num_virtual_workers for member in scenario.coordinator.membership.members]
 
 
 def test_a_generation_ends_for_a_faster_split():

@@ -103,9 +103,9 @@ def test_range_of_a_node_is_whole_subtrees_wherever_the_numbers_allow(
     assert [len(nodes) for nodes in found] == subtrees
 
 
-def ranges_of(scenario: Scenario) -> dict[str, tuple[int, int]]:
+def ranges_of(scenario: Scenario) -> dict[str, tuple[tuple[int, int], ...]]:
     membership = scenario.coordinator.membership
-    return {member.worker: (member.first, member.last) for member in membership.members}
+    return {member.worker: member.ranges for member in membership.members}
 
 
 def test_loss_on_one_node_leaves_the_virtual_workers_of_other_nodes_where_they_are() -> None:

@@ -232,17 +232,22 @@ def train(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kinds",
+    ("kinds", "converted"),
     [
-        [kind for kind in KINDS if kind not in TARS],
-        pytest.param(list(TARS), marks=pytest.mark.slow),
+        ([kind for kind in KINDS if kind not in TARS], False),
+        pytest.param([kind for kind in KINDS if kind not in TARS], True, marks=pytest.mark.slow),
+        pytest.param(list(TARS), False, marks=pytest.mark.slow),
     ],
 )
 def test_every_row_of_any_kind_is_trained_on_and_evaluated_by_processes_of_which_one_is_killed(
-    kinds, tmp_path
+    kinds, converted, tmp_path
 ):
     """Each kind a source with the same rows, by one weight."""
     sets = [written(kind, tmp_path / kind) for kind in kinds]
+    if converted:
+        for kind, one in zip(kinds, sets, strict=True):
+            convert(str(one.url), str(tmp_path / f"{kind}-out"), rows_per_group=10)
+        sets = [DataConfig(str(tmp_path / f"{kind}-out"), micro_batch_size=B) for kind in kinds]
     weights = {str(one.url): 1.0 for one in sets}
     (tmp_path / "log").mkdir()
     config = DataConfig(weights, micro_batch_size=B, transform=sets[0].transform)

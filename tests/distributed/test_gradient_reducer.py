@@ -25,7 +25,7 @@ from elastic_dp.distributed.process_group import (
     open_rendezvous_store,
 )
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.distributed.reduction_tree import fold
+from elastic_dp.distributed.reduction_tree import Leaf, Share, fold
 from elastic_dp.errors import ModelError
 from tests.patience import PATIENCE_S
 
@@ -67,17 +67,19 @@ def named(parameters: Sequence[torch.nn.Parameter]) -> dict[str, torch.nn.Parame
     return {str(number): parameter for number, parameter in enumerate(parameters)}
 
 
-def summed(
-    group: ProcessGroup, shares: Sequence[tuple[int, int]], exact: bool
-) -> list[list[float]]:
+def leaves_of(share: Share, count: int) -> list[Leaf]:
+    return [leaf for one in share for leaf in fold(*one, count)]
+
+
+def summed(group: ProcessGroup, shares: Sequence[Share], exact: bool) -> list[list[float]]:
     """Two parameters whose gradient is the virtual worker's number + 1, the second's for odd ones
     only."""
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
-    gradients, count = GradientReducer(named(parameters)), shares[-1][1]
+    gradients, count = GradientReducer(named(parameters)), 4
     gradients.open(group, shares, count, exact)
     for _ in range(2):  # buffers are used again
         gradients.begin()
-        leaves = fold(*shares[group.rank], count)
+        leaves = leaves_of(shares[group.rank], count)
         for leaf in leaves:
             gradients.before_leaf(leaf, leaf is leaves[-1])
             gradients.before_backward()
@@ -93,9 +95,17 @@ def summed(
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
-    "shares", [[(0, 4)], [(0, 2), (2, 4)], [(0, 3), (3, 4)], [(0, 2), (2, 3), (3, 4)]]
+    "shares",
+    [
+        [[(0, 4)]],
+        [[(0, 2)], [(2, 4)]],
+        [[(0, 3)], [(3, 4)]],
+        [[(0, 2)], [(2, 3)], [(3, 4)]],
+        [[(0, 1), (2, 3)], [(1, 2), (3, 4)]],
+        [[(0, 1), (3, 4)], [(2, 3)], [(1, 2)]],
+    ],
 )
-def test_all_members_get_the_sum(shares: list[tuple[int, int]], exact: bool) -> None:
+def test_all_members_get_the_sum(shares: list[Share], exact: bool) -> None:
     of_all = of_each(len(shares), lambda group: summed(group, shares, exact))
     assert of_all == [[[5.0] * 3, [3.0] * 2]] * len(shares)
 
@@ -120,10 +130,10 @@ def one_each(
     gradients: GradientReducer, group: ProcessGroup, loss: Callable[[], torch.Tensor]
 ) -> None:
     """A step of one virtual worker a member, up to what `complete` waits for."""
-    shares = [(rank, rank + 1) for rank in range(group.world_size)]
+    shares = [[(rank, rank + 1)] for rank in range(group.world_size)]
     gradients.open(group, shares, len(shares), exact=True)
     gradients.begin()
-    (leaf,) = fold(*shares[group.rank], len(shares))
+    (leaf,) = leaves_of(shares[group.rank], len(shares))
     gradients.before_leaf(leaf, True)
     gradients.before_backward()
     loss().backward()
@@ -191,7 +201,7 @@ def sum_of_replays(leaves: int, exact: bool) -> list[float]:
     """Of `leaves` virtual workers of one worker, whose gradients are 1, 2, …"""
     weight = torch.nn.Parameter(torch.zeros(3))
     gradients, function = GradientReducer({"weight": weight}), replaying()
-    gradients.open(ProcessGroup(None, 0, 1, CPU), [(0, leaves)], leaves, exact)
+    gradients.open(ProcessGroup(None, 0, 1, CPU), [[(0, leaves)]], leaves, exact)
     gradients.begin()
     mine = fold(0, leaves, leaves)
     for leaf in mine:
@@ -237,7 +247,7 @@ def of_leaf(v: int) -> list[torch.Tensor]:
 def run_leaves(
     gradients: GradientReducer,
     parameters: Sequence[torch.nn.Parameter],
-    share: tuple[int, int],
+    share: Share,
     count: int,
     finished: dict[Any, Any],
     torn_in: int | None,
@@ -245,16 +255,18 @@ def run_leaves(
     """One attempt, with the nodes of `finished` in place of their leaves. Raises Aborted in the
     backward pass of leaf `torn_in`. Returns the leaves that ran."""
     gradients.begin()
-    leaves, ran, until = fold(*share, count), [], share[0]
+    leaves, ran, until = leaves_of(share, count), [], 0
+    merges_of = {leaf.virtual_worker: leaf.merges for leaf in leaves}
     for leaf in leaves:
         v, is_last = leaf.virtual_worker, leaf is leaves[-1]
         if v < until:
             continue
-        found = [node for node in finished if node[0] == v and node[1] <= share[1]]
+        (limit,) = [high for low, high in share if low <= v < high]
+        found = [node for node in finished if node[0] == v and node[1] <= limit]
         if found:
             (low, until) = found[0]
-            merges = leaves[until - 1 - share[0]].merges - fold(low, until, count)[-1].merges
-            gradients.add_finished(found[0], finished.pop(found[0]), merges, until == share[1])
+            merges = merges_of[until - 1] - fold(low, until, count)[-1].merges
+            gradients.add_finished(found[0], finished.pop(found[0]), merges, until == share[-1][1])
             continue
         gradients.before_leaf(leaf, is_last)
         gradients.before_backward()
@@ -281,12 +293,17 @@ def without_peers(group: ProcessGroup) -> Any:
 
 
 COUNT = 12
-BEFORE = {1: [(0, 12)], 2: [(0, 7), (7, 12)], 3: [(0, 4), (4, 8), (8, 12)]}
-AFTER = {1: [(0, 12)], 2: [(0, 6), (6, 12)], 3: [(0, 5), (5, 8), (8, 12)]}
+BEFORE = {1: [[(0, 12)]], 2: [[(0, 7)], [(7, 12)]], 3: [[(0, 4)], [(4, 8)], [(8, 12)]]}
+OTHER = {1: [[(0, 12)]], 2: [[(0, 6)], [(6, 12)]], 3: [[(0, 5)], [(5, 8)], [(8, 12)]]}
+SEVERAL = {
+    1: [[(0, 12)]],
+    2: [[(0, 3), (7, 8), (11, 12)], [(3, 7), (8, 11)]],
+    3: [[(0, 4), (11, 12)], [(4, 6), (10, 11)], [(6, 10)]],
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("shares", [BEFORE, AFTER], ids=["same", "other"])
+@pytest.mark.parametrize("shares", [BEFORE, OTHER, SEVERAL], ids=["same", "other", "several"])
 @pytest.mark.parametrize("torn_in", [*range(COUNT), None])
 def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
     world_size: int, shares: dict[int, Any], torn_in: int | None
@@ -316,20 +333,17 @@ def test_finished_subtrees_of_a_torn_step_give_the_same_bits(
     (whole,) = of_each(1, lambda group: undisturbed(group))
     for rank, (sums, ran, (nodes, used)) in enumerate(of_all):
         assert sums == whole
-        assert used == bytes([shares[world_size][rank][0] < 4, 1])  # in layout order
-        first, last = BEFORE[world_size][rank]
+        assert used == bytes([shares[world_size][rank][0][0] < 4, 1])  # in layout order
+        ((first, last),) = BEFORE[world_size][rank]
         done = range(first, last if torn_in is None or torn_in >= last else max(first, torn_in))
         if torn_in is not None and torn_in < first:
             done = range(first, last)
         assert all(low in done and high - 1 in done for low, high in nodes)
         if shares is BEFORE and torn_in is None:
             assert ran == []
-        assert (
-            torn_in is None
-            or torn_in not in range(first, last)
-            or torn_in
-            in ran + [v for v in range(COUNT) if v not in range(*shares[world_size][rank])]
-        )
+        mine = [leaf.virtual_worker for leaf in leaves_of(shares[world_size][rank], COUNT)]
+        if torn_in in range(first, last) and torn_in in mine:
+            assert torn_in in ran
 
 
 def test_step_without_gradients_begins_with_nothing_finished() -> None:
@@ -337,7 +351,7 @@ def test_step_without_gradients_begins_with_nothing_finished() -> None:
     gradients = GradientReducer(named(parameters))
 
     def act(group: ProcessGroup) -> list[dict[Any, Any]]:
-        gradients.open(group, [(0, 1)], 1, exact=True)
+        gradients.open(group, [[(0, 1)]], 1, exact=True)
         gradients.begin()
         gradients.before_leaf(fold(0, 1, 1)[0], True)
         gradients.after_leaf(fold(0, 1, 1)[0], True)
@@ -352,8 +366,8 @@ def test_step_without_gradients_begins_with_nothing_finished() -> None:
 def undisturbed(group: ProcessGroup) -> list[Any]:
     parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)]
     gradients = GradientReducer(named(parameters))
-    gradients.open(group, [(0, COUNT)], COUNT, exact=True)
-    run_leaves(gradients, parameters, (0, COUNT), COUNT, {}, None)
+    gradients.open(group, [[(0, COUNT)]], COUNT, exact=True)
+    run_leaves(gradients, parameters, [(0, COUNT)], COUNT, {}, None)
     gradients.reduce()
     assert gradients.complete(1.0)
     gradients.assign([1, 1])

@@ -298,7 +298,7 @@ class Invariants:
         must(not dismissed, f"{dismissed} were dismissed, and get a place in {generation}")
         must(generation not in self.memberships, f"{generation} is announced twice")
         self.memberships[generation] = membership
-        dealt = [v for member in members for v in range(member.first, member.last)]
+        dealt = sorted(v for member in members for v in member.virtual_workers)
         must(dealt == list(range(self.world.rules.virtual_workers)), f"dealt {dealt}")
         self.dealt_by_speed(members, by)
         has_state = [member for member in members if member.has_state]
@@ -371,7 +371,7 @@ class Invariants:
     def dealt_by_speed(self, members: tuple[m.Member, ...], by: SimController) -> None:
         """Who is known to be slower runs at most one more, and all as many where nobody is known to
         be."""
-        sizes = [member.last - member.first for member in members]
+        sizes = [member.num_virtual_workers for member in members]
         must(min(sizes) >= 1, f"nothing to do: {sizes}")
         known = [by.coordinator._registry.workers[member.worker].virtual_s for member in members]
         if not any(known):
@@ -404,7 +404,7 @@ class Invariants:
         must(now >= by.replaced_at + 2 * slow_s, "one slow worker after the other is replaced")
         by.replaced_at = now
         members = {member.worker: member for member in self.members(by.coordinator.generation)}
-        must(members[name].last - members[name].first == 1, f"{name} can be given less")
+        must(members[name].num_virtual_workers == 1, f"{name} can be given less")
         must("ready" in by.coordinator.workers.values(), f"nobody is there to replace {name}")
 
     def released(self, name: str, by: SimController) -> None:

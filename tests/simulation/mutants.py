@@ -1329,7 +1329,7 @@ self.failed('hand-over failed', (source.id,))""",
     Mutant(
         "who can be given less is replaced",
         "Balance._track_slow_member",
-        "last - first > 1 or next_s > (1.0 - SLOW_GAIN) * most_s",
+        "size > 1 or next_s > (1.0 - SLOW_GAIN) * most_s",
         "next_s > (1.0 - SLOW_GAIN) * most_s",
         SPEEDS,
     ),

@@ -119,7 +119,7 @@ class Scenario:
         assert worker not in self.buried and worker not in self.dismissed
         members = membership.members
         every = range(self.coordinator.config.virtual_workers)
-        assert [v for s in members for v in range(s.first, s.last)] == [*every]
+        assert sorted(v for member in members for v in member.virtual_workers) == [*every]
         has_state = [member for member in members if member.has_state]
         for member in members:
             assert member.has_state == self.puppets[member.worker].has_state, member

@@ -22,7 +22,8 @@ class Beside:
         self.workers = {name: SimWorker(world, name) for name in ("w1", "w2", "w3")}
         world.workers |= self.workers
         members = [
-            Member(name, v, v + 1, TrainingPosition(0), True) for v, name in enumerate(self.workers)
+            Member(name, ((v, v + 1),), TrainingPosition(0), True)
+            for v, name in enumerate(self.workers)
         ]
         one = Membership(1, tuple(members), "w2", 4.0)
         two = Membership(2, tuple(members[1:]), "w2", 4.0)

@@ -474,7 +474,7 @@ class SimWorker:
             return usual
         assert self.group is not None
         member = self.group.members[self.id]
-        return usual * self.world.virtual_time(self.id) * (member.last - member.first)
+        return usual * self.world.virtual_time(self.id) * member.num_virtual_workers
 
     def enter(self, token: int, index: int) -> None:
         if token != self.token:

@@ -30,7 +30,7 @@ def test_a_worker_of_half_the_speed_runs_half_as_many():
     outcome, run = group(spec, second_is_slow)
     assert outcome.error is None, outcome.traceback
     membership = run.controller.coordinator.membership
-    assert [member.last - member.first for member in membership.members] == [4, 2]
+    assert [member.num_virtual_workers for member in membership.members] == [4, 2]
     assert membership.generation == 2
     assert not outcome.inexact_because
     assert outcome.digest == local(spec, second_is_slow).digest

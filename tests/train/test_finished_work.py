@@ -68,15 +68,30 @@ def test_lost_worker_with_a_replacement_only_its_leaves_run_again(point, torn, t
     assert sum(passes(tmp_path).values()) == VIRTUAL
 
 
-def test_smaller_group_runs_no_subtree_again_that_stays_with_its_worker(tmp_path):
-    """Ranges of 4, 4 and 4 become 6 and 6: the first worker keeps its 4, and the second one's
-    subtree lies in both ranges."""
-    dead = WorkerFault("backward", step=STEP, rank=2, nth=4, once=str(tmp_path / "dead"))
+@pytest.mark.parametrize("rank", range(3))
+def test_lost_worker_without_a_replacement_only_its_leaves_run_again(rank, tmp_path):
+    """The two survivors keep their 4 virtual workers each, and take 2 of the lost ones."""
+    dead = WorkerFault("backward", step=STEP, rank=rank, nth=4, once=str(tmp_path / "dead"))
     spec = job(min_workers=2)
     outcome, _ = group(spec, counted(tmp_path), faults=(dead,))
     assert outcome.error is None, outcome.traceback
-    times = Counter(passes(tmp_path).values())
-    assert times[1] >= 4 and times[1] + times[2] == VIRTUAL and times[2] >= 4
+    times = passes(tmp_path)
+    assert len(times) == VIRTUAL and sum(times.values()) == VIRTUAL + 4
+    (tmp_path / "passes").unlink()
+    assert outcome.digest == local(spec, counted(tmp_path)).digest
+
+
+def test_two_lost_workers_one_after_the_other_only_their_leaves_run_again(tmp_path):
+    """The second one is lost in the same step, when it runs what it took from the first one."""
+    first = WorkerFault("backward", step=STEP, rank=0, nth=4, once=str(tmp_path / "first"))
+    second = WorkerFault("backward", step=STEP, rank=0, world_size=2, once=str(tmp_path / "second"))
+    spec = job(min_workers=1)
+    outcome, _ = group(spec, counted(tmp_path), faults=(first, second))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 2
+    times = passes(tmp_path)
+    # 4 of the first one, of which its survivors ran 2 each; then 6 of the second one.
+    assert len(times) == VIRTUAL and sum(times.values()) <= VIRTUAL + 4 + 6
     (tmp_path / "passes").unlink()
     assert outcome.digest == local(spec, counted(tmp_path)).digest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -13,6 +14,9 @@ from elastic_dp.cluster.console import warn_at_call
 from elastic_dp.cluster.run_handle import ray_ends_with_us
 from elastic_dp.cluster.runs.ray_kv_state import mark_owner
 from elastic_dp.errors import ClusterError
+
+_LOG = logging.getLogger(__name__)
+_SLOW_START = "timed out during startup"
 
 
 def connect(address: str | None, tell: Callable[[str], None] = warn_at_call) -> None:
@@ -49,9 +53,33 @@ def connect_or_start() -> None:
         if "RAY_ADDRESS" in os.environ:
             ray.init(log_to_driver=False)
         else:
-            ray.init(address="local", log_to_driver=False, include_dashboard=False)
+            _start_local()
     if ray_ends_with_us():
         mark_owner()
+
+
+def _start_local() -> None:
+    """Start a Ray on this machine. Raises ClusterError if it does not start.
+
+    Ray gives its own processes 15 and 30 s to start (raylet, `WaitForDashboardAgentPorts`), and no
+    setting extends that. A busy machine may take longer the first time, while files are read from
+    disk, so Ray gets a second try.
+    """
+    for is_last in (False, True):
+        try:
+            ray.init(address="local", log_to_driver=False, include_dashboard=False)
+            return
+        except Exception as error:  # Ray raises no other type
+            ray.shutdown()
+            if _SLOW_START not in str(error):
+                raise
+            if is_last:
+                raise ClusterError(
+                    "Ray did not start on this machine within its time limit of 30 s, twice. The "
+                    "machine may be too busy: try again, or start Ray first (ray start --head) "
+                    f"and set RAY_ADDRESS. Ray says: {error}"
+                ) from error
+            _LOG.warning("Ray did not start within its time limit of 30 s; it is started again")
 
 
 def send_token() -> None:

@@ -7,11 +7,12 @@ that state is copied.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic_dp.coordinator.messages import Member, Membership, WorkerId
 from elastic_dp.coordinator.planning.balance import assign_ranges
+from elastic_dp.coordinator.planning.retained_ranges import Share, retain_ranges
 from elastic_dp.coordinator.planning.scale_down import choose_departing
 from elastic_dp.coordinator.planning.topology import order_by_location, topology_of
 from elastic_dp.coordinator.workers.worker_state import WorkerState
@@ -95,16 +96,23 @@ def membership(
     timeout_s: float,
     lineage_id: int,
     restore: bool,
+    previous: Mapping[WorkerId, Share],
 ) -> Membership:
-    """Return the membership of `generation`, in which faster workers run more virtual workers."""
+    """Return the membership of `generation`, in which faster workers run more virtual workers.
+
+    `previous` is what each member had in a generation that was aborted; it is empty if the members
+    cannot have finished a part of a step.
+    """
     topology = topology_of(assignment.members)
     speeds = [worker.virtual_s for worker in assignment.members]
     ranges = assign_ranges(speeds, virtual_workers, topology[0] if topology else ())
+    had = [previous.get(worker.id, ()) for worker in assignment.members]
+    shares = retain_ranges(ranges, had) if any(had) else tuple((one,) for one in ranges)
     new = tuple.__new__  # `Member(...)` takes twice as long, and there may be thousands
     members = tuple(
         [
-            new(Member, (worker.id, first, last, worker.position, worker.has_state))
-            for worker, (first, last) in zip(assignment.members, ranges, strict=True)
+            new(Member, (worker.id, share, worker.position, worker.has_state))
+            for worker, share in zip(assignment.members, shares, strict=True)
         ]
     )
     source = assignment.source.id

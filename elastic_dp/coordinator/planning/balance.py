@@ -54,7 +54,11 @@ def assign_ranges(
 
 def longest_s(ranges: Ranges, seconds: Sequence[float]) -> float:
     """Return how many seconds the slowest rank computes in a step."""
-    return max((last - first) * s for (first, last), s in zip(ranges, seconds, strict=True))
+    return _longest_s([last - first for first, last in ranges], seconds)
+
+
+def _longest_s(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    return max(size * s for size, s in zip(sizes, seconds, strict=True))
 
 
 def _is_worth_a_pause(now_s: float, then_s: float) -> bool:
@@ -109,9 +113,9 @@ class Balance:
         if len(members) < len(membership.members):
             return None  # a member has finished and is gone
         seconds = [worker.virtual_s for worker in members]
-        ranges = tuple((member.first, member.last) for member in membership.members)
-        self._track_slow_member(members, ranges, now)
-        now_s, virtual_workers = longest_s(ranges, seconds), membership.members[-1].last
+        sizes = [member.num_virtual_workers for member in membership.members]
+        self._track_slow_member(members, sizes, now)
+        now_s, virtual_workers = _longest_s(sizes, seconds), sum(sizes)
         if not _is_worth_a_pause(now_s, virtual_workers / sum(1.0 / s for s in seconds)):
             return None  # not even a perfect split would help
         nodes = membership.topology[0] if membership.topology else ()
@@ -128,15 +132,15 @@ class Balance:
         )
 
     def _track_slow_member(
-        self, members: Sequence[WorkerState], ranges: Ranges, now: float
+        self, members: Sequence[WorkerState], sizes: Sequence[int], now: float
     ) -> None:
         """Remember the slowest member if it runs one virtual worker and all others wait for it."""
-        spans = zip(ranges, members, strict=True)
-        took = [((last - first) * worker.virtual_s, worker.id) for (first, last), worker in spans]
+        pairs = zip(sizes, members, strict=True)
+        took = [(size * worker.virtual_s, worker.id) for size, worker in pairs]
         most_s, slowest = max(took)
         next_s = max([s for s, worker in took if worker != slowest], default=math.inf)
-        first, last = ranges[[worker.id for worker in members].index(slowest)]
-        if last - first > 1 or next_s > (1.0 - SLOW_GAIN) * most_s:
+        size = sizes[[worker.id for worker in members].index(slowest)]
+        if size > 1 or next_s > (1.0 - SLOW_GAIN) * most_s:
             self._slow = None
         else:
             since = self._slow.since if self._slow and self._slow.worker == slowest else now

@@ -71,10 +71,18 @@ class Member(NamedTuple):
     """One member of a generation; its index in `Membership.members` is its rank."""
 
     worker: WorkerId
-    first: int  # its virtual workers are first..last-1
-    last: int
+    # Its virtual workers: first..last-1 for each (first, last), in ascending order with gaps.
+    ranges: tuple[tuple[int, int], ...]
     position: TrainingPosition  # when the generation forms; meaningless without state
     has_state: bool  # it holds the complete state of `position`; otherwise it receives everything
+
+    @property
+    def num_virtual_workers(self) -> int:
+        return sum(last - first for first, last in self.ranges)
+
+    @property
+    def virtual_workers(self) -> list[int]:
+        return [v for first, last in self.ranges for v in range(first, last)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
-from elastic_dp.distributed.reduction_tree import Leaf, Node, fold
+from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
 from elastic_dp.errors import GroupError, LossError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
@@ -82,7 +82,7 @@ class StepRunner:
     pass_point: Callable[[str, int], None]  # see fault_injection.py
     speed: ComputeSpeed
     _group: ProcessGroup | None = None
-    _shares: list[Node] = field(default_factory=list)
+    _shares: list[Share] = field(default_factory=list)
     # The gradients of the last committed step, until they are dropped.
     _gradients: list[torch.Tensor] | None = None
     # What is finished of a step that was aborted; see finished_work.py.
@@ -97,7 +97,7 @@ class StepRunner:
     def open(
         self,
         group: ProcessGroup,
-        shares: Sequence[Node],
+        shares: Sequence[Share],
         topology: Sequence[Sequence[int]] = (),
     ) -> None:
         self._group, self._shares = group, list(shares)
@@ -211,34 +211,41 @@ class StepRunner:
     ) -> dict[int, MicroBatchResult]:
         """Runs this worker's virtual workers, forward and backward."""
         assert self._group is not None
-        first, last = self._shares[self._group.rank]
-        mine = fold(first, last, self.virtual_workers)
+        share = self._shares[self._group.rank]
+        last = share[-1][1]
         results = self._results = {}
-        reused_until = first
-        for leaf in mine:
-            v = leaf.virtual_worker
-            is_last = v == last - 1
-            if v < reused_until:
-                continue
-            self.control.may_continue()
-            if (node := self._reuse(mine, v, last)) is not None:
-                reused_until = node[1]
-                continue
-            self.gradients.before_leaf(leaf, is_last)
-            loss = None
-            if stop is None and self.data.rows(step, v) > 0:
-                self.pass_point("before_forward", step)
-                batch = self.micro_batches.batch(step, v)
-                loss, results[v] = self.micro_batches.forward(batch, step, v, expected)
-                self.pass_point("forward", step)
-                self.gradients.before_backward()
-            if loss is not None:
-                self.pass_point("backward", step)
-                loss.backward()
-            self.buffers.after_leaf(v, contributes=loss is not None)
-            self.gradients.after_leaf(leaf, is_last)
-            self.speed.end_micro_batch()
+        for first, limit in share:
+            leaves = fold(first, limit, self.virtual_workers)
+            reused_until = first
+            for leaf in leaves:
+                v = leaf.virtual_worker
+                if v < reused_until:
+                    continue
+                self.control.may_continue()
+                if (node := self._reuse(leaves, v, limit, last)) is not None:
+                    reused_until = node[1]
+                else:
+                    self._run_leaf(leaf, v == last - 1, step, stop, expected)
         return results
+
+    def _run_leaf(
+        self, leaf: Leaf, is_last: bool, step: int, stop: str | None, expected: float
+    ) -> None:
+        v = leaf.virtual_worker
+        self.gradients.before_leaf(leaf, is_last)
+        loss = None
+        if stop is None and self.data.rows(step, v) > 0:
+            self.pass_point("before_forward", step)
+            batch = self.micro_batches.batch(step, v)
+            loss, self._results[v] = self.micro_batches.forward(batch, step, v, expected)
+            self.pass_point("forward", step)
+            self.gradients.before_backward()
+        if loss is not None:
+            self.pass_point("backward", step)
+            loss.backward()
+        self.buffers.after_leaf(v, contributes=loss is not None)
+        self.gradients.after_leaf(leaf, is_last)
+        self.speed.end_micro_batch()
 
     def _begin_finished(self, step: int, stop: str | None, expected: float) -> None:
         """Forgets what was finished of another step, or from other inputs."""
@@ -252,13 +259,17 @@ class StepRunner:
         # With a stop requested, no leaf runs: there would be nothing to send with what is kept.
         self._finished = None if stop is not None else finished_of(inputs, self._finished)
 
-    def _reuse(self, mine: Sequence[Leaf], v: int, last: int) -> Node | None:
-        """Adds the finished node that begins at `v`, if there is one. Returns it."""
-        taken = self._finished.take(v, last) if self._finished is not None else None
+    def _reuse(self, leaves: Sequence[Leaf], v: int, limit: int, last: int) -> Node | None:
+        """Adds the finished node that begins at `v`, if there is one. Returns it.
+
+        `leaves` are those of the range of `v`, which ends at `limit`; `last` is the end of the
+        worker's last range.
+        """
+        taken = self._finished.take(v, limit) if self._finished is not None else None
         if taken is None:
             return None
         (low, high), finished = taken
-        final = mine[high - 1 - mine[0].virtual_worker]
+        final = leaves[high - 1 - leaves[0].virtual_worker]
         merges = final.merges - fold(low, high, self.virtual_workers)[-1].merges
         self.gradients.add_finished((low, high), finished.gradients, merges, high == last)
         self._results.update(finished.results)

@@ -9,6 +9,7 @@ from elastic_dp.cluster.controller.run_times import RunTimes
 from elastic_dp.coordinator.messages import HeartbeatReceived, WorkerLost
 from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.journal import Journal
+from tests.patience import eventually
 from tests.runs import goes_on, group, lines_of, spec_of
 from tests.telemetry.test_goodput import counted
 
@@ -22,6 +23,8 @@ def train(ctx):
 
 
 def kill_one(run):
+    status = run.controller.status
+    eventually(lambda: status()["world_size"] == 2, status)  # it may have begun with one
     worker = sorted(run.worker_group.processes)[-1]
     run.worker_group.processes[worker].kill()
     goes_on(run)

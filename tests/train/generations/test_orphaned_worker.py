@@ -93,7 +93,7 @@ def test_a_generation_is_entered_with_a_lease():
     renewed_at = [time.monotonic() - 2000.0]
     late = WorkerControl(lease_s=1000.0, orphan_timeout_s=1e6, renewed_at=lambda: renewed_at[0])
     form = FormGroup(
-        Membership(3, (Member("w1", 0, 1, TrainingPosition(0), True),), "w1", 5.0),
+        Membership(3, (Member("w1", ((0, 1),), TrainingPosition(0), True),), "w1", 5.0),
         Rendezvous("", 0, "", b""),
     )
     late.form(form.membership, form.rendezvous)
