@@ -64,7 +64,12 @@ ALLOWED = {
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
         *("threads", "wording"),
     },
+    "report": {
+        *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),
+        "cluster.runs",
+    },
     "cli": {
+        "report",
         "errors",
         "config",
         "data",
@@ -358,8 +363,9 @@ PARAMETERS = {
     "TrainContext.stop": "self reason",
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
-        url *micro_batch_size epochs seed tail format columns filter transform collate_fn workers
-        shuffle memory_bytes on_bad_shard max_bad_fraction fill_nulls storage_options
+        url *micro_batch_size epochs seed tail format csv_options source_column columns filter
+        transform collate_fn workers shuffle memory_bytes on_bad_shard max_bad_fraction fill_nulls
+        storage_options
     """,
     "MapStyleData": """
         dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint

@@ -44,6 +44,14 @@ class CompressionName(StrEnum):
 
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+_CsvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="How CSV files are written: delimiter=';', delimiter='\\t', encoding=latin-1, "
+        'null_values=\'["-", "n/a"]\'. May be repeated.',
+    ),
+]
 _Columns = Annotated[
     str | None, typer.Option(metavar="A,B,…", help="Only these columns, by name. Default: all.")
 ]
@@ -106,6 +114,7 @@ def convert(
             help="Write VALUE for a column's nulls: x=0.0, x=NaN, name=unknown. May be repeated.",
         ),
     ] = None,
+    csv_option: _CsvOption = None,
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
@@ -127,8 +136,9 @@ def convert(
             end_of_text=end_of_text,
             pack=pack,
             text_glob=text_glob or (),
-            fill_nulls=dict(map(_fill, fill_null or ())),
+            fill_nulls=dict(_named("--fill-null", each) for each in fill_null or ()),
             storage_options=storage_options(storage_option),
+            csv_options=dict(_named("--csv-option", each) for each in csv_option or ()),
             on_progress=lambda now: progress.update(task, description=_said(now)),
         )
     if as_json:
@@ -160,6 +170,7 @@ def inspect(
     deep: Annotated[
         bool, typer.Option("--deep", help="Decode every row, to find damaged ones.")
     ] = False,
+    csv_option: _CsvOption = None,
     storage_option: StorageOption = None,
     as_json: _Json = False,
 ) -> None:
@@ -172,6 +183,7 @@ def inspect(
         virtual_workers=virtual_workers,
         micro_batch_size=micro_batch_size,
         storage_options=storage_options(storage_option),
+        csv_options=dict(_named("--csv-option", each) for each in csv_option or ()),
         deep=deep,
     )
     if as_json:
@@ -180,11 +192,14 @@ def inspect(
         _print_inspection(found)
 
 
-def _fill(said: str) -> tuple[str, Any]:
-    """Parse COLUMN=VALUE. A value that is not JSON is a string."""
+def _named(option: str, said: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE. A value that is not JSON is a string."""
     name, mark, value = said.partition("=")
     if not mark:
-        raise typer.BadParameter(f"--fill-null {said} is not of the form COLUMN=VALUE")
+        form = "COLUMN=VALUE" if option == "--fill-null" else "NAME=VALUE"
+        raise typer.BadParameter(f"{option} {said} is not of the form {form}")
+    if option == "--csv-option" and value == r"\t":
+        return name, "\t"
     try:
         return name, json.loads(value)
     except ValueError:

@@ -23,7 +23,7 @@ except ModuleNotFoundError as missing:
     )
     raise SystemExit(2) from None
 
-from elastic_dp.cli import checkpoint_commands, data_commands, run_commands
+from elastic_dp.cli import checkpoint_commands, data_commands, report_commands, run_commands
 from elastic_dp.errors import ElasticError
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
@@ -64,6 +64,7 @@ app = typer.Typer(
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
 run_commands.add_to(app)
+app.command()(report_commands.report)
 
 
 def _print_version(wanted: bool) -> None:

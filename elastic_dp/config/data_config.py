@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from elastic_dp.config.brace_lists import expand_braces
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.config.field_checks import (
-    at_least,
     boolean,
     callable_or_none,
     none_only_by_default,
     one_of,
     whole_number,
 )
+from elastic_dp.config.source_weights import Weights, sources_of, weights_by_step
 from elastic_dp.errors import SpecError
 from elastic_dp.urls import redact_url
 
@@ -46,8 +47,12 @@ class DataConfig(_Order):
 
     - `url`: a folder, a file or a glob, as a path or any fsspec URL. A list of them is one data
       set, and so is a brace list ("part-{000..010}.tar"). A dict gives each source its weight in
-      every global batch.
+      every global batch; {0: {…}, 2000: {…}} changes the weights after 2,000 steps.
+    - `source_column`: the name of an int64 column that says from which source a row is, counted
+      from 0 in the order of `url`.
     - `format`: the format of the shards; None: by the endings of their names.
+    - `csv_options`: how CSV files are written: `delimiter`, `encoding`, `null_values`
+      (`CsvOptions` says more).
     - `micro_batch_size`: rows of one virtual worker in one step.
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
@@ -74,8 +79,10 @@ class DataConfig(_Order):
     - `storage_options`: options for the store of `url`.
     """
 
-    url: str | Sequence[str] | Mapping[str, float]
+    url: str | Sequence[str] | Weights | Mapping[int, Weights]
     format: Format | None = field(default=None, kw_only=True)
+    csv_options: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    source_column: str | None = field(default=None, kw_only=True)
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
@@ -99,25 +106,15 @@ class DataConfig(_Order):
                 f"DataConfig.url is {redact_url(repr(self.url))}, must be a path or URL, a "
                 "list of them, or a dict of them with weights"
             )
-        if isinstance(self.url, Mapping):
-            if several_urls := [url for url in self.url if len(expand_braces(url)) > 1]:
-                raise SpecError(
-                    f"DataConfig.url: {redact_url(several_urls[0])!r} is a list, and a weight is "
-                    "of one URL; use a glob, or '[{]' for the character '{'"
-                )
-            for url, weight in self.url.items():
-                name = f"DataConfig.url[{redact_url(url)!r}]"
-                at_least(name, weight, 0)
-                if not weight:
-                    raise SpecError(f"{name} has weight 0; leave it out")
-            if self.epochs is not None:
-                message = "each weighted source counts its own epochs; set max_steps instead"
-                raise SpecError(f"DataConfig.epochs is set, but {message}")
+        if self.weights_by_step is not None and self.epochs is not None:
+            message = "each weighted source counts its own epochs; set max_steps instead"
+            raise SpecError(f"DataConfig.epochs is set, but {message}")
         callable_or_none("DataConfig.transform", self.transform)
         callable_or_none("DataConfig.collate_fn", self.collate_fn)
         one_of("DataConfig.shuffle", self.shuffle, ("none", "rows", "full"))
         if self.format is not None:
             one_of("DataConfig.format", self.format, get_args(Format))
+        CsvOptions.of(self.csv_options)
         one_of("DataConfig.on_bad_shard", self.on_bad_shard, ("fail", "skip"))
         if type(self.max_bad_fraction) not in (int, float) or not 0 <= self.max_bad_fraction <= 1:
             raise SpecError(f"DataConfig.max_bad_fraction is {self.max_bad_fraction!r}, not 0 to 1")
@@ -125,6 +122,10 @@ class DataConfig(_Order):
         whole_number("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
+        if self.source_column is not None and not (
+            isinstance(self.source_column, str) and self.source_column
+        ):
+            raise SpecError(f"DataConfig.source_column is {self.source_column!r}, must be a name")
         if self.filter is not None and type(self.filter).__name__ != "Expression":
             raise SpecError(
                 f"DataConfig.filter is {self.filter!r}, must be an expression of pyarrow, such as "
@@ -142,10 +143,18 @@ class DataConfig(_Order):
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs of all sources, with brace lists expanded."""
+        if isinstance(self.url, Mapping):
+            return tuple(sources_of(weights_by_step(self.url)))
         given = (self.url,) if isinstance(self.url, str) else tuple(self.url)
         # What is no text is refused by `__post_init__`, which calls this.
         each = (expand_braces(url) if isinstance(url, str) else [url] for url in given)
         return tuple(url for urls in each for url in urls)
+
+    @property
+    def weights_by_step(self) -> dict[int, Weights] | None:
+        """The weights of the sources, by the number of steps after which they hold; None if the
+        sources are one data set."""
+        return weights_by_step(self.url) if isinstance(self.url, Mapping) else None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ bytes. The destination becomes a data set only when it is complete (see destinat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import pyarrow as pa
 
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.nulls import Nulls, check_nulls, fill
 from elastic_dp.data.discovery.skipped_files import NO_ROWS, Skipped, count_skipped, skipped_message
 from elastic_dp.dataprep.destination import Destination
@@ -59,6 +60,7 @@ def convert(
     text_glob: Sequence[str] = (),
     fill_nulls: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    csv_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[Converted], None] | None = None,
 ) -> Converted:
     """Writes all rows of `source` to `destination`, in their order.
@@ -80,6 +82,7 @@ def convert(
       text, whatever their ending. "*.py" matches in every folder, "docs/*" in that folder.
     - `fill_nulls`: the value that is written for a column's nulls, as in `DataConfig.fill_nulls`.
     - `storage_options`: for both URLs, as in `DataConfig`. Local paths take none.
+    - `csv_options`: how CSV files are written, as in `DataConfig`.
     - `on_progress`: called after each batch.
 
     Raises DataError where the source cannot be read or written as asked, and StorageError where the
@@ -91,7 +94,12 @@ def convert(
     wanted = None if columns is None else list(columns)
     packing: Packing | None = None
     without_rows: list[str] = []
-    found = find_source(source, text_glob, storage_options)
+    csv = CsvOptions.of(csv_options, "convert")
+    found = replace(find_source(source, text_glob, storage_options), csv=csv)
+    if csv.identity and found.kind != "csv":
+        raise DataError(
+            f"csv_options are set, and {redact_url(source)!r} holds no CSV; leave them out"
+        )
     if pack is None:
         rows = open_rows(found, wanted)
         schema, without_rows = rows.schema, rows.empty

@@ -21,7 +21,7 @@ import torch
 from elastic_dp.distributed.gradient_buckets import GradientBucket
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_rounds import reduction_rounds
-from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover
+from elastic_dp.distributed.reduction_tree import Node, Share, add_up, cover_share
 
 _PIECE_NUMEL = 1 << 18  # elements that are added and checked while they are in the cache
 
@@ -43,9 +43,7 @@ class ReductionPlan:
         self.group, self.virtual_workers, self.exact = group.transport, virtual_workers, exact
         self.on_device = group.on_device is not None
         # [rank]: its subtrees
-        self.covers = [
-            [node for one in share for node in cover(*one, virtual_workers)] for share in shares
-        ]
+        self.covers = [cover_share(share, virtual_workers) for share in shares]
         one_order = not exact or [len(nodes) for nodes in self.covers] == [1, 1]
         # Gloo then sends the same bytes in one round instead of two, with half the CPU time, and a
         # device adds them itself.

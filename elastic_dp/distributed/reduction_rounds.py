@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
-from elastic_dp.distributed.reduction_tree import Node, Share, cover
+from elastic_dp.distributed.reduction_tree import Node, Share, cover_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,7 @@ def reduction_rounds(
     everyone = len(shares)
 
     def covered(group: range) -> list[Node]:
-        ranges: list[Node] = []
-        for first, last in sorted(one for member in group for one in shares[member]):
-            if ranges and ranges[-1][1] == first:
-                first, _ = ranges.pop()
-            ranges.append((first, last))
-        return [node for one in ranges for node in cover(*one, virtual_workers)]
+        return cover_share(chain.from_iterable(shares[member] for member in group), virtual_workers)
 
     def owned(group: range, member: int) -> range:
         index = member - group.start

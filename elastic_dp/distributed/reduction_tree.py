@@ -10,7 +10,7 @@ A worker has a share of the leaves: one or more ranges. Each range consists of a
 chunk adds the subtrees of all workers (`add_up`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 Node = tuple[int, int]
@@ -39,6 +39,19 @@ def cover(first: int, last: int, virtual_workers: int) -> list[Node]:
         return walk((low, split)) + walk((split, high))
 
     return walk((0, virtual_workers))
+
+
+def cover_share(ranges: Iterable[Node], virtual_workers: int) -> list[Node]:
+    """Returns the largest subtrees that together are exactly the leaves of `ranges`, in order.
+
+    The ranges may touch, and they may come in any order.
+    """
+    joined: list[Node] = []
+    for first, last in sorted(ranges):
+        if joined and joined[-1][1] == first:
+            first = joined.pop()[0]
+        joined.append((first, last))
+    return [node for one in joined for node in cover(*one, virtual_workers)]
 
 
 class Leaf(NamedTuple):

@@ -13,6 +13,10 @@
   an epoch of N rows. That is the row that virtual worker n mod V of the source's own `Order`
   consumes as its row n // V; n mod V is the same for a whole epoch, so v keeps to its streams.
 
+Weights may change after a given number of steps. Then another *stage* begins, with quotas and
+periods of its own, and each virtual worker goes on with the row after its last one of each source.
+How many it has consumed is a sum over the stages before, so nothing needs to be stored.
+
 The mixture is a pure function of (seed, step, virtual worker), too, and each row of a source is
 consumed exactly once in each of the source's epochs. Nothing drifts: the virtual workers are always
 within a few rows of each other in each source. A mixture never ends, and no batch is short.
@@ -20,7 +24,8 @@ within a few rows of each other in each source. A mixture never ends, and no bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -39,7 +44,7 @@ _PERIODS_KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSource:
-    """One source. `name` is for error messages; `weight` > 0 is relative to the other sources.
+    """One source. `name` is for error messages; `weight` is relative to the other sources.
 
     The other fields are as in `Order`.
     """
@@ -58,10 +63,28 @@ class _Cycle:
     position_of: Ints  # [slot]
 
 
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """The steps after `begin` steps, up to the next stage.
+
+    - `quotas`: slots of each source in a period; 0 for a source without weight.
+    - `first_slot` int64 [sources + 1]: the slots of source i are first_slot[i] ≤ j <
+      first_slot[i + 1].
+    - `taken` int64 [sources, virtual workers]: rows consumed in the stages before.
+    """
+
+    begin: int
+    quotas: tuple[int, ...]
+    first_slot: Ints
+    taken: Ints
+
+
 class Mixture:
     """The interface of `Order` over several sources; row groups are numbered through all sources.
 
-    A source may be smaller than a global batch. Raises DataError if a source has no rows.
+    A source may be smaller than a global batch. `changes`: the weights of all sources that hold
+    after so many steps; the sources' own weights hold before. A weight may be 0. Raises DataError
+    if a source has no rows.
     """
 
     def __init__(
@@ -72,30 +95,37 @@ class Mixture:
         micro_batch_size: int,
         seed: int = 0,
         shuffle: Shuffle = "rows",
+        changes: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         self.virtual_workers, self.micro_batch_size = virtual_workers, micro_batch_size
         self.seed = seed
         _check_rows(sources)
         self.period = -(-max(SLOTS, len(sources)) // micro_batch_size) * micro_batch_size
-        self.quotas = _quotas([source.weight for source in sources], self.period)
-        self._first_slot = np.cumsum([0, *self.quotas])
+        weights = {0: [source.weight for source in sources], **(changes or {})}
+        quotas = {begin: _quotas(weights[begin], self.period) for begin in sorted(weights)}
+        shares = [max(each) for each in zip(*quotas.values(), strict=True)]
         groups = [len(np.asarray(source.group_rows)) for source in sources]
         self._first_group = np.cumsum([0, *groups])
         self._orders = [
             Order(
                 group_rows=source.group_rows,
                 group_bytes=source.group_bytes,
-                open_bytes=OPEN_BYTES * quota // self.period,  # all sources are open at one time
+                open_bytes=OPEN_BYTES * share // sum(shares),  # all sources are open at one time
                 virtual_workers=virtual_workers,
                 micro_batch_size=1,  # in a team's stream, virtual workers take turns of one row
                 seed=derive(_SOURCE, seed, number),
                 shuffle=shuffle,
                 tail="short",
             )
-            for number, (source, quota) in enumerate(zip(sources, self.quotas, strict=True))
+            for number, (source, share) in enumerate(zip(sources, shares, strict=True))
         ]
         self.num_rows = sum(order.num_rows for order in self._orders)
-        self._circles: dict[int, _Cycle] = {}
+        self._circles: dict[tuple[int, int], _Cycle] = {}  # by stage and period
+        self._stages: list[_Stage] = []
+        for begin, of_stage in quotas.items():
+            taken = self._all_taken(begin)
+            first_slot = np.cumsum([0, *of_stage])
+            self._stages.append(_Stage(begin, of_stage, first_slot, taken))
 
     @property
     def identity(self) -> str:
@@ -104,10 +134,12 @@ class Mixture:
         """
         sources = "; ".join(
             f"{quota} of {order.identity}"
-            for quota, order in zip(self.quotas, self._orders, strict=True)
+            for quota, order in zip(self._stages[0].quotas, self._orders, strict=True)
         )
+        later = "".join(f"; after {stage.begin}: {stage.quotas}" for stage in self._stages[1:])
         return (
-            f"mixture 1 seed={self.seed} b={self.micro_batch_size} period={self.period}: {sources}"
+            f"mixture 1 seed={self.seed} b={self.micro_batch_size} period={self.period}: "
+            f"{sources}{later}"
         )
 
     @property
@@ -137,15 +169,17 @@ class Mixture:
         """
         assert step >= 1 and 0 <= virtual_worker < self.virtual_workers, "no such micro-batch"
         b = self.micro_batch_size
-        period, first = divmod((step - 1) * b, self.period)
+        number = self._stage_after(step - 1)
+        stage = self._stages[number]
+        period, first = divmod((step - 1 - stage.begin) * b, self.period)
         positions = (np.arange(first, first + b) + virtual_worker * b) % self.period
-        slots = self._cycle(period).slot_at[positions]
-        sources = np.searchsorted(self._first_slot, slots, side="right") - 1
+        slots = self._cycle(number, period).slot_at[positions]
+        sources = np.searchsorted(stage.first_slot, slots, side="right") - 1
 
         groups, rows = np.empty(b, dtype=np.int64), np.empty(b, dtype=np.int64)
         for source in np.unique(sources).tolist():
             at = np.flatnonzero(sources == source)
-            index = self._taken((step - 1) * b, virtual_worker, source) + np.arange(len(at))
+            index = self._taken(step - 1, virtual_worker, source) + np.arange(len(at))
             found, rows[at] = self._locate_in_source(source, virtual_worker, index)
             groups[at] = found + self._first_group[source]
         return groups, rows
@@ -164,35 +198,53 @@ class Mixture:
         groups, rows = zip(*found, strict=True)
         return np.concatenate(groups), np.concatenate(rows)
 
-    def _taken(self, slots: int, virtual_worker: int | Ints, source: int) -> Ints:
-        """Return how many of the virtual worker's first `slots` slots belong to the source."""
-        period, rest = divmod(slots, self.period)
-        low, behind = self._first_slot[source : source + 2]
-        positions = self._cycle(period).position_of[low:behind]
+    def _stage_after(self, steps: int) -> int:
+        """Return the number of the stage that holds after so many steps."""
+        return bisect_right(self._stages, steps, key=lambda stage: stage.begin) - 1
+
+    def _all_taken(self, steps: int) -> Ints:
+        """Return `_taken` of all sources and virtual workers, [sources, virtual workers]."""
+        everyone = np.arange(self.virtual_workers)
+        if not steps:
+            return np.zeros((len(self._orders), len(everyone)), dtype=np.int64)
+        return np.stack([self._taken(steps, everyone, n) for n in range(len(self._orders))])
+
+    def _taken(self, steps: int, virtual_worker: int | Ints, source: int) -> Ints:
+        """Return how many rows of the source the virtual worker consumes in the first `steps`."""
+        number = self._stage_after(steps)
+        stage = self._stages[number]
+        period, rest = divmod((steps - stage.begin) * self.micro_batch_size, self.period)
+        low, behind = stage.first_slot[source : source + 2]
+        positions = self._cycle(number, period).position_of[low:behind]
         start = virtual_worker * self.micro_batch_size % self.period
         stop = start + rest
         passed = np.searchsorted(positions, stop % self.period) - np.searchsorted(positions, start)
-        quota = self.quotas[source]
-        return np.asarray(period * quota + passed + np.where(stop >= self.period, quota, 0))
+        quota = stage.quotas[source]
+        here = period * quota + passed + np.where(stop >= self.period, quota, 0)
+        return np.asarray(stage.taken[source, virtual_worker] + here)
 
-    def _cycle(self, period: int) -> _Cycle:
-        circle = self._circles.get(period)
+    def _cycle(self, stage: int, period: int) -> _Cycle:
+        key = stage, period
+        circle = self._circles.get(key)
         if circle is None:
-            circle = self._circles[period] = self._lay_out(period)
-            near = sorted(list(self._circles), key=lambda other: abs(other - period))
+            circle = self._circles[key] = self._lay_out(self._stages[stage], period)
+            near = sorted(
+                list(self._circles), key=lambda at: (abs(at[0] - stage), abs(at[1] - period))
+            )
             for old in near[_PERIODS_KEPT:]:
                 self._circles.pop(old, None)  # another thread may have been here first
         return circle
 
-    def _lay_out(self, period: int) -> _Cycle:
+    def _lay_out(self, stage: _Stage, period: int) -> _Cycle:
         """Place the slots of a period on its circle, in integers: an arc is measured in 2^-24
         slots.
         """
-        quota = np.repeat(self.quotas, self.quotas)
+        quota = np.repeat(stage.quotas, stage.quotas)
         slot = np.arange(self.period)
         # the slot's number within its source
-        number = slot - np.repeat(self._first_slot[:-1], self.quotas)
-        key = np.uint64(derive(_PERIOD, self.seed, period))
+        number = slot - np.repeat(stage.first_slot[:-1], stage.quotas)
+        of_stage = (stage.begin,) if stage.begin else ()
+        key = np.uint64(derive(_PERIOD, self.seed, period, *of_stage))
         chance = mix64_words(key ^ mix64_words(slot.astype(np.uint64)))
         arc = (self.period << 24) // quota
         inside = (chance % arc.astype(np.uint64)).astype(np.int64)
@@ -203,14 +255,16 @@ class Mixture:
 
 
 def _quotas(weights: Sequence[float], period: int) -> tuple[int, ...]:
-    """Return integers in proportion to the weights, at least 1 each, with the sum `period`."""
-    assert weights and min(weights) > 0, "weights are checked by spec"
+    """Return integers in proportion to the weights, at least 1 unless the weight is 0, with the sum
+    `period`.
+    """
+    assert weights and min(weights) >= 0 and max(weights) > 0, "weights are checked by spec"
     total = sum(map(Fraction, weights))
     wanted = [Fraction(weight) * period / total for weight in weights]
-    quotas = [max(1, int(share)) for share in wanted]
+    quotas = [max(1, int(share)) if share else 0 for share in wanted]
     while (missing := period - sum(quotas)) != 0:
         change = 1 if missing > 0 else -1
-        free = [source for source, quota in enumerate(quotas) if quota + change >= 1]
+        free = [i for i, quota in enumerate(quotas) if wanted[i] and quota + change >= 1]
         quotas[max(free, key=lambda i: change * (wanted[i] - quotas[i]))] += change
     return tuple(quotas)
 

@@ -20,6 +20,7 @@ each report; the journal has one of each worker every ten seconds or so, and its
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -119,7 +120,7 @@ class GoodputMeter:
         """Take a line of the journal. Lines that say nothing about times, or that another program
         has damaged, are ignored.
         """
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self._take(line)
 
     def _take(self, line: Mapping[str, Any]) -> None:
@@ -153,7 +154,7 @@ class GoodputMeter:
     def report(self, worker: str, times: PhaseTimes) -> None:
         """Take the times of one worker. Older ones than those before are ignored."""
         presence = self._present.get(worker)
-        if presence is None or sum(times) <= sum(presence.times):
+        if presence is None or not sum(presence.times) < sum(times) < math.inf:
             return
         self.times = self.times.plus(times).plus(presence.times, -1)
         presence.times = times

@@ -170,7 +170,7 @@ class Journal:
             return bool(each[1]["time"] < round(since, _DIGITS))
 
         texts = {file: self._patiently(self._written, file) for file in _FILES}
-        files = ([(file, line) for line in _finished(file, texts[file])] for file in _FILES)
+        files = ([(file, line) for line in journal_lines(file, texts[file])] for file in _FILES)
         new = (itertools.dropwhile(is_old, lines) for lines in files)
         for file, line in heapq.merge(*new, key=lambda each: each[1]["time"]):
             self._keep(file, line)
@@ -245,7 +245,7 @@ def read_events(url: str) -> Iterator[dict[str, Any]]:
     there.
     """
     store = Store(url)
-    files = [_finished(name, _texts(store, name)) for name in _FILES]
+    files = [journal_lines(name, _texts(store, name)) for name in _FILES]
     return heapq.merge(*files, key=lambda line: line["time"])
 
 
@@ -257,9 +257,9 @@ def _texts(store: Store, file: str) -> list[str]:
     return bytes(content).decode(errors="replace").splitlines()
 
 
-def _finished(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a file, without those that a process did not finish or that are
-    not ours.
+def journal_lines(file: str, texts: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file ("events" or "metrics"), without those that a process did not
+    finish or that are not ours.
     """
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import read_index
-from elastic_dp.data.formats import csv
+from elastic_dp.data.formats import csv_numbers
 from elastic_dp.dataprep import convert
 from elastic_dp.errors import DataError
 from tests.data.values import columns_of, in_place
@@ -143,7 +143,7 @@ def test_whole_numbers_of_parquet_beside_floats_of_csv_are_refused(tmp_path):
 def test_numbers_with_an_exponent_are_not_looked_at_one_by_one(tmp_path, monkeypatch):
     """Each of them is beyond 2**53, and none is written as a whole number."""
     asked: list[Any] = []
-    monkeypatch.setattr(csv, "add_written", lambda *given: asked.append(given))
+    monkeypatch.setattr(csv_numbers, "add_written", lambda *given: asked.append(given))
     lines = "".join(f"{n},{n / 7}e18\n" for n in range(1, 1000))
     (tmp_path / "a.csv").write_text("id,x\n" + lines)
     assert read_index(DataConfig(str(tmp_path), micro_batch_size=1)).num_rows == 999
@@ -201,6 +201,6 @@ def test_leading_zeros_of_a_column_that_is_not_read_are_not_said(tmp_path, caplo
 
 def test_row_of_leading_zeros_counts_from_the_start_of_the_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 64)
-    monkeypatch.setattr(csv, "_AT_ONCE", 7)
+    monkeypatch.setattr(csv_numbers, "_AT_ONCE", 7)
     read_index(written(tmp_path, "csv", [*range(1, 50), "051", *range(52, 99)]))
     assert "'051' (row 50 of 0.csv)" in caplog.text

@@ -65,6 +65,11 @@ def csv_by_python(path: Path, ids: range) -> None:
         writer.writerows(row(i) for i in ids)
 
 
+def tsv_by_pandas(path: Path, ids: range) -> None:
+    frame = pd.DataFrame([row(i) for i in ids])
+    frame.to_csv(path.with_suffix(".tsv"), index=False, sep="\t")
+
+
 def csv_gz_by_pandas(path: Path, ids: range) -> None:
     pd.DataFrame([row(i) for i in ids]).to_csv(path.with_suffix(".csv.gz"), index=False)
 
@@ -114,6 +119,7 @@ KINDS: dict[str, Callable[[Path, range], None]] = {
         arrow_by_polars,
         arrow_stream,
         csv_by_python,
+        tsv_by_pandas,
         csv_gz_by_pandas,
         jsonl,
         jsonl_zst_by_polars,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_dp.data import read_index
 from elastic_dp.data.formats import text as text_format
-from elastic_dp.data.formats.csv import RowEnds
+from elastic_dp.data.formats.csv_row_ends import RowEnds
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.sources import find_source, open_rows
 from elastic_dp.errors import DataError

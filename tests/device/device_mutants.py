@@ -127,6 +127,42 @@ DEVICE_MUTANTS = [
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
     DeviceMutant(
+        "NCCL does not know the ranks of its group",
+        "NcclCommunicator.__init__",
+        "options.global_ranks_in_group = list(range(world_size))",
+        "pass",
+        module="elastic_dp.device.nccl_communicator",
+        caught_by=f"{TRANSPORT_TESTS}::"
+        "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
+    ),
+    DeviceMutant(
+        "weights made on the device ignore the seed",
+        "open_gpu_generators",
+        "torch.cuda.init()",
+        "pass",
+        module="elastic_dp.device.gpu",
+        caught_by="tests/train/test_worker_run.py::"
+        "test_initial_weights_made_on_a_device_follow_the_seed",
+    ),
+    DeviceMutant(
+        "the precision of products is not of the kind",
+        "gpu_kind",
+        'f"fp32 {backend.matmul.fp32_precision}/{conv}/{rnn}"',
+        '""',
+        module="elastic_dp.device.gpu",
+        caught_by="tests/train/exactness/test_machine_kind.py::"
+        "test_kind_of_a_gpu_changes_with_each_setting_that_chooses_its_kernels",
+    ),
+    DeviceMutant(
+        "a replay of a graph writes gradients that wait",
+        "graphs_are_replayed",
+        "_TREES in sys.modules",
+        "False",
+        module="elastic_dp.device.graph_replay",
+        caught_by="tests/distributed/test_gradient_reducer.py::"
+        "test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait",
+    ),
+    DeviceMutant(
         "torch's watchdog ends survivors",
         "set_nccl_environment",
         "environment[name] = value",

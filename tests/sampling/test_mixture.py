@@ -15,9 +15,9 @@ from elastic_dp.sampling.order import OPEN_BYTES
 
 def source_epochs(mixed, step):
     """How many epochs of each source have been consumed after `step`; 1.5 is one and a half."""
-    everyone, slots = np.arange(mixed.virtual_workers), step * mixed.micro_batch_size
+    everyone = np.arange(mixed.virtual_workers)
     return tuple(
-        int(mixed._taken(slots, everyone, source).sum()) / order.num_rows
+        int(mixed._taken(step, everyone, source).sum()) / order.num_rows
         for source, order in enumerate(mixed._orders)
     )
 
@@ -121,14 +121,14 @@ def test_weights_are_exact_in_each_period_and_close_in_each_step():
         (0.5, [1000] * 50), (0.3, [70] * 9), (0.2, [999]), virtual_workers=16, micro_batch_size=512
     )
     assert mixed.period == SLOTS
-    assert mixed.quotas == (32768, 19661, 13107)
+    assert mixed._stages[0].quotas == (32768, 19661, 13107)
     bounds = [50, 59]
     per_period = SLOTS // 512
     for v in (0, 7):
         for first in (1, 1 + per_period):  # two periods, each from its start
             groups = [mixed.locate(step, v)[0] for step in range(first, first + per_period)]
             source = np.searchsorted(bounds, np.concatenate(groups), side="right")
-            assert np.bincount(source).tolist() == list(mixed.quotas)
+            assert np.bincount(source).tolist() == list(mixed._stages[0].quotas)
     for step in (1, 64, 128, 129, 1000):
         groups = np.concatenate([mixed.locate(step, v)[0] for v in range(16)])
         count = np.bincount(np.searchsorted(bounds, groups, side="right"))
@@ -157,8 +157,8 @@ def test_a_pure_function_of_step_and_virtual_worker():
 def test_quotas_of_weights_that_do_not_fit():
     tiny = mixture((1e-9, [5]), (1, [5]), (2, [5]), virtual_workers=2, micro_batch_size=100)
     assert tiny.period % 100 == 0 and tiny.period - SLOTS < 100
-    assert sum(tiny.quotas) == tiny.period and tiny.quotas[0] == 1
-    assert tiny.quotas[2] == pytest.approx(2 * tiny.quotas[1], abs=2)
+    assert sum(tiny._stages[0].quotas) == tiny.period and tiny._stages[0].quotas[0] == 1
+    assert tiny._stages[0].quotas[2] == pytest.approx(2 * tiny._stages[0].quotas[1], abs=2)
 
 
 def test_memory_is_shared_by_weight():
@@ -197,4 +197,86 @@ def test_golden_mixture_is_unchanged():
         [(2, 1), (1, 1), (1, 2), (2, 2)],
         [(2, 0), (0, 4), (0, 5), (2, 2)],
         [(2, 1), (0, 3), (0, 4), (2, 3)],
+    ]
+
+
+CHANGES = {3: [0.1, 0.9, 0.0], 4: [0.4, 0.3, 0.3], 30: [0.0, 0.0, 1.0]}
+
+
+def curriculum(slots: int = SLOTS, **settings) -> Mixture:
+    with mock.patch("elastic_dp.sampling.mixture.SLOTS", slots):
+        return mixture(
+            (1.0, [40, 3, 25]),
+            (0.0, [11]),
+            (0.0, [17, 6]),
+            **{"virtual_workers": 3, "micro_batch_size": 4, "seed": 5, "changes": CHANGES}
+            | settings,
+        )
+
+
+@pytest.mark.parametrize("virtual_workers", [1, 3, 8])
+@pytest.mark.parametrize("slots", [50, SLOTS])
+def test_rows_of_a_source_are_its_epochs_end_to_end_through_changes_of_weights(
+    virtual_workers, slots
+):
+    mixed = curriculum(slots, virtual_workers=virtual_workers)
+    for source, (rows, groups) in enumerate([(68, [0, 1, 2]), (11, [3]), (23, [4, 5])]):
+        per_worker = [
+            [
+                pair
+                for step in range(1, 1 + 600 // virtual_workers)
+                for pair in zip(*map(list, mixed.locate(step, v)), strict=True)
+                if pair[0] in groups
+            ]
+            for v in range(virtual_workers)
+        ]
+        whole = min(map(len, per_worker))
+        in_order = [own[j] for j in range(whole) for own in per_worker]
+        for epoch in range(len(in_order) // rows):
+            assert len(set(in_order[epoch * rows : (epoch + 1) * rows])) == rows, source
+        assert source == 0 or len(in_order) > rows
+
+
+def test_weights_hold_from_the_step_after_their_number_on():
+    mixed = mixture(
+        (0.5, [1000] * 50),
+        (0.5, [70] * 9),
+        virtual_workers=16,
+        micro_batch_size=512,
+        changes={200: [0.25, 0.75], 201: [0.0, 1.0], 300: [1 / 3, 2 / 3]},
+    )
+    shares = {200: 0.5, 201: 0.25, 202: 0.0, 300: 0.0, 301: 1 / 3, 1000: 1 / 3}
+    for step, share in shares.items():
+        groups = np.concatenate([mixed.locate(step, v)[0] for v in range(16)])
+        assert abs((groups < 50).sum() - 16 * 512 * share) <= 3, step
+    per_period = SLOTS // 512
+    exact = [mixed.locate(301 + step, 5)[0] for step in range(per_period)]
+    assert (np.concatenate(exact) < 50).sum() == round(SLOTS / 3)
+
+
+def test_any_step_is_located_without_the_steps_before():
+    walked = curriculum(50)
+    every = {step: walked.locate(step, 1) for step in range(1, 60)}
+    for step in (59, 31, 4, 30, 3, 5):
+        assert np.array_equal(curriculum(50).locate(step, 1), every[step])
+
+
+def test_changes_of_weights_are_part_of_the_identity():
+    plain = mixture((1.0, [9]), (1.0, [9]), virtual_workers=1, micro_batch_size=1)
+    same = mixture((1.0, [9]), (1.0, [9]), virtual_workers=1, micro_batch_size=1, changes={})
+    later = mixture(
+        (1.0, [9]), (1.0, [9]), virtual_workers=1, micro_batch_size=1, changes={5: [1, 2]}
+    )
+    assert plain.identity == same.identity != later.identity
+
+
+def test_golden_curriculum_is_unchanged():
+    """Pinned: a change here changes the order of every run whose weights change."""
+    mixed = curriculum()
+    located = [[pair.tolist() for pair in mixed.locate(step, 1)] for step in (3, 4, 5, 31)]
+    assert [list(zip(*pair, strict=True)) for pair in located] == [
+        [(0, 27), (0, 32), (0, 34), (0, 36)],
+        [(3, 9), (3, 10), (2, 1), (3, 0)],
+        [(3, 1), (4, 16), (5, 0), (2, 3)],
+        [(4, 1), (4, 2), (4, 3), (4, 4)],
     ]

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from itertools import pairwise
+from math import inf, nan
 
 import pytest
 
@@ -233,10 +234,23 @@ def test_time_between_two_runs_of_one_folder_is_in_no_category():
     assert goodput_of(lines).total == 10 + 10
 
 
-@pytest.mark.parametrize("damage", [{"size": "x"}, {"size": None}, {"times": 3}, {"worker": []}])
+@pytest.mark.parametrize(
+    "damage", [{"size": "x"}, {"size": None}, {"size": inf}, {"times": 3}, {"worker": []}]
+)
 def test_damaged_line_is_ignored(damage):
     for kind in ("ControllerStarted", "TimesReported", "WorkerLost", "SizeRequested"):
         assert goodput_of([line(1, kind, **damage)]).total == 0
+
+
+@pytest.mark.parametrize("seconds", [nan, inf])
+def test_times_that_are_no_numbers_are_ignored(seconds):
+    lines = [
+        line(0, "ControllerStarted", size=1, takes_over=False),
+        form(0, "w1"),
+        line(10, "TimesReported", step=4, times={"w1": (0, seconds, 0, 0, 0, 0, 0)}),
+        line(10, "WorkerLost", worker="w1"),
+    ]
+    assert goodput_of(lines).redone == goodput_of(lines).total == 10
 
 
 def test_undone_step_is_redone_and_a_committed_one_counts_for_its_parts():

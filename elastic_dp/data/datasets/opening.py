@@ -106,6 +106,9 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
             shuffle=config.shuffle,
             tail=config.tail,
         )
+    stages, urls = config.weights_by_step, config.urls
+    assert stages is not None, "an index of another config"
+    changes = {n: [float(w.get(u, 0)) for u in urls] for n, w in stages.items() if n}
     sources = [
         MixtureSource(
             name=redact_url(url),
@@ -113,7 +116,7 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
             group_rows=index.rows[source.first_group : source.end_group],
             group_bytes=index.nbytes[source.first_group : source.end_group],
         )
-        for url, weight, source in zip(config.urls, index.weights, index.sources, strict=True)
+        for url, weight, source in zip(urls, index.weights, index.sources, strict=True)
     ]
     return Mixture(
         sources,
@@ -121,6 +124,7 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
         shuffle=config.shuffle,
+        changes=changes,
     )
 
 

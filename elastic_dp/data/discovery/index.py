@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import type_name
 from elastic_dp.data.columns.nulls import Nulls, check_nulls
 from elastic_dp.data.columns.schema import Columns
@@ -34,9 +35,10 @@ from elastic_dp.data.discovery.opened_source import (
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.shard_scans import announce, scan_all
 from elastic_dp.data.discovery.skipped_files import skipped_message
+from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.format import Ints, Scan
-from elastic_dp.data.formats.format_registry import FORMATS
+from elastic_dp.data.formats.format_registry import open_format
 from elastic_dp.errors import DataError
 from elastic_dp.storage import Store, redact_url
 
@@ -64,15 +66,19 @@ def read_index(
     is for row groups that fail later). Raises StorageError if the store refuses, or cannot be
     reached for `timeout_s`.
     """
-    weights = config.url if isinstance(config.url, Mapping) else None
+    weights = None if config.weights_by_step is None else config.weights_by_step[0]
     urls, sources = config.urls, _open_all(config, timeout_s)
     for source in sources:
         announce(source, say or _log.info)
     if twice := duplicate_files_warning((s.store, s.listed, s.prefix) for s in sources):
         _log.warning("%s", twice)
     in_folders = folder_columns(config, sources)
-    refuse_missing(sources, config, in_folders.types)
-    columns, nulls, build, begun = Columns(config.columns), Nulls(), Builder(), 0
+    types, wanted = dict(in_folders.types), config.columns
+    if (source_column := config.source_column) is not None:
+        types[source_column] = pa.int64()
+        wanted = None if wanted is None else list(dict.fromkeys([*wanted, source_column]))
+    refuse_missing(sources, config, types)
+    columns, nulls, build, begun = Columns(wanted), Nulls(), Builder(), 0
     empty: list[list[str]] = [[] for _ in sources]
     remarks: dict[str, tuple[int, str]] = {}
     rounded: dict[str, str] = {}
@@ -81,7 +87,9 @@ def read_index(
         listed = sources[number].listed
         while begun <= number:
             url = urls[begun]
-            build.begin(listed.format, None if weights is None else weights[url], listed.is_file)
+            build.begin(
+                listed.format, None if weights is None else weights.get(url, 0.0), listed.is_file
+            )
             begun += 1
         name, entry = listed.name(shard), listed.entries[shard]
         shown = sources[number].prefix + name
@@ -93,8 +101,15 @@ def read_index(
             continue
         folder = entry.path.rpartition("/")[0]
         partition = in_folders.of_shard(shown, folder, scan.schema.names)
+        if source_column is not None:
+            if source_column in {*scan.schema.names, *in_folders.types}:
+                raise DataError(
+                    f"DataConfig.source_column is {source_column!r}, and {shown} has a column of "
+                    "that name; choose another name"
+                )
+            partition = {**partition, source_column: number}
         if partition:
-            scan = _with_partition(scan, partition, in_folders.types)
+            scan = _with_partition(scan, partition, types)
             nulls.add(
                 shown, {n: int(scan.rows.sum()) for n, v in partition.items() if v is None}, {}
             )
@@ -113,6 +128,7 @@ def read_index(
         _log.warning("DataConfig.url: %s", warning)
     nulls.add_missing(columns.absent())
     index = build.finish(columns, check_nulls(nulls, config.fill_nulls, found))
+    index = replace(index, csv=CsvOptions.of(config.csv_options).identity)
     return index if config.filter is None else filtered(index, config, sources)
 
 
@@ -236,7 +252,7 @@ _GROUPS = pa.schema([(name, pa.int64()) for name in ("rows", "starts", "ends", "
 def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
     """All sources are listed at once: a list of URLs may be one of a thousand files."""
 
-    urls = config.urls
+    urls, options = config.urls, CsvOptions.of(config.csv_options)
 
     def open_one(url: str) -> OpenedSource:
         store = Store(url, config.storage_options, timeout_s=timeout_s)
@@ -246,11 +262,14 @@ def _open_all(config: DataConfig, timeout_s: float) -> list[OpenedSource]:
         if listed.skipped and not listed.remarks:
             _log.info("not read at %s: %s", store.url, skipped_message(listed.skipped))
         prefix = prefix_of(url, listed.is_file) if len(urls) > 1 else ""
-        return OpenedSource(store, listed, FORMATS[listed.format](), prefix)
+        return OpenedSource(store, listed, open_format(listed.format, options), prefix)
 
     threads = min(FOOTERS_IN_FLIGHT, len(urls))
     with ThreadPoolExecutor(threads, thread_name_prefix="elastic-dp-index") as pool:
-        return list(pool.map(open_one, urls))
+        opened = list(pool.map(open_one, urls))
+    if options.identity and not any(source.format.name == Csv.name for source in opened):
+        raise DataError("DataConfig.csv_options is set, and no file is CSV; leave it out")
+    return opened
 
 
 def _with_partition(

@@ -16,6 +16,9 @@ def difference(old: Index, new: Index) -> str | None:
         return None
     if [s.weight for s in old.sources] != [s.weight for s in new.sources]:
         return f"the weights of the sources were {old.weights}, and are {new.weights}"
+    if old.csv != new.csv:
+        was, now = old.csv or "not set", new.csv or "not set"
+        return f"csv_options were {was}, and are {now}"
     if old.columns != new.columns:
         return _columns_difference(dict(old.columns), dict(new.columns))
     if not old.shards["name"].equals(new.shards["name"]):

@@ -52,6 +52,7 @@ class Index:
     - `schema`: of the top-level columns that contain these.
     - `selection`: a digest of the rows that the filter keeps; "" without one. `groups` counts only
       these rows.
+    - `csv`: the identity of `DataConfig.csv_options`.
     """
 
     sources: tuple[IndexedSource, ...]
@@ -61,6 +62,7 @@ class Index:
     schema: pa.Schema
     columns: tuple[tuple[str, str], ...]
     selection: str = ""
+    csv: str = ""
 
     @cached_property
     def rows(self) -> Ints:
@@ -134,7 +136,7 @@ class Index:
         ):
             for values in chunks_of(self.shards["partition"]):
                 content.update(json.dumps(values.to_pylist()).encode())
-        content.update(self.selection.encode())
+        content.update((self.selection + self.csv).encode())
         for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
             content.update(np.ascontiguousarray(numbers).data)
         return content.hexdigest()
@@ -146,6 +148,7 @@ class Index:
             "sources": [vars(source) for source in self.sources],
             "columns": self.columns,
             "selection": self.selection,
+            "csv": self.csv,
             "version": 3,  # 1 kept no footers, and 2 no partitions
         }
         sink = io.BytesIO()
@@ -177,9 +180,9 @@ class Index:
             columns = tuple((name, kind) for name, kind in facts["columns"])
             shards, groups, bounds = batches
             plain = schema.with_metadata(metadata or None)
-            selection = facts.get("selection", "")
+            later = facts.get("selection", ""), facts.get("csv", "")
             bounds_of = bounds["bounds"].to_numpy()
-            return cls(sources, shards, groups, bounds_of, plain, columns, selection)
+            return cls(sources, shards, groups, bounds_of, plain, columns, *later)
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"the data set's index cannot be read: {error}") from error
 

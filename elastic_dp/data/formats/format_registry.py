@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.formats.arrow import Arrow
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.format import Format
@@ -12,6 +13,10 @@ from elastic_dp.data.formats.tar import Tar
 FORMATS: dict[str, type[Format]] = {
     chosen.name: chosen for chosen in (Parquet, Arrow, JsonLines, Csv, Tar)
 }
+
+
+def open_format(name: str, csv: CsvOptions) -> Format:
+    return Csv(csv) if name == Csv.name else FORMATS[name]()
 
 
 def format_of(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from elastic_dp.config import DataConfig
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.arrow_arrays import Column, Lists, decode_table
 from elastic_dp.data.columns.column_types import plain
 from elastic_dp.data.columns.row_filter import RowFilter
@@ -21,7 +22,7 @@ from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.listing import path_of, prefix_of
 from elastic_dp.data.discovery.shard_index import Index, shard_at
 from elastic_dp.data.formats.format import Format, Ints, RowGroupLocation, ShardAt, read_table
-from elastic_dp.data.formats.format_registry import FORMATS
+from elastic_dp.data.formats.format_registry import FORMATS, open_format
 from elastic_dp.errors import BadShard, DataError, ElasticError, StorageError
 from elastic_dp.storage import ObjectRewritten, Store
 
@@ -65,7 +66,8 @@ class ShardRowGroups:
         several = len(stores) > 1
         each = zip(config.urls, index.sources, strict=True)
         self._prefixes = [prefix_of(url, s.is_file) if several else "" for url, s in each]
-        self._formats = {name: FORMATS[name]() for name in {s.format for s in index.sources}}
+        csv = CsvOptions.of(config.csv_options)
+        self._formats = {n: open_format(n, csv) for n in {s.format for s in index.sources}}
         types = {leaf.name: plain(leaf.type) for leaf in leaves(index.schema)}
         self._leaves = [name for name, _ in index.columns]
         self._fields = [(name, types[name]) for name in self._leaves]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.discovery.skipped_files import Skipped
 from elastic_dp.dataprep.inspection.findings import Finding, JobShape, find
 from elastic_dp.dataprep.inspection.shard_survey import Survey, survey
@@ -78,6 +79,7 @@ def inspect(
     virtual_workers: int | None = None,
     micro_batch_size: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    csv_options: Mapping[str, Any] | None = None,
     deep: bool = False,
 ) -> Inspection:
     """Reads the footers of Parquet, the record batches of Arrow files, the first rows of text.
@@ -87,7 +89,7 @@ def inspect(
     A page whose damage decodes to other values is found only if it has a checksum.
 
     `columns`: those that the job needs; None: all. With `virtual_workers` and `micro_batch_size`,
-    the result has a plan. `storage_options`: as in `DataConfig`.
+    the result has a plan. `storage_options`, `csv_options`: as in `DataConfig`.
     """
     if (virtual_workers is None) != (micro_batch_size is None):
         raise DataError(
@@ -99,7 +101,8 @@ def inspect(
     ):
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}, must be at least 1")
-    found = survey(url, columns, storage_options, deep=deep)
+    csv = CsvOptions.of(csv_options, "inspect")
+    found = survey(url, columns, storage_options, deep=deep, csv=csv)
     shape = JobShape(virtual_workers or 1, micro_batch_size or 1)
     known = found.has_row_groups
     return Inspection(

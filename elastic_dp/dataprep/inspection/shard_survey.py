@@ -18,15 +18,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.column_types import lossless, plain_schema
 from elastic_dp.data.columns.nulls import Nulls, count_null_lists, count_nulls
 from elastic_dp.data.columns.schema import Columns, top_level
 from elastic_dp.data.discovery.skipped_files import Skipped
 from elastic_dp.data.formats.arrow import refuse_old_feather
 from elastic_dp.data.formats.arrow_messages import refuse_large_batches
-from elastic_dp.data.formats.csv import CsvRows
 from elastic_dp.data.formats.encryption import codec_of
-from elastic_dp.data.formats.jsonl import JsonRows
 from elastic_dp.data.formats.parquet import (
     chunk_numbers,
     countable,
@@ -38,7 +37,12 @@ from elastic_dp.data.formats.parquet import (
 from elastic_dp.data.formats.text import flat_columns
 from elastic_dp.dataprep.sources.detect_format import InputSource, find_format, open_rows
 from elastic_dp.dataprep.sources.source_files import Files, list_files, reading
-from elastic_dp.dataprep.sources.text_lines import check_first_rows
+from elastic_dp.dataprep.sources.text_lines import (
+    TextReader,
+    check_first_rows,
+    csv_reader,
+    json_reader,
+)
 from elastic_dp.errors import DataError
 from elastic_dp.storage import redact_url
 
@@ -109,11 +113,15 @@ def survey(
     storage_options: Mapping[str, Any] | None = None,
     *,
     deep: bool = False,
+    csv: CsvOptions | None = None,
 ) -> Survey:
-    """`deep`: decode every row of Parquet, Arrow, CSV and JSON Lines. Raises DataError if there is
-    no data set, or it lacks one of `columns`."""
+    """`deep`: decode every row of Parquet, Arrow, CSV and JSON Lines. `csv`: how CSV files are
+    written. Raises DataError if there is no data set, or it lacks one of `columns`."""
     there = list_files(url, storage_options=storage_options)
     kind, files = find_format(url, there)
+    csv = csv or CsvOptions()
+    if csv.identity and kind != "csv":
+        raise DataError(f"csv_options are set, and {redact_url(url)!r} holds no CSV")
     wanted = None if columns is None else list(columns)
     skipped = there.beside(files)
     found = Survey(redact_url(url), kind, files.names, files.sizes, Columns(wanted), skipped)
@@ -122,9 +130,9 @@ def survey(
     elif kind == "arrow":
         _survey_arrow(found, files, wanted)
     elif kind in ("csv", "jsonl") and not deep:
-        _survey_text(found, files, wanted)
+        _survey_text(found, files, csv_reader(wanted, csv) if kind == "csv" else json_reader())
     if deep and kind in _DECODED:
-        _decode_all(found, InputSource(url, kind, files), wanted)
+        _decode_all(found, InputSource(url, kind, files, csv=csv), wanted)
     if found.has_row_groups:
         found.job_columns.refuse_missing()
         found.nulls.add_missing(found.job_columns.absent())
@@ -140,12 +148,11 @@ def _decode_all(found: Survey, source: InputSource, wanted: list[str] | None) ->
         found.unreadable.append(str(error))
 
 
-def _survey_text(found: Survey, files: Files, wanted: list[str] | None) -> None:
+def _survey_text(found: Survey, files: Files, reader: TextReader) -> None:
     def first_error(name: str) -> str:
-        rows = CsvRows(name, wanted) if found.format == "csv" else JsonRows(name)
         try:
             with files.open(name) as raw:
-                check_first_rows(raw, name, rows, FIRST_ROWS_BYTES)
+                check_first_rows(raw, name, reader, FIRST_ROWS_BYTES)
         except DataError as error:
             return str(error)
         return ""

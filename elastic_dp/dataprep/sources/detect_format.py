@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.discovery.listing import splits_message
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped, skipped_message
@@ -27,7 +28,7 @@ _FORMATS = {
     **dict.fromkeys(("parquet", "pq", "parq"), "parquet"),
     **dict.fromkeys(("arrow", "feather", "ipc"), "arrow"),
     **dict.fromkeys(("jsonl", "ndjson", "json"), "jsonl"),
-    "csv": "csv",
+    **dict.fromkeys(("csv", "tsv"), "csv"),
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), "images"),
     "txt": "text",
     "tar": "tar",
@@ -36,7 +37,6 @@ _OPENERS = {
     "parquet": open_parquet,
     "arrow": open_arrow,
     "jsonl": open_jsonl,
-    "csv": open_csv,
     "images": open_images,
     "saved": open_saved_dataset,
 }
@@ -45,12 +45,13 @@ _OPENERS = {
 @dataclass(frozen=True)
 class InputSource:
     """A source. `kind`: the format, or "saved" for a folder by `datasets.save_to_disk`. `files`:
-    the files of that format. `skipped`: the other files."""
+    the files of that format. `skipped`: the other files. `csv`: how its CSV files are written."""
 
     url: str
     kind: str
     files: Files
     skipped: tuple[Skipped, ...] = ()
+    csv: CsvOptions = field(default_factory=CsvOptions)
 
 
 def find_source(
@@ -99,6 +100,8 @@ def open_rows(
             "training does, as they are"
         )
     folders = Partitions(source.files.names if partitions else ())
+    if source.kind == "csv":
+        return open_csv(source.files, columns, folders, source.csv)
     return _OPENERS[source.kind](source.files, columns, folders)
 
 

@@ -10,17 +10,20 @@ text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 
+from elastic_dp.config.csv_options import CsvOptions
 from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.formats import text
 from elastic_dp.data.formats.csv import CsvRows
+from elastic_dp.data.formats.csv_dialect import Dialect
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.jsonl import JsonRows, is_array, lines_of_array
 from elastic_dp.data.formats.text import TextRows
@@ -29,22 +32,55 @@ from elastic_dp.dataprep.sources.source_files import Files, reading
 from elastic_dp.errors import DataError
 
 _log = logging.getLogger(__name__)
-_Open = Callable[[str], TextRows]  # by the file's name
+_Whole = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """A reader of text rows. `rows(name)`: its parser of a file. `whole(name, first)`: what makes
+    text rows of the whole file, if it cannot be cut; None if it can. `first`: its first bytes."""
+
+    rows: Callable[[str], TextRows]
+    whole: Callable[[str, bytes], _Whole | None]
+
+
+def json_reader() -> TextReader:
+    def whole(name: str, first: bytes) -> _Whole | None:
+        return partial(lines_of_array, name) if is_array(name, first) else None
+
+    return TextReader(JsonRows, whole)
+
+
+def csv_reader(columns: Sequence[str] | None, options: CsvOptions) -> TextReader:
+    def rows(name: str) -> TextRows:
+        dialect = Dialect.of(name, options)
+        return CsvRows(name, columns, dialect if dialect.can_be_cut else dialect.of_decoded())
+
+    def whole(name: str, first: bytes) -> _Whole | None:
+        dialect = Dialect.of(name, options)
+        return None if dialect.can_be_cut else partial(dialect.utf8, where=name)
+
+    return TextReader(rows, whole)
 
 
 def open_jsonl(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
-    return _rows(files, JsonRows, columns, partitions, mixed_is_text=False)
+    return _rows(files, json_reader(), columns, partitions, mixed_is_text=False)
 
 
-def open_csv(files: Files, columns: list[str] | None, partitions: Partitions) -> Rows:
-    opened = partial(CsvRows, columns=columns)
-    return _rows(files, opened, columns, partitions, mixed_is_text=True)
+def open_csv(
+    files: Files,
+    columns: list[str] | None,
+    partitions: Partitions,
+    options: CsvOptions | None = None,
+) -> Rows:
+    reader = csv_reader(columns, options or CsvOptions())
+    return _rows(files, reader, columns, partitions, mixed_is_text=True)
 
 
-def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
+def check_first_rows(raw: Any, name: str, reader: TextReader, nbytes: int) -> None:
     """Raises DataError if the header line, or a row in the first `nbytes`, cannot be read."""
-    content = raw.read(nbytes)
-    if is_array(name, content):
+    content, rows = raw.read(nbytes), reader.rows(name)
+    if reader.whole(name, content) is not None:
         return  # only the whole file can be checked
     is_all = len(content) < nbytes
     if not content.strip() or (head := rows.head(content, is_all)) is None:
@@ -58,7 +94,7 @@ def check_first_rows(raw: Any, name: str, rows: TextRows, nbytes: int) -> None:
 
 def _rows(
     files: Files,
-    opened: _Open,
+    reader: TextReader,
     columns: list[str] | None,
     partitions: Partitions,
     *,
@@ -67,7 +103,7 @@ def _rows(
     schema, rounded, leading_zeros = pa.schema([]), dict[str, str](), dict[str, str]()
     for name in files.names:
         with reading(name, files.options):
-            for table in _tables(files, name, rows := opened(name), None):
+            for table in _tables(files, name, reader, rows := reader.rows(name)):
                 schema = _unify(schema, table.schema, name, mixed_is_text)
             rounded = {**rows.rounded, **rounded}
             leading_zeros = {**rows.leading_zeros, **leading_zeros}
@@ -82,7 +118,7 @@ def _rows(
         _log.warning("%s", warning)
 
     def batches_of(name: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        for table in _tables(files, name, opened(name), schema):
+        for table in _tables(files, name, reader, reader.rows(name), schema):
             if table.num_rows:
                 with reading(name, files.options):
                     table = table.select(schema.names).cast(schema).combine_chunks()
@@ -92,7 +128,7 @@ def _rows(
 
 
 def _tables(
-    files: Files, name: str, rows: TextRows, schema: pa.Schema | None
+    files: Files, name: str, reader: TextReader, rows: TextRows, schema: pa.Schema | None = None
 ) -> Iterator[pa.Table]:
     with files.open(name) as raw:
         chunks = iter(lambda: raw.read(text.GROUP_BYTES), b"")
@@ -102,8 +138,9 @@ def _tables(
             first += chunk
             if not chunk and not first.strip():
                 return  # an empty file
-            if is_array(name, first):
-                first, chunks = lines_of_array(name, first + b"".join(chunks)), iter(())
+            if (whole := reader.whole(name, first)) is not None:
+                first, chunks = whole(first + b"".join(chunks)), iter(())
+                chunk = b""
             head = rows.head(first, not chunk)
         if schema is None:
             yield rows.parse(b"")  # gives the columns of a file without rows

@@ -1,0 +1,108 @@
+"""Reads the report of a run from its folder, and follows the folder while the run goes on.
+
+The files of a journal only grow, so each poll reads what is new. If a file is shorter than before,
+somebody has replaced the folder, and all of it is read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.cluster.runs.run_record import read_result
+from elastic_dp.errors import FileDamaged, RunMismatch
+from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
+from elastic_dp.report.report_model import Report
+from elastic_dp.storage import ObjectMissing, ObjectRewritten, StorageURL, Store
+from elastic_dp.storage.json_files import path_in
+from elastic_dp.telemetry.journal import journal_lines
+
+_FILES = ("events", "metrics")
+_CHUNK_BYTES = 4 * 2**20
+_TIMEOUT_S = 15.0  # of one request
+_LOOK_S = 5.0  # between two looks at what is not in the journal: the checkpoints and the result
+
+
+class RunFolder:
+    """The folder of one run. All methods may be called from any thread."""
+
+    def __init__(self, name: str, url: StorageURL) -> None:
+        self._name, self._url = name, url
+        self._store = Store(url, timeout_s=_TIMEOUT_S)
+        self._lock = threading.Lock()
+        self._looked_at = -float("inf")
+        self._stored: frozenset[int] = frozenset()
+        self._result: StoredEnd | None = None
+        self._forget()
+
+    def report(self, now: float) -> Report:
+        """Read what is new and return the report at `now` (of `time.time`)."""
+        with self._lock:
+            try:
+                self._read()
+            except (ObjectMissing, ObjectRewritten):
+                self._forget()
+                self._read()
+            self._look()
+            return self._builder.build(now, stored=self._stored, result=self._result)
+
+    # ------------------------------------------------------------------------------ private
+
+    def _forget(self) -> None:
+        self._builder = ReportBuilder(self._name)
+        self._tails = [_JournalTail(self._store, file) for file in _FILES]
+
+    def _read(self) -> None:
+        files = [tail.lines() for tail in self._tails]
+        for line in heapq.merge(*files, key=lambda line: line["time"]):
+            self._builder.line(line)
+
+    def _look(self) -> None:
+        if time.monotonic() < self._looked_at + _LOOK_S:
+            return
+        self._stored = frozenset(name.step for name in Catalog(self._store).names())
+        with contextlib.suppress(FileDamaged, RunMismatch):
+            self._result = None
+            if (result := read_result(self._url)) is not None:
+                self._result = StoredEnd(result.step, result.reason, result.inexact_because)
+        self._looked_at = time.monotonic()
+
+
+class _JournalTail:
+    """One file of a journal, from which each line is read once."""
+
+    def __init__(self, store: Store, file: str) -> None:
+        self._store, self._file = store, file
+        self._path = path_in(store, f"{file}.jsonl")
+        self._offset = 0
+        self._rest = b""  # of a line that was not complete
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines that have been added.
+
+        Raises ObjectRewritten or ObjectMissing if it is not the file that was read before.
+        """
+        entry = self._store.look_up(self._path)
+        size = 0 if entry is None else entry.size
+        if size < self._offset:
+            raise ObjectRewritten(f"{self._path} is shorter than before")
+        while self._offset < size:
+            end = min(size, self._offset + _CHUNK_BYTES)
+            content = bytes(self._store.read(self._path, self._offset, end))
+            self._offset = end
+            whole, newline, rest = content.rpartition(b"\n")
+            if not newline:
+                self._rest += rest
+                continue
+            text, self._rest = self._rest + whole, rest
+            yield from journal_lines(self._file, text.decode(errors="replace").split("\n"))
+
+
+def read_report(name: str, url: StorageURL, now: float) -> Report:
+    """Return the report of the run in this folder. Raises StorageError."""
+    return RunFolder(name, url).report(now)

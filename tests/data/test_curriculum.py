@@ -1,0 +1,124 @@
+"""Weights of sources that change with the step: rows once in each epoch of a source, for any fleet,
+under a kill and over a resume; and the column that says from which source a row is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data import read_index
+from elastic_dp.errors import DataError, SpecError
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.data.test_rows_in_rows_out import dealt
+from tests.data.values import in_place
+from tests.runs import group, local, spec_of
+
+V, B = 4, 3
+ROWS = 48  # of each source; source i has the rows 100 i, 100 i + 1, …
+
+
+def sources(folder: Path) -> list[str]:
+    urls = []
+    for number in range(3):
+        (folder / f"s{number}").mkdir(parents=True)
+        ids = range(100 * number, 100 * number + ROWS)
+        pq.write_table(pa.table({"id": ids}), folder / f"s{number}/a.parquet", row_group_size=7)
+        urls.append(str(folder / f"s{number}"))
+    return urls
+
+
+def curriculum(folder: Path, **changes: Any) -> DataConfig:
+    a, b, c = sources(folder)
+    url = {0: {a: 1.0}, 2: {a: 0.5, b: 0.5}, 4: {b: 1, c: 3}}
+    return DataConfig(
+        url, **({"micro_batch_size": B, "source_column": "source", "seed": 7} | changes)
+    )
+
+
+def test_curriculum_is_the_same_for_one_worker_and_three(tmp_path):
+    config = curriculum(tmp_path)
+    alone = dealt(config, 1)
+    assert alone == dealt(config, 3)
+    assert all(row["source"] == row["id"] // 100 for step in alone for row in step)
+    counts = [Counter(row["source"] for row in step) for step in alone]
+    assert counts[:2] == [{0: 24}, {0: 24}]
+    assert all(step.keys() == {0, 1} and abs(step[0] - 12) <= 2 for step in counts[2:4])
+    assert all(step.keys() == {1, 2} and abs(step[2] - 18) <= 2 for step in counts[4:])
+    for number in range(3):  # source 0 begins its second epoch in step 3
+        ids = [row["id"] for step in alone for row in step if row["source"] == number]
+        seen = Counter(ids).values()
+        assert max(seen) == (2 if number == 0 else 1) and (number or min(seen) == 1)
+
+
+def train(ctx: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
+
+        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+            log.write(json.dumps(batch["id"].tolist()) + "\n")
+            return m(batch["id"].float()[:, None] / 300).square().mean()
+
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-2), loss_fn):
+            pass
+
+
+def test_curriculum_under_a_kill_and_over_a_resume_has_the_undisturbed_weights(tmp_path):
+    config = curriculum(tmp_path / "data")
+    (tmp_path / "log").mkdir()
+    options = {"folder": str(tmp_path / "log")}
+    spec = spec_of(steps=8, workers=3, min_workers=3, virtual=V, config=options)
+    spec = dataclasses.replace(spec, data=config)
+    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, train, faults=(fault,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    found = set()
+    for file in (tmp_path / "log").iterdir():
+        lines = file.read_text().splitlines(keepends=True)
+        found |= {i for line in lines if line.endswith("\n") for i in json.loads(line)}
+    assert len(found) == 8 * V * B  # every row that any forward pass has seen, once
+    url = str(tmp_path / "run")
+    first = local(dataclasses.replace(spec, max_steps=3), train, url=url)
+    resumed = local(spec, train, url=url)
+    assert first.digest != resumed.digest == local(spec, train).digest == outcome.digest
+
+
+def test_source_column_may_be_filtered_and_is_read_beside_named_columns(tmp_path):
+    a, b, _ = sources(tmp_path)
+    config = DataConfig([b, a], source_column="from", columns=["id"], micro_batch_size=1)
+    found = in_place(config)
+    assert found == {
+        "id": [*range(100, 100 + ROWS), *range(ROWS)],
+        "from": [0] * ROWS + [1] * ROWS,
+    }
+    only = in_place(dataclasses.replace(config, filter=pc.field("from") == 1))
+    assert only == {"id": [*range(ROWS)], "from": [1] * ROWS}
+    with pytest.raises(DataError, match=r"source_column is 'id', and .* has a column of that name"):
+        read_index(dataclasses.replace(config, source_column="id"))
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ({1: {"a": 1.0}}, "the weights of the first step are missing"),
+        ({0: {}}, r"DataConfig\.url\[0\] must be a dict of URLs with weights"),
+        ({0: {"a": 1.0}, -1: {"a": 1.0}}, "-1 must be a number of steps"),
+        ({0: {"a": 1.0}, "b": {"a": 1.0}}, "'b' must be a number of steps"),
+        ({0: {"a": 1.0}, 5: {"a": 0}}, r"DataConfig\.url\[5\]\['a'\] has weight 0; leave it out"),
+        ({0: {"a": 1.0}, 5: {3: 1}}, "a source must be a URL"),
+        ({0: {"a{1,2}": 1.0}}, "is a list, and a weight is of one URL"),
+    ],
+)
+def test_weights_by_step_that_are_wrong_are_refused_by_name(url, message):
+    with pytest.raises(SpecError, match=message):
+        DataConfig(url, micro_batch_size=1)

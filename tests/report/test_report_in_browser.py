@@ -1,0 +1,55 @@
+"""The page of a report in Chromium: drawn, accessible, usable by keyboard, and alone."""
+
+import pytest
+
+from tests.report.chromium import Watched, chromium
+from tests.report.journals import explain, logged, night
+from tests.report.test_report_page import EVIL, page_of
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "night.html"
+    lines = [*night(), explain(13, f"{EVIL}<b>bold</b>"), logged(13, 7, **{EVIL: 1.0})]
+    path.write_text(page_of(lines, name=f"night {EVIL}"), "utf-8")
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_report_in_chromium_is_drawn_accessible_and_asks_for_nothing(scheme, browser, file):
+    watched = Watched(browser, scheme)
+    watched.page.goto(file)
+    watched.page.wait_for_selector("#steps-chart .bars path")
+    assert watched.requests == [file]
+    assert watched.faults() == []
+    assert watched.fits()
+    assert watched.page.get_attribute("html", "data-theme") == scheme
+    # Each kind of event of the journal is a mark of its own in the chart.
+    assert watched.page.locator("#band-chart .scatterlayer .points path").count() == 13
+    watched.page.select_option("#metric", EVIL)
+    assert watched.page.locator("#loss-chart .ytitle").text_content() == EVIL
+    assert watched.page.locator("img, b, iframe").count() == 0
+    assert watched.complaints == []
+
+
+def test_report_in_chromium_is_used_by_keyboard(browser, file):
+    page = Watched(browser).page
+    page.goto(file)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.get_attribute("html", "data-theme") == "light"
+    page.keyboard.press("Enter")
+    assert page.get_attribute("html", "data-theme") == "dark"
+    page.keyboard.press("Tab")  # the first kind of event
+    rows = page.locator("#events tbody tr").count()
+    page.keyboard.press("Space")
+    assert page.locator("#events tbody tr").count() == rows - 1
+    assert page.evaluate("document.activeElement.dataset.key") == "kind start"  # it stays there
