@@ -4,6 +4,7 @@ what is wrong. Nothing here has a result of its own outside its process."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import statistics
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional as F
 
 from benchmarks.models import GPT
@@ -36,13 +36,16 @@ from elastic_dp.config import (
 )
 from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.data import open_data
+from elastic_dp.device.accelerator import Accelerator, CudaAccelerator
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
 from elastic_dp.testing.process_worker_group import ProcessRun
+from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.train.exactness.machine_kind import machine_kind
 from elastic_dp.train.fault_injection import WorkerFault
 from elastic_dp.train.local_run import LocalRun
 
 VIRTUAL_WORKERS = 8
+CONNECTING_S = 50.0
 WAIT_S = 100.0  # for a run; the limit of the check is what counts
 
 
@@ -72,7 +75,6 @@ class Setup:
 class Check:
     run: Callable[[Setup], dict[str, Any]]
     limit_s: float
-    needs_gpu: bool = False
 
 
 # ------------------------------------------------------------------------------------- the jobs
@@ -143,7 +145,19 @@ def train(ctx: Any) -> None:
     for step in ctx.steps(model, optimizer, loss_fn, precision=config["precision"], clip_norm=1.0):
         made = step.number
         ctx.log({"loss": step.loss})
+        if config.get("connects"):
+            see_connected(ctx, step.number)
         time.sleep(config["body_s"])
+
+
+def see_connected(ctx: Any, step: int) -> None:
+    """Wait in the first body until the devices are connected, and see later that this is used."""
+    transport = ctx._session._groups.main.on_device
+    until = time.monotonic() + CONNECTING_S
+    while step == 1 and not transport.connected and time.monotonic() < until:
+        time.sleep(0.02)
+    if step == 4 and not transport.switched:
+        raise Wrong("gradients do not use the device's communicator")
 
 
 def fail_once(kind: str, file: Path, device: torch.device) -> None:
@@ -202,9 +216,10 @@ def group(
     faults: Sequence[WorkerFault] = (),
     url: str | None = None,
     act: Callable[[ProcessRun], None] = lambda run: None,
+    device: SimulatedDevice | None = None,
 ) -> tuple[RunOutcome, list[dict[str, Any]]]:
     """How a run on processes ended, and its journal. `act`: called while it runs."""
-    with ProcessRun(spec, train, faults=tuple(faults), url=url) as run:
+    with ProcessRun(spec, train, faults=tuple(faults), url=url, device=device) as run:
         act(run)
         outcome = run.wait(WAIT_S)
         lines = [line for *_, line in list(run.journal._kept)]
@@ -388,11 +403,12 @@ def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(marks[1:]))
 
 
-def compiled(setup: Setup) -> dict[str, Any]:
+def compiled(setup: Setup, mode: str | None = None) -> dict[str, Any]:
     """`torch.compile` beside eager: nearly the same loss, and the same bits with CUDA graphs as
-    without."""
-    modes: dict[str, dict[str, Any] | None] = {"eager": None, "default": {"mode": "default"}}
-    modes |= {"reduce-overhead": {"mode": "reduce-overhead"}}
+    without. `mode`: this one alone."""
+    named = ("default", "reduce-overhead") if mode is None else (mode,)
+    modes: dict[str, dict[str, Any] | None] = {"eager": None}
+    modes |= {name: {"mode": name} for name in named}
     if not setup.on_gpu:  # without a C++ compiler
         modes = {"eager": None, "aot_eager": {"backend": "aot_eager"}}
     losses, digests = {}, {}
@@ -463,40 +479,61 @@ def memory_used() -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------- NCCL, on a GPU
+# ------------------------------------------------------------------------ communicators of devices
 
 
-def nccl_group(rank: int = 0, size: int = 1, store: Any = None) -> Any:
-    """A group of this process's only GPU, as `process_group` makes it."""
-    set_nccl_environment(os.environ)
+def accelerator_for(setup: Setup) -> Accelerator:
+    """The GPU, or a simulated device."""
+    if not setup.on_gpu:
+        return SimulatedAccelerator(SimulatedDevice(reports_failures=True))
     torch.cuda.set_device(0)
-    options = dist.ProcessGroupNCCL.Options()
+    return CudaAccelerator(torch.device("cuda", 0))
+
+
+def connected(accelerator: Accelerator, rank: int = 0, size: int = 1, store: Any = None) -> Any:
+    """A communicator, made and connected as a generation does it."""
+    set_nccl_environment(os.environ)
     store = dist.HashStore() if store is None else store
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    backend.eager_connect_single_device(torch.device("cuda", 0))
-    return backend
+    communicator = accelerator.communicator(store, rank, size, 60.0)
+    communicator.connect(lambda: None)
+    return communicator
+
+
+def settle(accelerator: Accelerator) -> None:
+    """Wait until the device has done all that this thread has launched."""
+    event = accelerator.record()
+    while not event.query():
+        time.sleep(0.0005)
+
+
+def spin(setup: Setup, accelerator: Any, seconds: float) -> None:
+    """Keep the device busy, and return at once."""
+    if setup.on_gpu:
+        torch.cuda._sleep(int(seconds * 1.5e9))
+    else:
+        accelerator.stream.put(partial(time.sleep, seconds))
 
 
 def abort(setup: Setup) -> dict[str, Any]:
     """While the device spins: what another thread's copy to the host keeps waiting, and whether an
     abort gets through."""
-    device = torch.device("cuda", 0)
-    backend, value = nccl_group(), torch.ones(1 << 20, device=device)
-    backend.allreduce([value], c10d.AllreduceOptions()).wait()
-    torch.cuda.synchronize()
-    spin_s, facts = 6.0, {}
+    device, accelerator = torch.device(setup.device, 0), accelerator_for(setup)
+    communicator, value = connected(accelerator), torch.ones(1 << 20, device=device)
+    communicator.all_reduce(value).wait()
+    settle(accelerator)
+    facts: dict[str, Any] = {}
     begun_at = time.perf_counter()
-    torch.cuda._sleep(int(spin_s * 1.5e9))
-    backend.allreduce([value], c10d.AllreduceOptions())
+    spin(setup, accelerator, setup.pick(6.0, 0.5))
+    communicator.all_reduce(value)
     copied = threading.Thread(target=value.cpu)
     copied.start()
     time.sleep(0.3)
-    side = torch.cuda.Stream()
     acts: dict[str, Callable[[], Any]] = {
         "allocate": lambda: torch.empty(1 << 24, device=device),
-        "query": lambda: torch.cuda.Event().query(),
-        "launch": partial(launch_on, side, device),
-        "abort": backend.abort,
+        "query": lambda: accelerator.record().query(),
+        "failure": communicator.failure,
+        "launch": partial(launch_aside, setup, device),
+        "abort": communicator.abort,
     }
     for name, act in acts.items():
         at = time.perf_counter()
@@ -504,41 +541,50 @@ def abort(setup: Setup) -> dict[str, Any]:
         facts[f"{name}_s"] = round(time.perf_counter() - at, 4)
     copied.join()
     facts["spin_and_copy_s"] = round(time.perf_counter() - begun_at, 2)
-    late = {name: s for name, s in facts.items() if name in ("query_s", "abort_s") and s > 3.0}
+    must_not_wait = ("query_s", "failure_s", "abort_s")
+    late = {name: s for name, s in facts.items() if name in must_not_wait and s > 3.0}
     if late:
         raise Wrong(f"blocked by a host copy behind a spinning kernel: {late} of {facts}")
     return facts
 
 
-def launch_on(stream: torch.cuda.Stream, device: torch.device) -> None:
-    with torch.cuda.stream(stream):
+def launch_aside(setup: Setup, device: torch.device) -> None:
+    if not setup.on_gpu:
+        torch.ones(64).add_(1)
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
         torch.ones(64, device=device).add_(1)
+
+
+def free_bytes(setup: Setup) -> int:
+    """Of the device; a simulated one has the host's."""
+    return torch.cuda.mem_get_info()[0] if setup.on_gpu else -memory_used()
 
 
 def communicators(setup: Setup) -> dict[str, Any]:
     """The first and the second communicator, in time and memory, and many more, for leaks."""
-    torch.cuda.init()
-    free = [torch.cuda.mem_get_info()[0]]
-    seconds, kept = [], []
+    accelerator, value = accelerator_for(setup), torch.ones(8, device=setup.device)
+    free, seconds, kept = [free_bytes(setup)], [], []
     for _ in range(2):
         at = time.perf_counter()
-        kept.append(nccl_group())
-        torch.cuda.synchronize()
+        kept.append(connected(accelerator))
         seconds.append(round(time.perf_counter() - at, 3))
-        free.append(torch.cuda.mem_get_info()[0])
-    for backend in kept:
-        backend.abort()
+        free.append(free_bytes(setup))
+    if failures := [one.failure() for one in kept if one.failure() is not None]:
+        raise Wrong(f"a communicator that works reports {failures}")
+    for communicator in kept:
+        communicator.abort()
     kept.clear()
-    before = torch.cuda.mem_get_info()[0]
+    before = free_bytes(setup)
     at = time.perf_counter()
     rounds = setup.pick(50, 5)
     for _ in range(rounds):
-        backend = nccl_group()
-        backend.allreduce([torch.ones(8, device="cuda")], c10d.AllreduceOptions()).wait()
-        torch.cuda.synchronize()
-        backend.abort()
-        del backend
-    leaked = before - torch.cuda.mem_get_info()[0]
+        communicator = connected(accelerator)
+        communicator.all_reduce(value).wait()
+        settle(accelerator)
+        communicator.abort()
+        del communicator
+    leaked = before - free_bytes(setup)
     facts = {
         "first_s": seconds[0],
         "second_s": seconds[1],
@@ -552,26 +598,35 @@ def communicators(setup: Setup) -> dict[str, Any]:
     return facts
 
 
-def several_ranks(setup: Setup) -> dict[str, Any]:
-    """Two ranks of one NCCL group on this GPU, one of which is killed: the other gets out."""
+def share_the_gpu(setup: Setup) -> None:
+    """Let several ranks of NCCL use one GPU, in processes that start from now on."""
+    if not setup.on_gpu:
+        return
     version = torch.cuda.nccl.version()
     if tuple(version) < (2, 30):
         raise Skipped(f"NCCL {'.'.join(map(str, version))} allows one rank for each GPU")
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+
+
+def several_ranks(setup: Setup) -> dict[str, Any]:
+    """Two ranks of one communicator on this GPU, one of which is killed: the other gets out."""
+    share_the_gpu(setup)
     context = torch.multiprocessing.get_context("spawn")
     port, told = context.Value("i", 0), context.Queue()
-    ranks = [context.Process(target=one_rank, args=(rank, port, told)) for rank in range(2)]
+    ranks = [context.Process(target=one_rank, args=(r, setup, port, told)) for r in range(2)]
     for process in ranks:
         process.start()
-    first = [told.get(timeout=40.0) for _ in ranks]
+    sums = [told.get(timeout=40.0) for _ in ranks]
     ranks[1].kill()
-    time.sleep(1.0)
-    aborted_s = told.get(timeout=30.0)
+    failure, aborted_s = told.get(timeout=30.0)
     ranks[0].join(10.0)
-    return {"sums": str(first), "abort_s": aborted_s, "exit": ranks[0].exitcode}
+    facts = {"sums": str(sums), "failure": failure, "abort_s": aborted_s}
+    if sums != [3.0, 3.0] or ranks[0].exitcode != 0:
+        raise Wrong(f"{facts}, exit status {ranks[0].exitcode}")
+    return facts
 
 
-def one_rank(rank: int, port: Any, told: Any) -> None:
+def one_rank(rank: int, setup: Setup, port: Any, told: Any) -> None:
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port.value = store.port
@@ -579,20 +634,48 @@ def one_rank(rank: int, port: Any, told: Any) -> None:
         while not port.value:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", port.value, is_master=False)
-    backend = nccl_group(rank, 2, store)
-    value = torch.full((1 << 20,), rank + 1.0, device="cuda")
-    backend.allreduce([value], c10d.AllreduceOptions()).wait()
+    accelerator = accelerator_for(setup)
+    communicator = connected(accelerator, rank, 2, store)
+    value = torch.full((1 << 20,), rank + 1.0, device=setup.device)
+    communicator.all_reduce(value).wait()
+    settle(accelerator)
     told.put(float(value[0]))
     if rank == 1:
         time.sleep(60.0)  # until it is killed
-    backend.allreduce([value], c10d.AllreduceOptions())  # its peer never comes
-    time.sleep(3.0)
+    communicator.all_reduce(value)  # its peer never comes
+    until = time.monotonic() + setup.pick(10.0, 1.0)
+    while (failure := communicator.failure()) is None and time.monotonic() < until:
+        time.sleep(0.01)
     at = time.perf_counter()
-    backend.abort()
-    told.put(round(time.perf_counter() - at, 3))
+    communicator.abort()
+    told.put((failure, round(time.perf_counter() - at, 3)))
     told.close()
     told.join_thread()
     os._exit(0)
+
+
+def connected_run(setup: Setup) -> dict[str, Any]:
+    """Whole runs of two workers whose gradients use the device's communicator: undisturbed, and
+    with a kill while it is used. Their bits are those over Gloo."""
+    share_the_gpu(setup)
+    options = {"workers": 2, "steps": setup.pick(60, 24), "body_s": setup.pick(0.1, 0.05)}
+    spec = job(setup, **options)
+    whole_gpu = {"CPU": 1, **({"GPU": 1} if setup.on_gpu else {})}
+    scaling = dataclasses.replace(spec.scaling, resources_per_worker=whole_gpu)
+    config = spec.config | {"connects": True}
+    connects = dataclasses.replace(spec, scaling=scaling, config=config)
+    device = None if setup.on_gpu else SimulatedDevice()
+    file = str(setup.folder / "killed")
+    fault = WorkerFault("gather", step=options["steps"] // 2, rank=1, once=file)
+    runs = {
+        "Gloo": partial(group, spec),
+        "connected": partial(group, connects, device=device),
+        "kill": partial(group, connects, [fault], device=device),
+    }
+    outcomes = {name: outcome for name, (outcome, _) in together(runs).items()}
+    if outcomes["kill"].workers_lost != 1:
+        raise Wrong(f"{outcomes['kill'].workers_lost} workers were lost, and one was killed")
+    return same({name: outcome.digest for name, outcome in outcomes.items()})
 
 
 def _exact_checks() -> Iterator[tuple[str, Check]]:
@@ -607,8 +690,10 @@ _EXACT = dict(_exact_checks())
 # In this order: what no simulation can tell comes first.
 CHECKS: dict[str, Check] = {
     "environment": Check(environment, 60.0),
-    "abort": Check(abort, 60.0, needs_gpu=True),
-    "communicators": Check(communicators, 80.0, needs_gpu=True),
+    "abort": Check(abort, 60.0),
+    "communicators": Check(communicators, 80.0),
+    "several-ranks": Check(several_ranks, 90.0),
+    "connected-run": Check(connected_run, 110.0),
     "exact-gpt-fp32": _EXACT["exact-gpt-fp32"],
     "exact-gpt-math-fp32": _EXACT["exact-gpt-math-fp32"],
     "exact-conv-fp32": _EXACT["exact-conv-fp32"],
@@ -618,5 +703,5 @@ CHECKS: dict[str, Check] = {
     "overhead": Check(overhead, 60.0),
     "compile": Check(compiled, 140.0),
     **_EXACT,
-    "several-ranks": Check(several_ranks, 90.0, needs_gpu=True),
+    "compile-max-autotune": Check(partial(compiled, mode="max-autotune-no-cudagraphs"), 140.0),
 }

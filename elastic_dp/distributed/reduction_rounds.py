@@ -8,8 +8,8 @@ chunks of the group's sums, and in the end rank r owns chunk r of the whole sum.
 part of a flat tensor, and what arrives lies in order. Bytes that leave a node fall by the number of
 its members, compared with one round.
 
-The sums of a group are those of the subtrees that its virtual workers consist of. They
-are added along the same tree in any number of rounds, so their bits are the same.
+The sums of a group are those of the subtrees that its virtual workers consist of. They are added
+along the same tree in any number of rounds, so their bits are the same.
 """
 
 from __future__ import annotations

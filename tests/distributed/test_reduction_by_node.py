@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
 from elastic_dp.distributed import process_group
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.reduction_tree import fold
 from tests.distributed.test_gradient_reducer import named, of_each
-from tests.distributed.test_reduction_rounds import EVERY, Topology
+from tests.distributed.test_reduction_rounds import (
+    EVERY,
+    Shares,
+    Topology,
+    shares_of,
+    shuffled,
+)
 
 NUMEL = 43
 
@@ -36,16 +41,15 @@ def gradient(virtual_worker: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=drawn) * sizes
 
 
-def bits(
-    group: ProcessGroup, shares: Sequence[tuple[int, int]], topology: Topology, steps: int = 2
-) -> list[int]:
+def bits(group: ProcessGroup, shares: Shares, topology: Topology, steps: int = 2) -> list[int]:
     """Of the sum, after steps that use the buffers again."""
-    parameter, count = torch.nn.Parameter(torch.zeros(NUMEL)), shares[-1][1]
+    parameter = torch.nn.Parameter(torch.zeros(NUMEL))
+    count = max(last for share in shares for _, last in share)
     gradients = GradientReducer(named([parameter]))
-    gradients.open(group, [[one] for one in shares], count, True, topology)
+    gradients.open(group, shares, count, True, topology)
     for _ in range(steps):
         gradients.begin()
-        leaves = fold(*shares[group.rank], count)
+        leaves = [leaf for one in shares[group.rank] for leaf in fold(*one, count)]
         for leaf in leaves:
             gradients.before_leaf(leaf, leaf is leaves[-1])
             gradients.before_backward()
@@ -59,17 +63,14 @@ def bits(
     return parameter.grad.view(torch.int32).tolist()
 
 
-def shares_of(world_size: int, virtual_workers: int, topology: Topology) -> list[tuple[int, int]]:
-    return list(ranges_by_node(virtual_workers, topology[0] if topology else (world_size,)))
-
-
 @pytest.mark.parametrize(("world_size", "topology"), EVERY, ids=str)
 def test_sum_has_the_same_bits_on_any_nodes(world_size: int, topology: Topology) -> None:
     for virtual_workers in (8, 11):
-        (alone,) = of_each(1, lambda group, v=virtual_workers: bits(group, [(0, v)], ()))
-        shares = shares_of(world_size, virtual_workers, topology)
-        of_all = of_each(world_size, lambda group, s=shares: bits(group, s, topology))
-        assert of_all == [alone] * world_size
+        (alone,) = of_each(1, lambda group, v=virtual_workers: bits(group, [[(0, v)]], ()))
+        contiguous = shares_of(world_size, virtual_workers, topology)
+        for shares in (contiguous, shuffled(contiguous, 1)):
+            of_all = of_each(world_size, lambda group, s=shares: bits(group, s, topology))
+            assert of_all == [alone] * world_size
 
 
 def sent_across(nodes: Sequence[int], topology: Topology) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 
 from elastic_dp.coordinator.planning.equal_ranges import ranges_by_node
 from elastic_dp.distributed.reduction_rounds import ReductionRound, reduction_rounds
-from elastic_dp.distributed.reduction_tree import Share, add_up, cover_share
+from elastic_dp.distributed.reduction_tree import add_up, cover
 from tests.distributed.test_reduction_tree import whole
 
 Topology = tuple[tuple[int, ...], ...]
+Shares = list[list[tuple[int, int]]]
 LAYOUTS: dict[int, list[Topology]] = {
     2: [()],
     3: [((2, 1),), ((1, 2),)],
@@ -26,28 +29,48 @@ LAYOUTS: dict[int, list[Topology]] = {
 EVERY = [(size, topology) for size, layouts in LAYOUTS.items() for topology in layouts]
 
 
+def shares_of(world_size: int, virtual_workers: int, topology: Topology) -> Shares:
+    nodes = topology[0] if topology else (world_size,)
+    return [[one] for one in ranges_by_node(virtual_workers, nodes)]
+
+
+def shuffled(shares: Shares, seed: int) -> Shares:
+    """As many virtual workers for each rank, but any."""
+    leaves = list(range(max(last for share in shares for _, last in share)))
+    random.Random(seed).shuffle(leaves)
+    given = iter(leaves)
+    sizes = [sum(last - first for first, last in share) for share in shares]
+    return [ranges_of(sorted(itertools.islice(given, size))) for size in sizes]
+
+
+def ranges_of(leaves: list[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for leaf in leaves:
+        first = found.pop()[0] if found and found[-1][1] == leaf else leaf
+        found.append((first, leaf + 1))
+    return found
+
+
 def rounds_of_all(
-    world_size: int, virtual_workers: int, topology: Topology, several: bool = False
-) -> tuple[list[Share], list[list[ReductionRound]]]:
-    """`several`: ranks exchange single virtual workers, so that a share has several ranges."""
-    ranges = ranges_by_node(virtual_workers, topology[0] if topology else (world_size,))
+    world_size: int, virtual_workers: int, topology: Topology, shares: Shares | None = None
+) -> tuple[Shares, list[list[ReductionRound]]]:
+    shares = shares or shares_of(world_size, virtual_workers, topology)
     ranks = range(world_size)
-    shares: list[Share] = [[one] for one in ranges]
-    if several:
-        owner = {v: (3 * v if v % 2 else v) % world_size for v in range(virtual_workers)}
-        owner |= {v: v for v in ranks}
-        shares = [[(v, v + 1) for v in owner if owner[v] == rank] for rank in ranks]
     return shares, [reduction_rounds(r, shares, virtual_workers, topology) for r in ranks]
 
 
 def exchanged(
-    shares: Sequence[Share], rounds: list[list[ReductionRound]], virtual_workers: int
+    shares: Shares, rounds: list[list[ReductionRound]], virtual_workers: int
 ) -> list[Any]:
     """The final part of each rank, symbolically: each chunk of a sum is (chunk, tree)."""
     ranks = range(len(shares))
     held = [
-        [[(c, whole(node)) for c in ranks] for node in cover_share(shares[r], virtual_workers)]
-        for r in ranks
+        [
+            [(chunk, whole(node)) for chunk in ranks]
+            for one in share
+            for node in cover(*one, virtual_workers)
+        ]
+        for share in shares
     ]
     for number in range(len(rounds[0])):
         inboxes: list[list[list[Any]]] = [[[] for _ in rounds[r][number].sent] for r in ranks]
@@ -76,16 +99,20 @@ def added(one: list[Any], other: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("world_size", "topology"), EVERY, ids=str)
 @pytest.mark.parametrize("extra", [0, 1, 3, 8])
-@pytest.mark.parametrize("several", [False, True])
 def test_rank_ends_with_its_part_of_the_whole_tree(
-    world_size: int, topology: Topology, extra: int, several: bool
+    world_size: int, topology: Topology, extra: int
 ) -> None:
     virtual_workers = world_size + extra
-    shares, rounds = rounds_of_all(world_size, virtual_workers, topology, several)
+    shares, rounds = rounds_of_all(world_size, virtual_workers, topology)
     assert {len(mine) for mine in rounds} == {len(topology) + 1}
-    parts = exchanged(shares, rounds, virtual_workers)
     tree = whole((0, virtual_workers))
-    assert parts == [[[(rank, tree)]] for rank in range(world_size)]
+    finished = [[[(rank, tree)]] for rank in range(world_size)]
+    assert exchanged(shares, rounds, virtual_workers) == finished
+    for seed in range(4):  # as where survivors keep what they had
+        shares, rounds = rounds_of_all(
+            world_size, virtual_workers, topology, shuffled(shares, seed)
+        )
+        assert exchanged(shares, rounds, virtual_workers) == finished
 
 
 def chunks_between(groups: Sequence[int], rounds: list[list[ReductionRound]]) -> int:

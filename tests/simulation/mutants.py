@@ -1427,7 +1427,11 @@ def defined(tree: ast.AST, prefix: str = "") -> dict[str, ast.AST]:
 
 
 def mutated(mutant: Mutant) -> ast.Module:
-    tree = ast.parse(home(mutant)[1].read_text())
+    return replaced(ast.parse(home(mutant)[1].read_text()), mutant)
+
+
+def replaced(tree: ast.Module, mutant: Mutant) -> ast.Module:
+    """The module with what the mutant has instead."""
     old: list[Any] = ast.parse(mutant.code).body
     new: list[Any] = ast.parse(mutant.instead).body
     if all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (old, new)):

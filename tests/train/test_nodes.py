@@ -45,9 +45,10 @@ def topologies(run: Any) -> list[Any]:
 def test_run_on_several_nodes_with_a_kill_has_the_local_digest(
     workers, nodes, zones, before, device, tmp_path
 ):
-    """The group forms again without the lost worker, and then with its replacement, which runs on
+    """The group forms again without the lost worker, and later with its replacement, which runs on
     any of the nodes."""
-    spec = spec_of(steps=12, workers=workers, virtual=8, config={"hold": {0: workers}})
+    hold = {1: workers} if workers == 3 else {1: workers, 9: workers}  # a replacement takes time
+    spec = spec_of(steps=12, workers=workers, virtual=8, config={"hold": hold})
     fault = WorkerFault("exchange", step=6, rank=1, once=str(tmp_path / "dead"))
     where = on_nodes(nodes, zones)
     outcome, run = group(spec, plain, faults=(fault,), device=device, location=where)
