@@ -21,6 +21,7 @@ from elastic_dp.errors import SpecError
 
 SHORTEST_TOKEN = 16
 _API = "/api/"
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST")  # of which only POST changes anything
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -121,7 +122,9 @@ class AccessCheck:
         host, rules = headers.get(b"host", ""), self._rules
         if not rules.names_us(host):
             return 421, "this server is not known by that name; see --allow-host"
-        writes = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if scope["method"] not in _METHODS:
+            return 405, "this server knows no such method"
+        writes = scope["method"] == "POST"
         if writes and rules.token is None:
             return 403, "this server only shows runs; --control lets it steer them"
         tells = scope["path"].startswith(_API) and not rules.is_loopback
@@ -137,8 +140,8 @@ class AccessCheck:
 async def _refuse(send: _Send, status: int, error: str) -> None:
     from starlette.responses import JSONResponse
 
-    extra = {"www-authenticate": "Bearer"} if status == 401 else {}
-    answer = JSONResponse({"error": error}, status, headers=extra)
+    extra = {401: {"www-authenticate": "Bearer"}, 405: {"allow": ", ".join(_METHODS)}}
+    answer = JSONResponse({"error": error}, status, headers=extra.get(status))
     start = {"type": "http.response.start", "status": status, "headers": answer.raw_headers}
     await send(start)
     await send({"type": "http.response.body", "body": answer.body})

@@ -17,6 +17,7 @@ _NAME = {
     "required": True,
     "description": "The run's name.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+    "example": "mine",
 }
 _REFUSALS = {
     400: "the body is not JSON",
@@ -69,7 +70,8 @@ def _write(verb: str, fields: dict[str, str]) -> dict[str, Any]:
     body = {
         "type": "object",
         "additionalProperties": False,
-        "properties": {name: TYPES[kind] for name, kind in fields.items()},
+        "required": [name for name, kind in fields.items() if not kind.endswith("?")],
+        "properties": {name: _field(kind) for name, kind in fields.items()},
     }
     done = {"type": "object", "required": ["done"], "properties": {"done": {"type": "string"}}}
     return {
@@ -78,6 +80,12 @@ def _write(verb: str, fields: dict[str, str]) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {"202": _answer("asked for", done), **_errors(tuple(_REFUSALS))},
     }
+
+
+def _field(kind: str) -> dict[str, Any]:
+    schema = TYPES[kind.removesuffix("?")]
+    may_be_null = {"type": [schema["type"], "null"]} if kind.endswith("?") else {}
+    return schema | may_be_null
 
 
 def _errors(refusals: tuple[int, ...]) -> dict[str, Any]:

@@ -56,18 +56,13 @@ class RayControls:
         return run
 
 
-def _scale(run: ControlledRun, size: int | None, min_workers: int | None) -> str:
-    if size is None and min_workers is None:
-        raise SpecError("size is missing, must be a number of workers")
+def _scale(run: ControlledRun, size: int, min_workers: int | None) -> str:
     run.scale(size, min_workers=min_workers)
-    wanted = "" if size is None else f"{counted(size, 'worker')} asked for"
-    least = "" if min_workers is None else f"at least {counted(min_workers, 'worker')}"
-    return ", ".join(part for part in (wanted, least) if part)
+    least = "" if min_workers is None else f", at least {min_workers} needed"
+    return f"{counted(size, 'worker')} asked for{least}"
 
 
-def _drain(run: ControlledRun, worker: str | None, within_s: float | None) -> str:
-    if worker is None:
-        raise SpecError("worker is missing, must be the name of a worker")
+def _drain(run: ControlledRun, worker: str, within_s: float | None) -> str:
     run.drain(worker, within_s)
     return f"{worker} leaves once it is replaced"
 
@@ -84,18 +79,18 @@ def _stop(run: ControlledRun, reason: str | None) -> str:
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may hold
 
-# verb: what it does, and its fields with their types
+# verb: what it does, and its fields with their types; "?": the field may be left out, or be null
 VERBS: dict[str, tuple[Callable[..., str], dict[str, str]]] = {
-    "scale": (_scale, {"size": "workers", "min_workers": "workers"}),
-    "drain": (_drain, {"worker": "text", "within_s": "seconds"}),
+    "scale": (_scale, {"size": "workers", "min_workers": "workers?"}),
+    "drain": (_drain, {"worker": "text", "within_s": "seconds?"}),
     "checkpoint": (_checkpoint, {}),
-    "stop": (_stop, {"reason": "text"}),
+    "stop": (_stop, {"reason": "text?"}),
 }
 # type: its JSON schema, for the description of the API
 TYPES: dict[str, dict[str, Any]] = {
-    "workers": {"type": ["integer", "null"], "minimum": 1, "maximum": _MOST_WORKERS},
-    "seconds": {"type": ["number", "null"], "minimum": 0, "maximum": _MOST_S},
-    "text": {"type": ["string", "null"], "maxLength": _MOST_CHARACTERS, "pattern": _TEXT},
+    "workers": {"type": "integer", "minimum": 1, "maximum": _MOST_WORKERS},
+    "seconds": {"type": "number", "minimum": 0, "maximum": _MOST_S},
+    "text": {"type": "string", "maxLength": _MOST_CHARACTERS, "pattern": _TEXT},
 }
 
 
@@ -104,12 +99,15 @@ def fields_of(verb: str, body: Any) -> dict[str, Any]:
     known = VERBS[verb][1]
     if not isinstance(body, Mapping):
         raise SpecError("the body must be a JSON object")
-    for name, value in body.items():
+    for name in body:
         if name not in known:
             names = ", ".join(known) or "none"
             raise SpecError(f"{name[:40]!r} is not a field of {verb}, which has: {names}")
-        if value is not None and not _fits(known[name], value):
-            raise SpecError(f"{name} is {str(value)[:40]!r}, must be {_MUST[known[name]]}")
+    for name, kind in known.items():
+        value, type_ = body.get(name), kind.removesuffix("?")
+        if not _fits(type_, value) and not (value is None and kind.endswith("?")):
+            is_so = "is missing" if value is None else f"is {str(value)[:40]!r}"
+            raise SpecError(f"{name} {is_so}, must be {_MUST[type_]}")
     return {name: body.get(name) for name in known}
 
 
