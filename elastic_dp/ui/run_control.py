@@ -103,12 +103,18 @@ def fields_of(verb: str, body: Any) -> dict[str, Any]:
         if name not in known:
             names = ", ".join(known) or "none"
             raise SpecError(f"{name[:40]!r} is not a field of {verb}, which has: {names}")
+    fields = {name: _as_json_has_it(body.get(name)) for name in known}
     for name, kind in known.items():
-        value, type_ = body.get(name), kind.removesuffix("?")
+        value, type_ = fields[name], kind.removesuffix("?")
         if not _fits(type_, value) and not (value is None and kind.endswith("?")):
             is_so = "is missing" if value is None else f"is {str(value)[:40]!r}"
             raise SpecError(f"{name} {is_so}, must be {_MUST[type_]}")
-    return {name: body.get(name) for name in known}
+    return fields
+
+
+def _as_json_has_it(value: Any) -> Any:
+    """In JSON 3.0 is a whole number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 _MUST = {

@@ -79,7 +79,7 @@ def wait_for(page, kind, worker=""):
     row = page.locator("#events tbody tr", has_text=worker).filter(
         has=page.get_by_role("cell", name=kind, exact=True)
     )
-    row.first.wait_for(timeout=60_000)
+    row.first.wait_for()
 
 
 def test_each_event_of_a_run_is_seen_within_a_second_and_buttons_steer_it(browser, live):
@@ -158,6 +158,7 @@ def test_page_of_an_ended_run_is_dark_and_narrow_where_the_screen_is(browser, tm
         page.wait_for_selector("#steps-chart .bars path")
         assert watched.faults() == [] and watched.fits()
         assert page.locator("#control, [data-key^=drain]").count() == 0  # nobody steers here
+        assert page.locator("#tile-workers").text_content() == "none"
         watched.shoot("page-dark")
         assert all(url.startswith((server.url, "data:")) for url in watched.requests)
         assert watched.complaints == []

@@ -125,7 +125,7 @@ def test_holder_of_the_token_steers_a_run(steered, controls):
         202,
         {"done": "3 workers asked for"},
     )
-    assert steered.post("/api/runs/night/scale", {"size": 3, "min_workers": 2})[0] == 202
+    assert steered.post("/api/runs/night/scale", {"size": 3.0, "min_workers": 2})[0] == 202
     assert steered.post("/api/runs/night/drain", {"worker": "w1", "within_s": 30})[0] == 202
     assert steered.post("/api/runs/night/checkpoint", {})[0] == 202
     assert steered.post("/api/runs/night/stop", {"reason": "enough"})[0] == 202
