@@ -68,8 +68,13 @@ ALLOWED = {
         *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),
         "cluster.runs",
     },
+    "ui": {
+        *("errors", "wording", "storage", "report", "ui"),
+        *("cluster.runs", "cluster.ray"),
+    },
     "cli": {
         "report",
+        "ui",
         "errors",
         "config",
         "data",

@@ -65,6 +65,7 @@ app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
 run_commands.add_to(app)
 app.command()(report_commands.report)
+app.command()(report_commands.ui)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,8 +1,10 @@
-"""`elastic-dp report`: a run on one page, from its folder alone."""
+"""`elastic-dp report` and `elastic-dp ui`: runs on a page, from their folders alone."""
 
 from __future__ import annotations
 
 import json
+import secrets
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +14,15 @@ import typer
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import ClusterError, SpecError
 from elastic_dp.storage import StorageURL
+
+_Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="The Ray cluster on which the run is live, as HOST:6379. Not needed with "
+        "--storage-path.",
+    ),
+]
 
 
 def report(
@@ -25,14 +36,7 @@ def report(
         typer.Option(metavar="URL", help="The run's storage_path; no cluster is needed then."),
     ] = None,
     storage_option: StorageOption = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            envvar="RAY_ADDRESS",
-            help="The Ray cluster on which the run is live, as HOST:6379. Not needed with "
-            "--storage-path.",
-        ),
-    ] = None,
+    address: _Address = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON instead, and nothing else.")
     ] = False,
@@ -63,11 +67,91 @@ def report(
     print(f"the page is in {output}")
 
 
+def ui(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="Only this run. Default: all at --storage-path."),
+    ] = None,
+    storage_path: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The storage_path of the runs; no cluster is needed."),
+    ] = None,
+    storage_option: StorageOption = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")
+    ] = 8642,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control", help="Let whoever has the token scale, drain, checkpoint and stop runs."
+        ),
+    ] = False,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ELASTIC_DP_UI_TOKEN",
+            hidden=True,  # other users of the machine can read a command's arguments
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which browsers may call this server, besides localhost and IP "
+            "addresses. May be repeated.",
+        ),
+    ] = None,
+    address: _Address = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the address as JSON, and nothing else.")
+    ] = False,
+) -> None:
+    """Serve the reports of runs as a page that follows them live, until Ctrl-C.
+
+    Only this machine reaches it, unless --host says otherwise; then reading needs the token, too.
+    ELASTIC_DP_UI_TOKEN sets the token; otherwise --control makes one and prints it.
+    """
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+    from elastic_dp.cluster.runs.run_record import run_url
+    from elastic_dp.ui.access import AccessRules
+    from elastic_dp.ui.run_control import RayControls
+    from elastic_dp.ui.served_runs import ServedRuns
+    from elastic_dp.ui.server import serve
+
+    options = storage_options(storage_option)
+    if storage_path is not None:
+        where = StorageURL(storage_path, options)
+        if name is not None:
+            EndedRun(name, storage_path, options)  # tells if there is none
+    elif name is not None:
+        url = _live_url(name, address)
+        where = StorageURL(url.rpartition("/")[0], url.options)
+        assert run_url(name, where) == url
+    else:
+        raise SpecError("--storage-path is missing: the runs there, or one RUN of a cluster")
+    made = control and token is None
+    if made:
+        token = secrets.token_urlsafe(32)
+    rules = AccessRules(host, token, tuple(allow_host or ()))
+    controls = RayControls(address, _tell) if control else None
+
+    def ready(here: str) -> None:
+        secret = f"#token={token}" if made else ""
+        print(json.dumps({"url": here + secret}) if as_json else here + secret, flush=True)
+
+    serve(ServedRuns(where, name), rules, controls, port, ready)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _live_url(name: str, address: str | None) -> StorageURL:
     from elastic_dp.cluster.ray.cluster_connection import connect
     from elastic_dp.cluster.runs.discovery import find
 
-    connect(address, lambda text: typer.echo(text, err=True))
+    connect(address, _tell)
     live = find(name)
     if live is None:
         raise ClusterError(

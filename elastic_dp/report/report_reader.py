@@ -40,14 +40,24 @@ class RunFolder:
         self._result: StoredEnd | None = None
         self._forget()
 
-    def report(self, now: float) -> Report:
-        """Read what is new and return the report at `now` (of `time.time`)."""
+    @property
+    def is_local(self) -> bool:
+        """Whether the folder is on a disk of this machine, so that looking at it costs nothing."""
+        return self._store.local_path(self._store.path) is not None
+
+    def read(self) -> bool:
+        """Read what is new. Return whether there was a line."""
         with self._lock:
             try:
-                self._read()
+                return self._read()
             except (ObjectMissing, ObjectRewritten):
                 self._forget()
-                self._read()
+                return self._read()
+
+    def report(self, now: float) -> Report:
+        """Read what is new and return the report at `now` (of `time.time`)."""
+        self.read()
+        with self._lock:
             self._look()
             return self._builder.build(now, stored=self._stored, result=self._result)
 
@@ -57,10 +67,11 @@ class RunFolder:
         self._builder = ReportBuilder(self._name)
         self._tails = [_JournalTail(self._store, file) for file in _FILES]
 
-    def _read(self) -> None:
-        files = [tail.lines() for tail in self._tails]
+    def _read(self) -> bool:
+        files, line = [tail.lines() for tail in self._tails], None
         for line in heapq.merge(*files, key=lambda line: line["time"]):
             self._builder.line(line)
+        return line is not None
 
     def _look(self) -> None:
         if time.monotonic() < self._looked_at + _LOOK_S:

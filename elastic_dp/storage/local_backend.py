@@ -48,7 +48,10 @@ class LocalBackend:
         return found
 
     def stat(self, path: str) -> Entry:
-        found = os.stat(path)
+        try:
+            found = os.stat(path)
+        except NotADirectoryError as error:  # below a file there is none
+            raise FileNotFoundError(*error.args) from None
         if not S_ISREG(found.st_mode):
             raise FileNotFoundError(f"{path} is not a file")
         return _entry(path, found)

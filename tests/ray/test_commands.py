@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 
 import elastic_dp as edp
 from elastic_dp import cli
+from elastic_dp.ui.run_control import RayControls
 from tests.patience import PATIENCE_S, eventually
 from tests.ray import clusters
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, loop
+from tests.ui.serving import TOKEN, served
 
 pytestmark = pytest.mark.ray
 
@@ -102,6 +104,16 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     )
     eventually(lambda: list(said("status", "job")["workers"]) == ["w1"])
 
+    with served(tmp_path / "runs", token=TOKEN, controls=RayControls(None, print)) as page:
+        assert page.post("/api/runs/job/scale", {"size": 1}) == (
+            202,
+            {"done": "1 worker asked for"},
+        )
+        status, said_of = page.post("/api/runs/job/scale", {"size": 9})
+        assert status == 422 and "within 1..4" in said_of["error"]
+        assert page.post("/api/runs/job/drain", {"worker": "nobody"})[0] == 422
+        assert page.json("/api/runs/job")["phase"] == "running"
+
     asked("checkpoint", "job")  # no other is asked for until the restart
     lines = eventually(
         lambda: (
@@ -138,6 +150,8 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert "starting 1 worker" in asked("events", "job", *there).stdout
     assert "w1  hello from nobody" in asked("logs", "job", "--worker", "w1", *there).stdout
     assert [(row["name"], row["phase"]) for row in said("list", *there)] == [("job", "over")]
+    with served(tmp_path / "runs", token=TOKEN, controls=RayControls(None, print)) as page:
+        assert page.post("/api/runs/job/stop", {})[0] == 409
     gone = edp.attach("job", tmp_path / "runs")
     assert gone.result().step == more
     assert any(line.get("step") == more for line in gone.events(follow=False))

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 
-SIZES = {"light": (1280, 900), "dark": (390, 844)}  # a wide screen, and a phone
+from tests.patience import PATIENCE_S
+
+SIZES = {"light": (1280, 1150), "dark": (390, 844)}  # a wide screen, and a phone
 
 
 @contextlib.contextmanager
@@ -30,6 +32,7 @@ class Watched:
         context = browser.new_context(
             color_scheme=scheme, viewport={"width": width, "height": height}
         )
+        context.set_default_timeout(1000 * PATIENCE_S)
         self.page = context.new_page()
         self.requests, self.complaints = [], []
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -50,6 +53,7 @@ class Watched:
         return self.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     def shoot(self, name):
-        """Take a screenshot for the docs, if SCREENSHOTS names a folder."""
+        """Take a screenshot for the docs, if SCREENSHOTS names a folder: docs/assets."""
         if folder := os.environ.get("SCREENSHOTS"):
+            self.page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
             self.page.screenshot(path=f"{folder}/{name}.png")

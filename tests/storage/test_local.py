@@ -62,3 +62,9 @@ def test_folder_or_pipe_in_place_of_a_file_is_named_without_waiting(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileDamaged, match="file is damaged: it is not a folder"):
         store.write(f"{store.path}/file/x", b"", create_only=True)
+
+
+def test_look_up_below_a_file_finds_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = Store(str(tmp_path))
+    assert store.look_up(f"{store.path}/file/x") is None

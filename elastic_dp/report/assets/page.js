@@ -190,7 +190,7 @@ const SHOW = {
     fill($("phase"), el("span", { class: `badge ${TONES[report.phase] || "warn"}` }, report.phase));
     const newest = report.checkpoints[report.checkpoints.length - 1];
     const tiles = [
-      ["step", report.step], ["workers", `${report.present} of ${report.wanted}`], ["goodput", percent(report.goodput.fraction)],
+      ["step", report.step], ["workers", report.wanted ? `${report.present} of ${report.wanted}` : "none"], ["goodput", percent(report.goodput.fraction)],
       ["workers lost", report.lost], ["generation", report.generation], ["newest checkpoint", newest ? `step ${newest.step}` : "none"],
       ["trained for", duration(report.led_s) || "unknown"],
     ];

@@ -1,0 +1,4 @@
+"""Serves the reports of runs while they go on, and steers runs for those who have the token.
+
+`served_app` is the ASGI application; `elastic-dp ui` runs it.
+"""

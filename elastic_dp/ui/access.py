@@ -1,0 +1,159 @@
+"""Who may read and who may steer, as an ASGI middleware before everything else.
+
+- A request must name this server by an IP address, `localhost`, or a name that was allowed. A page
+  of another site that lets its own name point here (DNS rebinding) names that site.
+- Whatever changes a run needs the token, as a header that no page of another site can set
+  (`Authorization: Bearer`), and must not come from another origin.
+- A server that listens beyond this machine needs the token for everything that tells of a run.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_dp.errors import SpecError
+
+SHORTEST_TOKEN = 16
+_API = "/api/"
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST")  # of which only POST changes anything
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        b"img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        b"frame-ancestors 'none'",
+    ),
+)
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class AccessRules:
+    """`host` is the address to listen on; `token` None: nobody steers. `allowed` are further names
+    by which requests may name this server.
+
+    Raises SpecError if others than this machine could read without a token.
+    """
+
+    host: str
+    token: str | None = None
+    allowed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.token is not None and len(self.token) < SHORTEST_TOKEN:
+            raise SpecError(f"the token is too short, must have at least {SHORTEST_TOKEN} letters")
+        if self.token is None and not self.is_loopback:
+            raise SpecError(
+                f"--host is {self.host!r}, which others than this machine reach, so a token is "
+                "needed: --control makes one, and ELASTIC_DP_UI_TOKEN sets it"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def names_us(self, host: str) -> bool:
+        """Whether the Host header of a request names this server."""
+        name = host.rpartition(":")[0] if _has_port(host) else host
+        name = name.strip("[]").rstrip(".").lower()
+        known = ("localhost", self.host.lower(), *(each.lower() for each in self.allowed))
+        return name in known or _is_address(name)
+
+    def has_token(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        expected = (self.token or "").encode()
+        same = hmac.compare_digest(given.strip().encode(errors="replace"), expected)
+        return same and scheme.lower() == "bearer" and self.token is not None
+
+
+class AccessCheck:
+    """The middleware. It also sets the headers of every answer, and no error leaves it."""
+
+    def __init__(self, app: _App, rules: AccessRules) -> None:
+        self._app, self._rules = app, rules
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            return
+        begun = False
+
+        async def answer(message: _Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                given = [(name.lower(), value) for name, value in message.get("headers", ())]
+                ours = [pair for pair in _HEADERS if pair[0] not in dict(given)]
+                message = {**message, "headers": [*given, *ours]}
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await _refuse(answer, *refusal)
+            return
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:  # a bug of ours: told here, and not to whoever asked
+            traceback.print_exc(file=sys.stderr)
+            if not begun:
+                await _refuse(answer, 500, "this server has failed; its terminal says why")
+
+    def _refusal(self, scope: _Message) -> tuple[int, str] | None:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        host, rules = headers.get(b"host", ""), self._rules
+        if not rules.names_us(host):
+            return 421, "this server is not known by that name; see --allow-host"
+        if scope["method"] not in _METHODS:
+            return 405, "this server knows no such method"
+        writes = scope["method"] == "POST"
+        if writes and rules.token is None:
+            return 403, "this server only shows runs; --control lets it steer them"
+        tells = scope["path"].startswith(_API) and not rules.is_loopback
+        if (writes or tells) and not rules.has_token(headers.get(b"authorization", "")):
+            return 401, "the token is missing or wrong; it is in the address that was printed"
+        origin = headers.get(b"origin")
+        foreign = origin is not None and origin.partition("://")[2].lower() != host.lower()
+        if writes and (foreign or headers.get(b"sec-fetch-site", "none") == "cross-site"):
+            return 403, "a request from another site"
+        return None
+
+
+async def _refuse(send: _Send, status: int, error: str) -> None:
+    from starlette.responses import JSONResponse
+
+    extra = {401: {"www-authenticate": "Bearer"}, 405: {"allow": ", ".join(_METHODS)}}
+    answer = JSONResponse({"error": error}, status, headers=extra.get(status))
+    start = {"type": "http.response.start", "status": status, "headers": answer.raw_headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+def _has_port(host: str) -> bool:
+    return host.rpartition(":")[2].isdigit() and (host.count(":") == 1 or "]:" in host)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

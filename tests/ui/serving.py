@@ -1,0 +1,84 @@
+"""A served folder in this process, and what asks it."""
+
+import contextlib
+import http.client
+import json
+import threading
+
+from elastic_dp.ui.access import AccessRules
+from elastic_dp.ui.served_runs import ServedRuns
+from elastic_dp.ui.server import listening_socket, web_server
+from elastic_dp.urls import StorageURL
+from tests.patience import eventually
+
+TOKEN = "a-token-that-nobody-guesses"
+
+
+class Recorded:
+    """Runs that note what they are asked for. `error` is raised instead, if it is set."""
+
+    def __init__(self):
+        self.asked, self.error = [], None
+
+    def live(self, name, url):
+        if self.error is not None:
+            raise self.error
+        self.name = name
+        return self
+
+    def scale(self, size=None, *, min_workers=None):
+        self.asked.append(("scale", self.name, size, min_workers))
+
+    def drain(self, worker, within_s=None):
+        self.asked.append(("drain", self.name, worker, within_s))
+
+    def checkpoint(self):
+        self.asked.append(("checkpoint", self.name))
+
+    def stop(self, reason="asked"):
+        self.asked.append(("stop", self.name, reason))
+
+
+class Served:
+    def __init__(self, port):
+        self.port = port
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, method, path, body=None, **headers):
+        """(status, headers, content). `path` and `headers` are sent as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        if isinstance(body, dict):
+            sent = {"Content-Type": "application/json", **sent}
+        with contextlib.closing(connection):
+            connection.request(method, path, content, sent)
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+
+    def json(self, path, **headers):
+        status, _, content = self.ask("GET", path, **headers)
+        assert status == 200, content
+        return json.loads(content)
+
+    def post(self, path, body, **headers):
+        headers = {"Authorization": f"Bearer {TOKEN}", **headers}
+        status, _, content = self.ask("POST", path, body, **headers)
+        return status, json.loads(content)
+
+
+@contextlib.contextmanager
+def served(folder, *, token=None, controls=None, host="127.0.0.1", options=None, only=None):
+    runs = ServedRuns(StorageURL(str(folder), options), only)
+    server = web_server(runs, AccessRules(host, token), controls)
+    with listening_socket("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        eventually(lambda: server.started)
+        yield Served(listening.getsockname()[1])
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()

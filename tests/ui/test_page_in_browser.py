@@ -1,0 +1,164 @@
+"""The served page in Chromium, of a run with kills and joins that goes on: what is seen, and when;
+and steering by buttons."""
+
+import time
+
+import pytest
+
+from elastic_dp.coordinator.messages import (
+    CheckpointRequested,
+    DrainNoticed,
+    SizeRequested,
+    StopRequested,
+)
+from elastic_dp.report.report_model import EventKind
+from elastic_dp.report.report_reader import read_report
+from elastic_dp.telemetry.journal import Journal
+from elastic_dp.testing import ProcessRun
+from elastic_dp.urls import StorageURL
+from tests.patience import Stalls, eventually
+from tests.report.chromium import Watched, chromium
+from tests.report.test_report_reader import members
+from tests.runs import ENDLESS, spec_of
+from tests.train.jobs import plain
+from tests.ui.serving import TOKEN, served
+
+
+class Controlled:
+    """The run of this process, asked as `Run` is asked."""
+
+    def __init__(self, run):
+        self._post = run.controller.post
+
+    def live(self, name, url):
+        return self
+
+    def scale(self, size=None, *, min_workers=None):
+        self._post(SizeRequested(size, min_workers))
+
+    def drain(self, worker, within_s=None):
+        self._post(DrainNoticed(worker, None))
+
+    def checkpoint(self):
+        self._post(CheckpointRequested())
+
+    def stop(self, reason=""):
+        self._post(StopRequested(reason))
+
+
+# Notes when each row of the table of events appears for the first time.
+OBSERVE = """
+window.seen = {};
+new MutationObserver(() => {
+  for (const row of document.querySelectorAll("#events tbody tr")) {
+    const [, kind, step, text] = [...row.cells].map((cell) => cell.textContent);
+    window.seen[`${kind} ${step} ${text}`] ||= Date.now() / 1000;
+  }
+}).observe(document, { childList: true, subtree: true });
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A run on processes, served with its controls."""
+    path = str(tmp_path / "night")
+    spec = spec_of(steps=ENDLESS, workers=2, virtual=4, config={"body_s": 0.05})
+    with ProcessRun(spec, plain, journal=Journal(path), url=path) as run:
+        (tmp_path / "night" / "run.json").write_text("{}")
+        with served(tmp_path, token=TOKEN, controls=Controlled(run)) as server:
+            yield run, server, path
+
+
+def wait_for(page, kind, worker=""):
+    row = page.locator("#events tbody tr", has_text=worker).filter(
+        has=page.get_by_role("cell", name=kind, exact=True)
+    )
+    row.first.wait_for()
+
+
+def test_each_event_of_a_run_is_seen_within_a_second_and_buttons_steer_it(browser, live):
+    with Stalls() as stalls:
+        see_and_steer(browser, *live, stalls)
+
+
+def see_and_steer(browser, run, server, path, stalls):
+    watched = Watched(browser)
+    page = watched.page
+    page.add_init_script(OBSERVE)
+    page.goto(f"{server.url}/#token={TOKEN}")
+    page.get_by_role("link", name="night").click()
+    page.wait_for_selector("#band-chart .scatterlayer")
+    assert TOKEN not in page.url and not any(TOKEN in url for url in watched.requests)
+    eventually(lambda: len(members(run)) == 2, run.controller.status)
+    wait_for(page, "join")
+    opened = time.time()
+
+    killed = members(run)[-1]
+    run.worker_group.kill(killed)
+    wait_for(page, "loss", killed)
+    eventually(lambda: len(members(run)) == 2 and killed not in members(run))
+
+    page.fill("#size", "3")
+    page.click("#scale")
+    wait_for(page, "scale")
+    assert page.locator("#told").text_content() == "3 workers asked for"
+    eventually(lambda: len(members(run)) == 3, run.controller.status)
+    page.click("#checkpoint-now")
+    wait_for(page, "checkpoint")
+    drained = members(run)[0]
+    page.get_by_role("button", name=f"Drain {drained}", exact=True).click()
+    wait_for(page, "notice", drained)
+    eventually(lambda: drained not in members(run), run.controller.status)
+    wait_for(page, "leave", drained)
+    assert watched.faults() == [] and watched.fits()
+    watched.shoot("page-light")
+
+    page.click("#stop")
+    page.get_by_role("button", name="Stop it", exact=True).click()
+    outcome = run.wait()
+    wait_for(page, "end")
+    page.locator("#phase", has_text="finished").wait_for()
+    assert page.locator("#tile-workers-lost").text_content() == "1"
+    assert page.locator("#tile-step").text_content() == str(outcome.step)
+
+    # The page shows what the journal has, and each event was there within a second. A pause is
+    # known when it is over.
+    events = read_report("night", StorageURL(path), time.time()).events
+    assert page.locator("#events tbody tr").count() == len(events)
+    seen = page.evaluate("window.seen")
+    for event in events:
+        told = event.time + (event.seconds if event.kind is EventKind.PAUSE else 0.0)
+        if told > opened:
+            delay_s = seen[f"{event.kind} {event.step} {event.text}"] - told
+            assert delay_s < 1.0 + stalls.lost_s, (delay_s, event)
+    assert watched.complaints == []
+
+
+def test_page_of_an_ended_run_is_dark_and_narrow_where_the_screen_is(browser, tmp_path):
+    from tests.report.journals import night
+    from tests.report.test_report_reader import write
+
+    write(tmp_path / "night", night())
+    (tmp_path / "night" / "run.json").write_text("{}")
+    with served(tmp_path) as server:
+        watched = Watched(browser, "dark")
+        page = watched.page
+        page.goto(server.url)
+        page.wait_for_selector("#runs tbody tr")
+        assert watched.faults() == [] and watched.fits()
+        page.keyboard.press("Tab")
+        page.get_by_role("link", name="night").focus()
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#steps-chart .bars path")
+        assert watched.faults() == [] and watched.fits()
+        assert page.locator("#control, [data-key^=drain]").count() == 0  # nobody steers here
+        assert page.locator("#tile-workers").text_content() == "none"
+        watched.shoot("page-dark")
+        assert all(url.startswith((server.url, "data:")) for url in watched.requests)
+        assert watched.complaints == []

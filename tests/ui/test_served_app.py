@@ -1,0 +1,290 @@
+"""The served API: what it answers, to whom, and what it refuses."""
+
+import http.client
+import json
+import time
+
+import pytest
+
+from elastic_dp.errors import ClusterError, SpecError
+from elastic_dp.ui.access import AccessRules
+from elastic_dp.ui.api_description import api_description
+from tests.report.journals import T0, event, night
+from tests.report.test_report_reader import write
+from tests.ui.serving import TOKEN, Recorded, served
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs")
+    for name in ("night", "ümlaut 100%"):
+        write(path / name, night())
+        (path / name / "run.json").write_text("{}")
+    (path / "secret.json").write_text("{}")
+    (path / "no run").mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def shown(folder):
+    with served(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def controls():
+    return Recorded()
+
+
+@pytest.fixture
+def steered(folder, controls):
+    with served(folder, token=TOKEN, controls=controls) as server:
+        yield server
+
+
+def test_report_is_served_as_json_for_each_run_of_the_folder(shown):
+    names = {row["name"]: row for row in shown.json("/api/runs")["runs"]}
+    assert set(names) == {"night", "ümlaut 100%"}
+    assert names["night"]["phase"] == "finished" and 0 < names["night"]["goodput"] < 1
+    assert shown.json("/api/runs/night")["lost"] == 1
+    assert shown.json("/api/runs/%C3%BCmlaut%20100%25")["name"] == "ümlaut 100%"
+
+
+def test_pages_hold_nothing_of_a_run_and_their_files_are_served(shown):
+    for path in ("/", "/runs/night", "/runs/nobody"):
+        status, headers, content = shown.ask("GET", path)
+        assert status == 200 and b"worker" not in content
+        assert "script-src 'self'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+    for file in ("plotly.js", "page.js", "live.js", "page.css"):
+        assert f"/assets/{file}".encode() in content
+        assert shown.ask("GET", f"/assets/{file}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/api/runs/nobody", "/api/runs/no%20run", "/api/runs/..", "/api/runs/%2e%2e"),
+        *(
+            "/api/runs/..%2fruns%2fnight",
+            "/api/runs/%2fetc%2fpasswd",
+            "/api/runs/*",
+            "/api/runs/%00",
+        ),
+        *("/api/runs/night%00", "/api/runs/night/", "/api/runs/./night", "/api/runs/" + "a" * 5000),
+        *("/api/runs/%ff%fe", "/api/runs/secret.json", "/assets/..%2f..%2freport_page.py"),
+        *(
+            "/assets/../report_page.py",
+            "/assets/page.html",
+            "/assets/%2e%2e/__init__.py",
+            "/nothing",
+        ),
+        *("/api/runs/night/steam", "/api/runs/night/..", "//night", "/runs/a/b", "/api/runs/C:%5c"),
+    ],
+)
+def test_path_that_leads_elsewhere_is_not_found(path, shown):
+    status, _, content = shown.ask("GET", path)
+    assert status in (404, 405, 307) and b"__init__" not in content and b"root:" not in content
+
+
+def test_server_of_one_run_shows_no_other(folder):
+    with served(folder, only="night") as server:
+        assert [row["name"] for row in server.json("/api/runs")["runs"]] == ["night"]
+        assert server.ask("GET", "/api/runs/%C3%BCmlaut%20100%25")[0] == 404
+        assert server.ask("GET", "/")[1]["location"] == "/runs/night"
+
+
+def test_stream_sends_each_event_within_a_second(tmp_path):
+    write(tmp_path / "live", night()[:13])
+    (tmp_path / "live" / "run.json").write_text("{}")
+    with served(tmp_path) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", "/api/runs/live/stream")
+        answer = connection.getresponse()
+        assert answer.getheader("content-type").startswith("text/event-stream")
+        kind, report = next_event(answer)
+        assert kind == "report" and report["present"] == 2
+        for number in range(3):
+            written = time.monotonic()
+            write(tmp_path / "live", [event(20 + number, "DrainNoticed", worker=f"w{number}")])
+            while not any(path == ["events"] for _, path, _ in next_event(answer)[1]):
+                pass
+            assert time.monotonic() - written < 1.0
+        connection.close()
+
+
+def next_event(answer):
+    while not (line := answer.readline()).startswith(b"event: "):
+        assert line
+    kind, data = line.split()[1].decode(), answer.readline().removeprefix(b"data: ")
+    return kind, json.loads(data)
+
+
+def test_holder_of_the_token_steers_a_run(steered, controls):
+    assert steered.post("/api/runs/night/scale", {"size": 3}) == (
+        202,
+        {"done": "3 workers asked for"},
+    )
+    assert steered.post("/api/runs/night/scale", {"size": 3.0, "min_workers": 2})[0] == 202
+    assert steered.post("/api/runs/night/drain", {"worker": "w1", "within_s": 30})[0] == 202
+    assert steered.post("/api/runs/night/checkpoint", {})[0] == 202
+    assert steered.post("/api/runs/night/stop", {"reason": "enough"})[0] == 202
+    assert steered.post("/api/runs/night/stop", {})[0] == 202
+    assert controls.asked == [
+        *(("scale", "night", 3, None), ("scale", "night", 3, 2), ("drain", "night", "w1", 30)),
+        *(("checkpoint", "night"), ("stop", "night", "enough")),
+        ("stop", "night", "asked on the page"),
+    ]
+
+
+VERBS = ("scale", "drain", "checkpoint", "stop")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": TOKEN},
+        {"Authorization": f"Basic {TOKEN}"},
+        {"Authorization": f"Bearer {TOKEN}x"},
+        {"Cookie": f"token={TOKEN}"},
+    ],
+)
+def test_write_without_the_token_is_refused(headers, steered, controls):
+    for verb in VERBS:
+        status, answered, _ = steered.ask("POST", f"/api/runs/night/{verb}", {}, **headers)
+        assert (status, answered["www-authenticate"]) == (401, "Bearer")
+    # The token in an address would be in logs.
+    assert steered.ask("POST", f"/api/runs/night/stop?token={TOKEN}", {})[0] == 401
+    assert controls.asked == []
+
+
+def test_write_from_another_site_is_refused_even_with_the_token(steered, controls):
+    for headers in (
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": f"http://127.0.0.1:{steered.port + 1}"},
+        {"Sec_Fetch_Site": "cross-site"},
+    ):
+        assert steered.post("/api/runs/night/stop", {}, **headers)[0] == 403
+    # What a form of another site can send.
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert steered.post("/api/runs/night/stop", {}, Content_Type=kind)[0] == 415
+    status, headers, _ = steered.ask(
+        "OPTIONS", "/api/runs/night/stop", Origin="http://evil.example"
+    )
+    assert status == 405 and not [name for name in headers if "access-control" in name.lower()]
+    assert controls.asked == []
+    same = f"http://127.0.0.1:{steered.port}"
+    assert steered.post("/api/runs/night/stop", {}, Origin=same)[0] == 202
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", ""]
+)
+def test_name_of_another_site_is_refused(host, shown):
+    """A page of that site, whose name leads here, would read what this server shows."""
+    for path in ("/", "/api/runs", "/assets/page.js"):
+        assert shown.ask("GET", path, Host=host)[0] == 421
+
+
+def test_server_that_only_shows_refuses_to_steer(shown):
+    assert shown.post("/api/runs/night/stop", {})[0] == 403
+
+
+def test_server_beyond_this_machine_needs_the_token_to_tell_of_a_run(folder):
+    with pytest.raises(SpecError, match="a token is needed"):
+        AccessRules("0.0.0.0")
+    with pytest.raises(SpecError, match="too short"):
+        AccessRules("127.0.0.1", "short")
+    with served(folder, host="0.0.0.0", token=TOKEN) as server:
+        for path in ("/api/runs", "/api/runs/night", "/api/runs/night/stream", "/api/openapi.json"):
+            assert server.ask("GET", path)[0] == 401
+        assert server.ask("GET", "/runs/night")[0] == 200  # which holds nothing of it
+        assert server.json("/api/runs/night", Authorization=f"Bearer {TOKEN}")["lost"] == 1
+        assert server.post("/api/runs/night/stop", {})[0] == 403  # without --control
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
+def test_address_of_this_machine_needs_no_token(host):
+    assert AccessRules(host).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "status"),
+    [
+        *(("scale", body, 422) for body in ({}, {"size": 0}, {"size": 1.5}, {"size": True})),
+        *(
+            ("scale", body, 422)
+            for body in ({"size": "3"}, {"size": 10**30}, {"siz": 3}, [], b"null")
+        ),
+        *(("drain", body, 422) for body in ({}, {"worker": 3}, {"worker": ""}, {"worker": "a\n"})),
+        *(("drain", {"worker": "w1", "within_s": s}, 422) for s in (-1, "1", float("inf"))),
+        *(("stop", {"reason": reason}, 422) for reason in ("x" * 201, "\ud800", 5, "a\x1b[2J")),
+        *(("stop", body, 400) for body in (b"", b"{", b"\xff", b"[" * 10_000)),
+        ("stop", b" " * 20_000, 413),
+        *(("explode", {}, 404), ("../stop", {}, 404), ("scale", {"size": 3, "x": 1}, 422)),
+    ],
+)
+def test_wrong_request_is_refused_by_name(verb, body, status, steered, controls):
+    got, said = steered.post(
+        f"/api/runs/night/{verb}", body, **{"Content-Type": "application/json"}
+    )
+    assert got == status and said["error"]
+    assert controls.asked == []
+
+
+def test_run_that_is_not_there_is_not_asked(steered, controls):
+    assert steered.post("/api/runs/nobody/stop", {})[0] == 404
+    assert controls.asked == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (ClusterError("it is over, see s3://key:pass@host/x"), 409, "it is over, see s3://host/x"),
+        (SpecError("size is 9, must be within 1..4"), 422, "size is 9, must be within 1..4"),
+        (RuntimeError("password"), 503, "the run's controller does not answer: RuntimeError"),
+    ],
+)
+def test_error_of_a_run_is_told_without_credentials(error, status, told, steered, controls):
+    controls.error = error
+    assert steered.post("/api/runs/night/stop", {}) == (status, {"error": told})
+
+
+def test_store_that_does_not_answer_is_told_without_its_secrets(tmp_path):
+    secret = "SECRETSECRET"
+    options = {"key": "AKIA", "secret": secret, "endpoint_url": "http://127.0.0.1:9"}
+    options["config_kwargs"] = {"nonsense_of_no_library": secret}
+    with served("s3://bucket/runs", options=options) as server:
+        status, _, content = server.ask("GET", "/api/runs/night")
+    assert status == 503 and json.loads(content)["error"]
+    assert secret.encode() not in content
+
+
+def test_description_has_each_verb_with_its_fields():
+    paths = api_description()["paths"]
+    assert {path.rpartition("/")[2] for path in paths if "post" in paths[path]} == set(VERBS)
+    body = paths["/api/runs/{run}/scale"]["post"]["requestBody"]["content"]["application/json"]
+    assert set(body["schema"]["properties"]) == {"size", "min_workers"}
+
+
+def test_damaged_folder_is_served_without_a_fault(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("x")
+    (run / "result.json").write_text("[")
+    (run / "events.jsonl").write_bytes(b"\xff\x00{}\n" + json.dumps(event(0, "FailRun")).encode())
+    (run / "metrics.jsonl").mkdir()
+    with served(tmp_path) as server:
+        status, _, content = server.ask("GET", "/api/runs/run")
+        assert status in (200, 503), content
+        assert server.json("/api/runs")["runs"][0]["name"] == "run"
+
+
+def test_time_of_a_report_is_that_of_now(shown):
+    assert shown.json("/api/runs/night")["until"] == pytest.approx(T0 + 12.1)

@@ -1,0 +1,58 @@
+"""`elastic-dp ui` as a process: the address it prints, and what it refuses to start with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from elastic_dp.cli import app
+from tests.report.journals import night
+from tests.report.test_report_reader import write
+from tests.ui.serving import Served
+
+
+@pytest.fixture
+def stored(tmp_path):
+    write(tmp_path / "night", night())
+    (tmp_path / "night" / "run.json").write_text("{}")
+    return ["--storage-path", str(tmp_path)]
+
+
+def test_ui_prints_its_address_serves_and_ends_by_a_signal(stored):
+    words = [sys.executable, "-m", "elastic_dp.cli", "ui", *stored, "--port", "0", "--json"]
+    env = {name: v for name, v in os.environ.items() if name != "ELASTIC_DP_UI_TOKEN"}
+    with subprocess.Popen([*words, "--control"], stdout=subprocess.PIPE, env=env) as process:
+        try:
+            url, _, token = json.loads(process.stdout.readline())["url"].partition("#token=")
+            assert len(token) >= 32
+            server = Served(int(url.rstrip("/").rpartition(":")[2]))
+            assert server.json("/api/runs/night")["lost"] == 1
+            assert server.ask("POST", "/api/runs/night/stop", {})[0] == 401
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host is '0.0.0.0', which others than this machine reach"),
+        (["--host", "192.0.2.1", "--control"], "--port is 8642: "),
+        (["--host", "no such host", "--control"], "--host is 'no such host': "),
+        (["--token", "short"], "the token is too short"),
+        (["nobody"], "no run named 'nobody'"),
+    ],
+)
+def test_ui_refuses_by_name(words, message, stored):
+    said = CliRunner().invoke(app, ["ui", *words, *stored])
+    assert said.exit_code == 2 and message in said.stderr
+
+
+def test_ui_without_a_folder_or_a_run_says_which_option_is_missing():
+    said = CliRunner().invoke(app, ["ui"])
+    assert said.exit_code == 2 and "--storage-path is missing" in said.stderr
