@@ -76,6 +76,7 @@ def packed(folder: Path, kind: str = "parquet", **changes: Any) -> DataConfig:
         ids = range(DOCUMENTS * shard // 3, DOCUMENTS * (shard + 1) // 3)
         KINDS[kind](folder / f"{shard}", ids)
     options: dict[str, Any] = {"micro_batch_size": B, "pack": LENGTH, "tail": "short", "seed": 3}
+    options["epochs"] = 2  # little is made ahead
     return DataConfig(str(folder), **options | changes)
 
 

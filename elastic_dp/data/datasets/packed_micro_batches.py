@@ -30,20 +30,23 @@ from elastic_dp.errors import BadShard, DataError
 from elastic_dp.sampling import PackedOrder, Segments
 
 POSITIONS, DOCUMENTS = "position_ids", "document_ids"
-_ID_BYTES = 8  # of both columns, for each token
+_ID = np.dtype(np.int32)
+_ID_BYTES = 2 * _ID.itemsize  # of both columns, for each token
 # From this mean number of tokens on, pieces of documents are copied one by one: a call costs as
 # much as gathering so many tokens.
 _LONG_PIECES = 128
-_DOCUMENTS_KEPT = 1 << 20  # whose order is kept, of row groups; 16 bytes each
+_DOCUMENTS_KEPT = 1 << 22  # whose order is kept, of row groups; 16 bytes each
 _NAMED = 3  # segments, in an error message
 
 Work = tuple[Ints, Segments, int]  # row groups, what the rows consist of, epoch
 
 
 class _Layout(NamedTuple):
-    """Documents of a row group in the order of an epoch. `begins` int64 [documents + 1]: the first
+    """Documents of a row group in the order of an epoch. `is_file_order`: it is that of the file.
+    `begins` int64 [documents + 1]: the first
     token of each in that order. `sources` int64 [documents]: in the file's order."""
 
+    is_file_order: bool
     begins: Ints
     sources: Ints
 
@@ -55,6 +58,16 @@ class _Pieces(NamedTuple):
     sources: Ints
     places: Ints
     lengths: Ints
+
+
+class _Part(NamedTuple):
+    """What packed rows have of a row group in an epoch: as `Segments`, in the order of `starts`.
+    `places`: where each begins in the output."""
+
+    epoch: int
+    starts: Ints
+    lengths: Ints
+    places: Ints
 
 
 class PackedStream(MicroBatchStream):
@@ -90,20 +103,11 @@ class PackedStream(MicroBatchStream):
         return [((s.groups, s, self._order.epoch_of(step)), rows) for step, (s, rows) in each]
 
     def make(self, key: Key, wanted: Sequence[MicroBatch], producer: int) -> tuple[list[Any], int]:
-        assembler = _PackedRows(self._order.length, self._blocks)
-        bounds, todo = [0], dict[int, list[tuple[int, Segments, Ints]]]()
-        for m in wanted:
-            _, segments, epoch = m.work
-            places = _places(segments, bounds[-1], self._order.length)
-            bounds.append(bounds[-1] + m.rows)
-            for group in np.unique(segments.groups).tolist():
-                at = np.flatnonzero(segments.groups == group)
-                part = Segments(*(each[at] for each in segments))
-                todo.setdefault(group, []).append((epoch, part, places[at]))
-        assembler.rows = bounds[-1]
-        failed = self._fill(assembler, key, todo)
-        made: list[Any] = []
+        bounds = [0, *np.cumsum([m.rows for m in wanted]).tolist()]
+        assembler = _PackedRows(bounds[-1], self._order.length, self._blocks)
+        failed = self._fill(assembler, key, _by_row_group(wanted, bounds, self._order.length))
         columns = assembler.finish()
+        made: list[Any] = []
         for m, (start, stop) in zip(wanted, pairwise(bounds), strict=True):
             needed = failed and set(m.work[0].tolist()) & failed.keys()
             if needed:
@@ -117,7 +121,7 @@ class PackedStream(MicroBatchStream):
         self,
         assembler: _PackedRows,
         key: Key,
-        wanted: Mapping[int, Sequence[tuple[int, Segments, Ints]]],
+        wanted: Mapping[int, Sequence[_Part]],
     ) -> dict[int, BadShard]:
         """Copies tokens from row groups as these arrive. Returns those that cannot be decoded."""
         todo, failed = sorted(wanted), dict[int, BadShard]()
@@ -130,9 +134,9 @@ class PackedStream(MicroBatchStream):
                     if isinstance(content, BadShard):
                         failed[row_group] = content
                         continue
-                    for epoch, segments, places in wanted[row_group]:
-                        layout = self._layout(epoch, row_group, content)
-                        assembler.copy(content, _pieces_of(layout, segments, places))
+                    for part in wanted[row_group]:
+                        layout = self._layout(part.epoch, row_group, content)
+                        assembler.copy(content, part, layout)
             finally:
                 here.clear()  # drops the references before the reader counts the memory as free
                 self.reader.release(key, taken)
@@ -149,7 +153,7 @@ class PackedStream(MicroBatchStream):
         sources, lengths = bounds[:-1], np.diff(bounds)
         if order is not None:
             sources, lengths = sources[order], lengths[order]
-        layout = _Layout(np.concatenate([[0], np.cumsum(lengths)]), sources)
+        layout = _Layout(order is None, np.concatenate([[0], np.cumsum(lengths)]), sources)
         with self._lock:
             self._layouts[key] = layout
             kept = sum(len(each.sources) for each in self._layouts.values())
@@ -182,21 +186,29 @@ class PackedStream(MicroBatchStream):
 
 
 class _PackedRows:
-    """The columns of packed rows that are made together; `rows` is set before the first copy."""
+    """The columns of packed rows that are made together."""
 
-    def __init__(self, length: int, blocks: BlockPool) -> None:
-        self.rows, self._length, self._blocks = 0, length, blocks
+    def __init__(self, rows: int, length: int, blocks: BlockPool) -> None:
+        self._shape, self._blocks = (rows, length), blocks
         self._out: dict[str, Array] = {}
         self._places: list[Ints] = []
         self._lengths: list[Ints] = []
 
-    def copy(self, columns: Mapping[str, Column], pieces: _Pieces) -> None:
+    def copy(self, columns: Mapping[str, Column], part: _Part, layout: _Layout) -> None:
+        pieces = _pieces_of(layout, part)
+        index = None if layout.is_file_order else _index_of(pieces)
+        copied = pieces
+        if layout.is_file_order:
+            copied = _Pieces(part.starts, part.places, part.lengths)
+        elif index is not None:
+            ends = np.cumsum(part.lengths)
+            copied = _Pieces(ends - part.lengths, part.places, part.lengths)
         for name, column in columns.items():
             values: Array = column.values if isinstance(column, Lists) else column.reshape(-1)  # type: ignore[assignment]
             if name not in self._out:
-                shape = self.rows, self._length
-                self._out[name] = self._blocks.empty(shape, values.dtype)
-            _copy(values, self._out[name].reshape(-1), pieces)
+                self._out[name] = self._blocks.empty(self._shape, values.dtype)
+            out = self._out[name].reshape(-1)
+            _copy(values if index is None else values[index], copied, out)
         self._places.append(pieces.places)
         self._lengths.append(pieces.lengths)
 
@@ -204,31 +216,35 @@ class _PackedRows:
         """All columns, int32 positions and documents too; [rows, length]."""
         if not self._out:
             return {}
-        total = self.rows * self._length
+        rows, length = self._shape
+        total = rows * length
         places, lengths = np.concatenate(self._places), np.concatenate(self._lengths)
         order = np.argsort(places, kind="stable")
         places, lengths = places[order], lengths[order]
-        rows = places // self._length
-        numbers = np.arange(len(places)) - np.searchsorted(rows, rows)
+        row = places // length
+        numbers = np.arange(len(places)) - np.searchsorted(row, row)
         left = total - int(lengths.sum())
         if left:
             places, lengths, numbers = self._with_padding(places, lengths, numbers)
-        positions = self._blocks.empty((total,), np.dtype(np.int32))
-        starts = np.repeat(places.astype(np.int32), lengths)
-        np.subtract(np.arange(total, dtype=np.int32), starts, out=positions)
-        documents = np.repeat(numbers.astype(np.int32), lengths)
+        # Running sums in place: `np.repeat` would make arrays of fresh memory
+        positions, documents = (self._blocks.empty((total,), _ID) for _ in range(2))
+        positions[...] = 1
+        positions[places] = 1 - np.concatenate([[1], lengths[:-1]])
+        documents[...] = 0
+        documents[places] = np.diff(numbers, prepend=0)
+        for ids in (positions, documents):
+            np.cumsum(ids, dtype=_ID, out=ids)
         if left:
             positions[documents < 0] = 0
-        shape = self.rows, self._length
         return {
             **self._out,
-            POSITIONS: positions.reshape(shape),
-            DOCUMENTS: documents.reshape(shape),
+            POSITIONS: positions.reshape(self._shape),
+            DOCUMENTS: documents.reshape(self._shape),
         }
 
     def _with_padding(self, places: Ints, lengths: Ints, numbers: Ints) -> tuple[Ints, Ints, Ints]:
         """The pieces, and one for each gap. What cannot be decoded is a gap, too."""
-        total = self.rows * self._length
+        total = self._shape[0] * self._shape[1]
         begins = np.concatenate([[0], places + lengths])
         gaps = np.concatenate([places, [total]]) - begins
         at = np.flatnonzero(gaps)
@@ -241,41 +257,64 @@ class _PackedRows:
         return places[order], lengths, np.concatenate([numbers, np.full(len(at), -1)])[order]
 
 
-def _places(segments: Segments, first_row: int, length: int) -> Ints:
-    """Where each segment begins in the output, of which the micro-batch begins at `first_row`."""
-    before = np.cumsum(segments.lengths) - segments.lengths
-    first = np.searchsorted(segments.rows, segments.rows)
-    places: Ints = (first_row + segments.rows) * length + before - before[first]
-    return places
+def _by_row_group(
+    wanted: Sequence[MicroBatch], bounds: Sequence[int], length: int
+) -> dict[int, list[_Part]]:
+    """Parts by row group. The rows of micro-batch j are bounds[j] ≤ i < bounds[j + 1] of the
+    output."""
+    each = [m.work[1] for m in wanted]
+    groups, starts, lengths, rows = map(np.concatenate, zip(*each, strict=True))
+    counts = [len(segments.rows) for segments in each]
+    rows = rows + np.repeat(bounds[:-1], counts)
+    epochs = np.repeat([m.work[2] for m in wanted], counts)
+    before = np.cumsum(lengths) - lengths
+    places = rows * length + before - before[np.searchsorted(rows, rows)]
+
+    order = np.lexsort((starts, groups, epochs))
+    groups, epochs = groups[order], epochs[order]
+    starts, lengths, places = starts[order], lengths[order], places[order]
+    changes = (groups[1:] != groups[:-1]) | (epochs[1:] != epochs[:-1])
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(groups)]
+    found: dict[int, list[_Part]] = {}
+    for low, high in pairwise(cuts):
+        here = slice(low, high)
+        part = _Part(int(epochs[low]), starts[here], lengths[here], places[here])
+        found.setdefault(int(groups[low]), []).append(part)
+    return found
 
 
-def _pieces_of(layout: _Layout, segments: Segments, places: Ints) -> _Pieces:
-    """Cuts segments of a row group at the ends of documents."""
-    begins, stops = layout.begins, segments.starts + segments.lengths
-    low = np.searchsorted(begins, segments.starts, side="right") - 1
+def _pieces_of(layout: _Layout, part: _Part) -> _Pieces:
+    """Cuts the segments of a row group at the ends of documents."""
+    begins, stops = layout.begins, part.starts + part.lengths
+    low = np.searchsorted(begins, part.starts, side="right") - 1
     counts = np.searchsorted(begins, stops, side="left") - low
     owner = np.repeat(np.arange(len(counts)), counts)
     document = np.arange(len(owner)) - (np.cumsum(counts) - counts - low)[owner]
-    first = np.maximum(begins[document], segments.starts[owner])
+    first = np.maximum(begins[document], part.starts[owner])
     lengths = np.minimum(begins[document + 1], stops[owner]) - first
-    kept = lengths > 0  # documents may be empty
-    document, owner, first, lengths = document[kept], owner[kept], first[kept], lengths[kept]
+    if not lengths.all():  # documents may be empty
+        kept = lengths > 0
+        document, owner, first, lengths = document[kept], owner[kept], first[kept], lengths[kept]
     sources = layout.sources[document] + first - begins[document]
-    return _Pieces(sources, places[owner] + first - segments.starts[owner], lengths)
+    return _Pieces(sources, part.places[owner] + first - part.starts[owner], lengths)
 
 
-def _copy(values: Array, out: Array, pieces: _Pieces) -> None:
+def _index_of(pieces: _Pieces) -> Ints | None:
+    """Which tokens of a row group the pieces have, one after the other; None if the pieces are long
+    and better copied one by one."""
+    sources, _, lengths = pieces
+    total = int(lengths.sum())
+    if len(lengths) * _LONG_PIECES <= total:
+        return None
+    index: Ints = np.repeat(sources - (np.cumsum(lengths) - lengths), lengths)
+    index += np.arange(total)
+    return index
+
+
+def _copy(values: Array, pieces: _Pieces, out: Array) -> None:
     """`values` and `out`: flat."""
-    sources, places, lengths = pieces
-    if len(lengths) * _LONG_PIECES <= lengths.sum():
-        for source, place, length in zip(*(each.tolist() for each in pieces), strict=True):
-            out[place : place + length] = values[source : source + length]
-        return
-    before = np.cumsum(lengths) - lengths
-    numbers = np.arange(int(lengths.sum()))
-    out[numbers + np.repeat(places - before, lengths)] = values[
-        numbers + np.repeat(sources - before, lengths)
-    ]
+    for source, place, length in zip(*(each.tolist() for each in pieces), strict=True):
+        out[place : place + length] = values[source : source + length]
 
 
 def _bounds_of(column: Column) -> Ints:
