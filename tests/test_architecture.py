@@ -369,8 +369,8 @@ PARAMETERS = {
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
         url *micro_batch_size epochs seed tail format csv_options source_column columns filter
-        transform collate_fn workers shuffle memory_bytes on_bad_shard max_bad_fraction fill_nulls
-        storage_options
+        pack transform collate_fn workers shuffle memory_bytes on_bad_shard max_bad_fraction
+        fill_nulls storage_options
     """,
     "MapStyleData": """
         dataset *micro_batch_size epochs seed tail workers collate_fn shuffle fingerprint

@@ -57,6 +57,9 @@ class DataConfig(_Order):
     - `columns`: read only these columns.
     - `filter`: a pyarrow expression, such as `pyarrow.compute.field("x") > 3`: only rows for which
       it is true are part of the data set. It uses columns that the job reads.
+    - `pack`: rows are documents, and a row of a micro-batch has `pack` tokens of documents end to
+      end, with the columns "position_ids" and "document_ids". All columns must be lists with one
+      number for each token, such as "input_ids". None: rows are as they are.
     - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
       `transform(batch)` runs with the global generators of Python, NumPy and torch seeded by (seed,
       step, virtual worker). `transform(batch, rng)` receives a `numpy.random.Generator` instead,
@@ -86,6 +89,7 @@ class DataConfig(_Order):
     columns: Sequence[str] | None = field(default=None, kw_only=True)
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
+    pack: int | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     workers: int = field(default=0, kw_only=True)
@@ -122,6 +126,7 @@ class DataConfig(_Order):
         whole_number("DataConfig.memory_bytes", self.memory_bytes, 1 << 20)
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
+        self._check_pack()
         if self.source_column is not None and not (
             isinstance(self.source_column, str) and self.source_column
         ):
@@ -134,6 +139,24 @@ class DataConfig(_Order):
         fills, plain = self.fill_nulls or {}, bool | int | float | str | bytes
         if not isinstance(fills, Mapping) or not all(isinstance(v, plain) for v in fills.values()):
             raise SpecError(f"DataConfig.fill_nulls is {fills!r}, must be a dict of plain values")
+
+    def _check_pack(self) -> None:
+        whole_number("DataConfig.pack", self.pack, 1)
+        if self.pack is None:
+            return
+        alone = "DataConfig.pack is set, and"
+        if isinstance(self.url, Mapping):
+            raise SpecError(
+                f"{alone} url has weights, which count rows; pack each source beforehand: "
+                "`elastic-dp data convert --pack`, or leave the weights out"
+            )
+        if self.on_bad_shard == "skip":
+            raise SpecError(
+                f'{alone} on_bad_shard is "skip"; a packed row has documents of several row '
+                'groups, so it must be "fail"'
+            )
+        if self.source_column is not None:
+            raise SpecError(f"{alone} source_column has one value for each row, not for each token")
 
     def __repr__(self) -> str:
         """Return the fields without credentials."""

@@ -30,6 +30,33 @@ class EpochOrder:
         self._offset = derive(_OFFSET, seed, epoch) % self._num_rows
         self._key = np.uint64(derive(_BLOCK, seed, epoch))
 
+    @classmethod
+    def in_file_order(cls, group_rows: Ints) -> EpochOrder:
+        """The line of every epoch without shuffling."""
+        line = cls.__new__(cls)
+        line._group = np.arange(len(group_rows))
+        line._bounds = bounds_of(group_rows)
+        line._num_rows, line._offset, line._key = int(line._bounds[-1]), 0, np.uint64(0)
+        return line
+
+    def spans(self, first: Ints, count: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return where the positions `first` ≤ i < `first` + `count` are, for each pair: (number of
+        the pair, row group, first row in it, number of rows), one for each row group that it
+        touches, in order. Rows are not permuted within row groups.
+        """
+        pair, left = np.flatnonzero(count), count[count > 0]
+        at = (first[pair] + self._offset) % self._num_rows
+        found = [(pair[:0],) * 4]
+        while len(pair):
+            number = np.searchsorted(self._bounds, at, side="right") - 1
+            here = np.minimum(left, self._bounds[number + 1] - at)
+            found.append((pair, self._group[number], at - self._bounds[number], here))
+            at, left = (at + here) % self._num_rows, left - here
+            pair, at, left = pair[left > 0], at[left > 0], left[left > 0]
+        pairs, groups, rows, counts = map(np.concatenate, zip(*found, strict=True))
+        order = np.argsort(pairs, kind="stable")
+        return pairs[order], groups[order], rows[order], counts[order]
+
     def locate(self, position: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return (row group, row in it) at each `position` of a stream with the positions
         `low`…`high` - 1.

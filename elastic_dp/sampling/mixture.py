@@ -36,6 +36,7 @@ from elastic_dp.errors import DataError
 from elastic_dp.sampling.epoch_order import Ints
 from elastic_dp.sampling.keyed_permutation import derive, mix64_words
 from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
+from elastic_dp.sampling.packing import PackedOrder
 
 SLOTS = 1 << 16  # least number of slots in a period, so weights are exact to 1/65,536
 _SOURCE, _PERIOD = 5, 6  # the purposes of keys; 1 to 4 are used by `Order`
@@ -275,7 +276,7 @@ def _check_rows(sources: Sequence[MixtureSource]) -> None:
             raise DataError(f"{source.name} has no rows; leave this source out")
 
 
-def row_groups_at_once(order: Order | Mixture) -> int:
+def row_groups_at_once(order: Order | Mixture | PackedOrder) -> int:
     """Return how many row groups a worker that runs the whole job has in memory.
 
     While one replaces another, all others stay.
@@ -283,7 +284,7 @@ def row_groups_at_once(order: Order | Mixture) -> int:
     return order.open_row_groups(order.virtual_workers) + 1
 
 
-def row_groups_at_least(order: Order | Mixture) -> int:
+def row_groups_at_least(order: Order | Mixture | PackedOrder) -> int:
     """Return the least number of row groups that need memory; with less they would be read
     repeatedly.
 

@@ -146,16 +146,20 @@ class Order:
         """Like `locate`, for rows of the virtual worker's share; `index` counts them from 0 in its
         order.
         """
-        position, low, high = self._positions(virtual_worker, index)
+        position, low, high = self.positions(virtual_worker, index)
         if self.shuffle == "rows":
             return self._line(epoch).locate(position, low, high)
         if self.shuffle == "full":
-            key = np.uint64(derive(_ROWS, self.seed, epoch))
-            position = permute(position, np.uint64(self.num_rows), key)
+            position = self.permuted(epoch, position)
         group = np.searchsorted(self._file_bounds, position, side="right") - 1
         return group, position - self._file_bounds[group]
 
-    def _positions(self, virtual_worker: int, index: Ints) -> tuple[Ints, Ints, Ints]:
+    def permuted(self, epoch: int, position: Ints) -> Ints:
+        """Return the positions that shuffle="full" maps these to."""
+        key = np.uint64(derive(_ROWS, self.seed, epoch))
+        return permute(position, np.uint64(self.num_rows), key)
+
+    def positions(self, virtual_worker: int, index: Ints) -> tuple[Ints, Ints, Ints]:
         """Return positions on the line, and the stream of each position as `low`…`high` - 1."""
         first, behind = self._team(virtual_worker)
         turn, inside = np.divmod(index, self.micro_batch_size)

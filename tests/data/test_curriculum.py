@@ -72,6 +72,7 @@ def train(ctx: Any) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_curriculum_under_a_kill_and_over_a_resume_has_the_undisturbed_weights(tmp_path):
     config = curriculum(tmp_path / "data")
     (tmp_path / "log").mkdir()

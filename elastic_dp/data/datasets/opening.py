@@ -11,12 +11,18 @@ import numpy as np
 from elastic_dp.config import DataConfig, MapStyleData
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
-from elastic_dp.data.datasets.sharded import StreamingDataset, StreamingEvaluation, largest_bytes
+from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
+from elastic_dp.data.datasets.sharded import (
+    AnyOrder,
+    StreamingDataset,
+    StreamingEvaluation,
+    rows_in_file_order,
+)
 from elastic_dp.data.discovery.index import Index, read_index
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
-from elastic_dp.sampling import Mixture, MixtureSource, Order
+from elastic_dp.sampling import Mixture, MixtureSource, Order, PackedOrder
 from elastic_dp.sampling.mixture import row_groups_at_least
 from elastic_dp.storage import Store, redact_url
 
@@ -63,10 +69,13 @@ def open_evaluation(
     index = index or read_index(config, timeout_s=timeout_s)
     row_groups, options = _row_groups(config, index, timeout_s, on_wait)
     check_memory(row_groups, None, config.memory_bytes)
-    return StreamingEvaluation(config, row_groups, pin=pin, **options)
+    order: Order | PackedOrder = rows_in_file_order(index.rows, config.micro_batch_size)
+    if config.pack is not None:
+        order = _packed_order(config, index, 1, shuffle="none", tail="short")
+    return StreamingEvaluation(config, row_groups, order, pin=pin, **options)
 
 
-def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_bytes: int) -> None:
+def check_memory(row_groups: RowGroups, order: AnyOrder | None, memory_bytes: int) -> None:
     """Raises DataError if `memory_bytes` is not enough for one worker that runs all virtual
     workers, as it may have to."""
     largest = int(np.argmax(row_groups.reading_bytes))
@@ -95,7 +104,9 @@ def check_memory(row_groups: RowGroups, order: Order | Mixture | None, memory_by
         )
 
 
-def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mixture:
+def _order(config: DataConfig, index: Index, virtual_workers: int) -> AnyOrder:
+    if config.pack is not None:
+        return _packed_order(config, index, virtual_workers, config.shuffle, config.tail)
     if index.weights is None:
         return Order(
             group_rows=index.rows,
@@ -125,6 +136,22 @@ def _order(config: DataConfig, index: Index, virtual_workers: int) -> Order | Mi
         seed=config.seed,
         shuffle=config.shuffle,
         changes=changes,
+    )
+
+
+def _packed_order(
+    config: DataConfig, index: Index, virtual_workers: int, shuffle: Any, tail: Any
+) -> PackedOrder:
+    assert config.pack is not None and index.tokens is not None, "an index of another config"
+    return PackedOrder(
+        group_tokens=index.tokens,
+        length=config.pack,
+        group_bytes=index.nbytes,
+        virtual_workers=virtual_workers,
+        micro_batch_size=config.micro_batch_size,
+        seed=config.seed,
+        shuffle=shuffle,
+        tail=tail,
     )
 
 

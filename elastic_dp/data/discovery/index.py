@@ -35,6 +35,7 @@ from elastic_dp.data.discovery.opened_source import (
 from elastic_dp.data.discovery.shard_index import CHUNK, Index, IndexedSource
 from elastic_dp.data.discovery.shard_scans import announce, scan_all
 from elastic_dp.data.discovery.skipped_files import skipped_message
+from elastic_dp.data.discovery.token_counts import with_tokens
 from elastic_dp.data.formats.csv import Csv
 from elastic_dp.data.formats.exact_numbers import leading_zero_warnings, refuse_rounded
 from elastic_dp.data.formats.format import Ints, Scan
@@ -129,7 +130,9 @@ def read_index(
     nulls.add_missing(columns.absent())
     index = build.finish(columns, check_nulls(nulls, config.fill_nulls, found))
     index = replace(index, csv=CsvOptions.of(config.csv_options).identity)
-    return index if config.filter is None else filtered(index, config, sources)
+    if config.filter is not None:
+        index = filtered(index, config, sources)
+    return index if config.pack is None else with_tokens(index, config, sources)
 
 
 class Builder:

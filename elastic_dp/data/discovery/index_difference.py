@@ -19,6 +19,9 @@ def difference(old: Index, new: Index) -> str | None:
     if old.csv != new.csv:
         was, now = old.csv or "not set", new.csv or "not set"
         return f"csv_options were {was}, and are {now}"
+    if (old.tokens is None) != (new.tokens is None):
+        was, now = ("not set" if one.tokens is None else "set" for one in (old, new))
+        return f"pack was {was}, and is {now}"
     if old.columns != new.columns:
         return _columns_difference(dict(old.columns), dict(new.columns))
     if not old.shards["name"].equals(new.shards["name"]):

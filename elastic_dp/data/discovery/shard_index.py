@@ -46,7 +46,7 @@ class Index:
 
     - `shards` [shards]: columns name, version (strings), source, size, check, tail, footer (see
       format.py), partition (JSON, see `partition`).
-    - `groups` [row groups]: columns rows, starts, ends, nbytes (int64).
+    - `groups` [row groups]: columns rows, starts, ends, nbytes (int64); tokens, for packing.
     - `group_bounds` int64 [shards + 1]: shard i has the row groups bounds[i] ≤ j < bounds[i + 1].
     - `columns`: (name, type and the value that replaces nulls) of the columns that the job reads.
     - `schema`: of the top-level columns that contain these.
@@ -73,6 +73,11 @@ class Index:
     def nbytes(self) -> Ints:
         """Estimated bytes in memory, decoded and while being decoded, int64 [row groups]."""
         return self._group_array("nbytes")
+
+    @cached_property
+    def tokens(self) -> Ints | None:
+        """Number of tokens, int64 [row groups]; None if the job does not pack."""
+        return self._group_array("tokens") if "tokens" in self.groups.schema.names else None
 
     @cached_property
     def starts(self) -> Ints:
@@ -139,6 +144,8 @@ class Index:
         content.update((self.selection + self.csv).encode())
         for numbers in (self.group_bounds, self.rows, self.starts, self.ends):
             content.update(np.ascontiguousarray(numbers).data)
+        if self.tokens is not None:
+            content.update(np.ascontiguousarray(self.tokens).data)
         return content.hexdigest()
 
     def to_bytes(self) -> bytes:

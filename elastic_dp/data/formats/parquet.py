@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.dataset
@@ -136,6 +137,22 @@ class Parquet:
             if number < 0 or there.field(number).type != used.type or _has_floats(used.type):
                 return None
         return frozenset(row_group.id for row_group in fragment.subset(expression).row_groups)
+
+    def list_values(self, shard: ShardAt, column: str) -> npt.NDArray[np.int64] | None:
+        """The number of values in all lists of a column of lists, by row group. None: the footer
+        does not say; only Arrow's writer is known to count an empty list as a null."""
+        footer = _parse(_read_tail(shard))
+        numbers = chunk_numbers(footer, [column])
+        if not (footer.created_by or "").startswith("parquet-cpp-arrow") or len(numbers) != 1:
+            return None
+        found = []
+        for number in range(footer.num_row_groups):
+            chunk = footer.row_group(number).column(numbers[0])
+            known = chunk.statistics
+            if known is None or not known.has_null_count:
+                return None
+            found.append(chunk.num_values - known.null_count)
+        return np.array(found, dtype=np.int64)
 
     def close(self) -> None:
         with self._lock:

@@ -1,0 +1,205 @@
+"""Micro-batches of shards by (step, virtual worker): what rows and packed rows have in common.
+
+Row groups are read by one thread pool, micro-batches are made by another, a few steps ahead, and
+`batch` hands them out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data.pipeline.array_memory import BlockPool
+from elastic_dp.data.pipeline.collation import Collator, located, pinned
+from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.data.pipeline.micro_batch_plan import STEPS_AHEAD, MicroBatch
+from elastic_dp.data.pipeline.micro_batches import MicroBatches
+from elastic_dp.data.pipeline.row_group_reader import Key, RowGroupReader
+from elastic_dp.data.pipeline.row_groups import RowGroups
+from elastic_dp.data.pipeline.user_code_process import UserCodeProcess
+from elastic_dp.errors import UserCodeError
+from elastic_dp.module_pickling import pickle_with_modules
+from elastic_dp.sampling import batch_seed
+from elastic_dp.storage import Store
+
+PRODUCERS = 2  # threads that make micro-batches, unless user code runs in processes
+AHEAD_PART = 8  # 1 / AHEAD_PART of the memory is for micro-batches that are made ahead
+# 1 / SLACK_PART of the memory is for what Arrow's allocator keeps in addition to row groups: 50 MiB
+# for 220 MiB in row groups of 1 to 5 MiB.
+SLACK_PART = 6
+ROWS_AT_ONCE, BYTES_AT_ONCE = 2048, 16 << 20  # limits of a chunk of micro-batches
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamCall:
+    """The callable that a data process runs: user code with the generators of one micro-batch."""
+
+    collator: Collator
+    seed: int
+
+    def __call__(self, arrays: Any, step: int, virtual_worker: int) -> Any:
+        seed_everything(batch_seed(self.seed, step, virtual_worker))
+        return self.collator.late(self.collator.early(arrays, step, virtual_worker))
+
+
+class MicroBatchStream(ABC):
+    """A `MicroBatchSource` (see micro_batches.py). `row_bytes`: of a row of a micro-batch, about.
+    `open_row_groups`: for which there must be memory."""
+
+    last_step: int | None = None
+
+    def __init__(
+        self,
+        config: DataConfig,
+        row_groups: RowGroups,
+        row_bytes: int,
+        open_row_groups: int,
+        workers: int,
+        keep: bool,
+        pin: bool,
+        threads: int,
+        stores: Sequence[Store],
+    ) -> None:
+        self._config, self._row_groups, self._pin = config, row_groups, pin
+        self._seed, self._stores = config.seed, stores
+        self._collator = Collator(config, pin=pin and not workers)
+        self.bad: set[int] = set()
+        self._blocks = BlockPool(STEPS_AHEAD)
+        workers = workers if self._collator.has_user_code else 0
+        self._processes = [
+            UserCodeProcess(f"data process {number + 1} of {workers}") for number in range(workers)
+        ]
+        self._in_processes = workers > 0
+        one_more = int(row_groups.reading_bytes.max() + row_groups.nbytes.max())
+        floor = max(largest_bytes(row_groups, open_row_groups), one_more)
+        spare = max(0, config.memory_bytes - floor)
+        ahead = min(config.memory_bytes // AHEAD_PART, spare)
+        slack = min(config.memory_bytes // SLACK_PART, spare - ahead)
+        self._micro_batches = MicroBatches(
+            self,
+            micro_batch_size=config.micro_batch_size,
+            ahead_bytes=ahead,
+            producers=workers or PRODUCERS,
+            rows_at_once=0 if workers or self._collator.runs_early else _rows_in(row_bytes, ahead),
+        )
+        self.reader = RowGroupReader(
+            row_groups,
+            config.memory_bytes - ahead - slack,
+            threads=threads,
+            keep=keep,
+            more=self._micro_batches.extend,
+        )
+
+    @property
+    def counts(self) -> dict[str, float]:
+        stores = [store.counts for store in self._stores]
+        return {
+            "waited_s": self._micro_batches.waited_s,
+            "row_groups_read": self.reader.groups_read,
+            "row_groups_read_again": self.reader.groups_evicted,
+            **{
+                name: sum(getattr(counts, name) for counts in stores)
+                for name in ("requests", "retries", "bytes_read")
+            },
+        }
+
+    def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
+        self._start_processes()
+        self._micro_batches.read_ahead(step, virtual_workers)
+
+    def batch(self, step: int, virtual_worker: int) -> Any:
+        """None if none of its rows can be decoded."""
+        self._start_processes()
+        try:
+            made = self._micro_batches.take(step, virtual_worker)
+            if made is None or self._in_processes:
+                return made
+            return self._collator.late(made)
+        except UserCodeError as error:
+            where = self.describe(step, virtual_worker)
+            raise located(error, step, virtual_worker, where) from error.__cause__
+
+    def mark_bad(self, row_groups: Iterable[int]) -> None:
+        found = set(row_groups) - self.bad
+        if found:
+            self.bad |= found
+            self._micro_batches.remake(lambda located: not found.isdisjoint(located[0].tolist()))
+
+    def describe_row_group(self, row_group: int) -> str:
+        shard, number, _ = self._row_groups.name(row_group)
+        return f"row group {number} of {shard}"
+
+    def close(self) -> None:
+        self._micro_batches.close()
+        for process in self._processes:
+            process.close()
+        self.reader.close()
+        self._micro_batches.join()
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        self.reader.forget(keys)
+
+    def _finish(self, arrays: dict[str, Any] | None, wanted: MicroBatch, producer: int) -> Any:
+        if arrays is None:
+            return None
+        if not self._in_processes:
+            return self._collator.early(arrays, *wanted.slot)
+        made = self._processes[producer].run(arrays, *wanted.slot)
+        return pinned(made) if self._pin else made
+
+    def _readable(self, row_groups: list[int]) -> list[int]:
+        return [row_group for row_group in row_groups if row_group not in self.bad]
+
+    def _start_processes(self) -> None:
+        if self._processes and self._processes[0].pid is None:
+            pickled = pickle_with_modules(_StreamCall(self._collator, self._seed))
+            for process in self._processes:
+                process.start(pickled)
+
+    @abstractmethod
+    def masked(self, step: int, virtual_worker: int) -> int: ...
+
+    @abstractmethod
+    def bad_row_groups(self, step: int, virtual_worker: int) -> frozenset[int]: ...
+
+    @abstractmethod
+    def describe(self, step: int, virtual_worker: int) -> str:
+        """What the micro-batch consists of, for error messages."""
+
+    # ------------------------------------------------- what micro-batches are made of
+
+    @abstractmethod
+    def locate(self, steps: range, virtual_worker: int) -> list[tuple[Any, int]]: ...
+
+    def parts(self, before: Any, after: Any) -> bool:
+        return False
+
+    def plan(self, needs: Sequence[tuple[Key, Sequence[Any]]]) -> None:
+        """The row groups of a work are its first element."""
+        self.reader.plan((key, self._readable(_groups_of(works))) for key, works in needs)
+
+    @abstractmethod
+    def make(
+        self, key: Key, wanted: Sequence[MicroBatch], producer: int
+    ) -> tuple[list[Any], int]: ...
+
+
+def _groups_of(works: Sequence[Any]) -> list[int]:
+    found: list[int] = np.unique(np.concatenate([groups for groups, *_ in works])).tolist()
+    return found
+
+
+def _rows_in(row_bytes: int, ahead_bytes: int) -> int:
+    """The limit of rows of a chunk."""
+    return min(ROWS_AT_ONCE, min(BYTES_AT_ONCE, ahead_bytes // STEPS_AHEAD) // row_bytes)
+
+
+def largest_bytes(row_groups: RowGroups, count: int) -> int:
+    """The bytes of the `count` largest row groups."""
+    count = min(count, len(row_groups.nbytes))
+    return int(np.partition(row_groups.nbytes, -count)[-count:].sum()) if count else 0

@@ -1,0 +1,161 @@
+"""The order of packed rows: documents end to end, cut into rows of equal length.
+
+The tokens of an epoch are laid out in one *line*, each exactly once: the row groups in the order of
+`EpochOrder`, with the documents of each row group in an order of their own. Packed row r has the
+tokens r·L ≤ i < (r + 1)·L of the line, so what is left of a document at the end of a row, and of a
+row group at its end, goes into the next row. Packed rows are dealt to virtual workers as rows are:
+each stream is a part of the line, which is read from its start to its end.
+
+So a row is a function of (seed, epoch, r) and of the number of tokens of each row group, and
+nothing else has to be known or stored. Which documents these are follows from the lengths of the
+documents of the row groups that the row touches, mostly one or two, once they are read.
+
+The tokens behind the last complete row are the tail of the epoch: tail="drop" leaves them out,
+others in each epoch; tail="short" makes one more row, which is not full.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_dp.errors import DataError
+from elastic_dp.sampling.epoch_order import EpochOrder, Ints
+from elastic_dp.sampling.keyed_permutation import derive, permute
+from elastic_dp.sampling.order import OPEN_BYTES, Order, Shuffle
+
+_DOCUMENTS = 7  # the purpose of a key; 1 to 6 are used by `Order` and `Mixture`
+_LINES_KEPT = 2
+
+
+class Segments(NamedTuple):
+    """Tokens of row groups, in the order in which packed rows have them; int64 [segments].
+
+    Segment i is `lengths[i]` tokens of row group `groups[i]`, from its token `starts[i]` on, in
+    the order `PackedOrder.documents`. It belongs to packed row `rows[i]`, counted in the
+    micro-batch.
+    """
+
+    groups: Ints
+    starts: Ints
+    lengths: Ints
+    rows: Ints
+
+
+class PackedOrder:
+    """As `Order`, for packed rows of `length` tokens.
+
+    `group_tokens` is the number of tokens of each row group, in file order. Raises DataError if an
+    epoch has no complete step.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_tokens: npt.ArrayLike,
+        length: int,
+        virtual_workers: int,
+        micro_batch_size: int,
+        group_bytes: npt.ArrayLike | None = None,
+        open_bytes: int = OPEN_BYTES,
+        seed: int = 0,
+        shuffle: Shuffle = "rows",
+        tail: Literal["drop", "short"] = "drop",
+    ) -> None:
+        self._group_tokens: Ints = np.asarray(group_tokens, dtype=np.int64)
+        self.num_tokens, self.length = int(self._group_tokens.sum()), length
+        rows = -(-self.num_tokens // length) if tail == "short" else self.num_tokens // length
+        if not rows:
+            raise DataError(
+                f"the documents have {self.num_tokens} tokens together, too few for one row of "
+                f"DataConfig.pack={length}; lower pack"
+            )
+        self._rows = Order(
+            group_rows=[rows],
+            group_bytes=group_bytes,
+            open_bytes=open_bytes,
+            virtual_workers=virtual_workers,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            tail=tail,
+        )
+        self.num_rows, self.steps_per_epoch = rows, self._rows.steps_per_epoch
+        self.virtual_workers, self.micro_batch_size = virtual_workers, micro_batch_size
+        self._line = lru_cache(_LINES_KEPT)(self._lay_out)
+
+    @property
+    def identity(self) -> str:
+        """All parameters, besides the row groups, that determine the order."""
+        return f"packed 1 length={self.length}: {self._rows.identity}"
+
+    def epoch_of(self, step: int) -> int:
+        return self._rows.epoch_of(step)
+
+    def ends_epoch(self, step: int) -> bool:
+        return self._rows.ends_epoch(step)
+
+    def open_row_groups(self, virtual_workers: int) -> int:
+        """Return the number of row groups that are open at one time; see `Order`."""
+        if self._rows.shuffle == "full":
+            return len(self._group_tokens)
+        return self._rows.open_row_groups(virtual_workers)
+
+    def rows(self, step: int, virtual_worker: int) -> int:
+        return self._rows.rows(step, virtual_worker)
+
+    def locate(self, step: int, virtual_worker: int) -> Segments:
+        """Return what the rows of the micro-batch consist of."""
+        ((segments, _),) = self.locate_each(range(step, step + 1), virtual_worker)
+        return segments
+
+    def locate_each(self, steps: range, virtual_worker: int) -> list[tuple[Segments, int]]:
+        """Return (segments, number of rows) for each step. Steps of an epoch are located together,
+        which costs as much as one.
+        """
+        found: list[tuple[Segments, int]] = []
+        b, per_epoch = self.micro_batch_size, self.steps_per_epoch
+        step = steps.start
+        while step < steps.stop:
+            epoch, first = divmod(step - 1, per_epoch)
+            count = min(steps.stop - step, per_epoch - first)
+            stop = min((first + count) * b, self._rows.share(virtual_worker))
+            index = np.arange(min(first * b, stop), stop, dtype=np.int64)
+            located = self._locate(epoch, virtual_worker, index)
+            cuts = np.searchsorted(located.rows, np.arange(count + 1) * b)
+            for number in range(count):
+                part = slice(cuts[number], cuts[number + 1])
+                segments = Segments(*(of_all[part] for of_all in located))
+                rows = min(max(len(index) - number * b, 0), b)
+                found.append((segments._replace(rows=segments.rows - number * b), rows))
+            step += count
+        return found
+
+    def tokens_of(self, row_group: int) -> int:
+        return int(self._group_tokens[row_group])
+
+    def documents(self, epoch: int, row_group: int, count: int) -> Ints | None:
+        """Return the order of the `count` documents of a row group; None for file order."""
+        if self._rows.shuffle != "rows":
+            return None
+        key = np.uint64(derive(_DOCUMENTS, self._rows.seed, epoch, row_group))
+        return permute(np.arange(count), np.uint64(count), key)
+
+    def _locate(self, epoch: int, virtual_worker: int, index: Ints) -> Segments:
+        """Locate rows of the virtual worker's share; `index` counts them from 0 in its order."""
+        position, _, _ = self._rows.positions(virtual_worker, index)
+        if self._rows.shuffle == "full":
+            position = self._rows.permuted(epoch, position)
+        first = position * self.length
+        count = np.minimum(self.length, self.num_tokens - first)
+        shuffled = self._rows.shuffle == "rows"
+        rows, groups, starts, lengths = self._line(epoch if shuffled else 0).spans(first, count)
+        return Segments(groups, starts, lengths, rows)
+
+    def _lay_out(self, epoch: int) -> EpochOrder:
+        if self._rows.shuffle == "rows":
+            return EpochOrder(self._group_tokens, seed=self._rows.seed, epoch=epoch)
+        return EpochOrder.in_file_order(self._group_tokens)

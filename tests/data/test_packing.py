@@ -1,0 +1,279 @@
+"""Packing while training: each token of each document in one packed row of an epoch, with its
+position and document; the same rows for any fleet, under a kill and over a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data import open_data, open_evaluation, read_index
+from elastic_dp.data.datasets import packed_micro_batches
+from elastic_dp.data.discovery.index_difference import difference
+from elastic_dp.data.discovery.shard_index import Index
+from elastic_dp.data.formats.parquet import Parquet
+from elastic_dp.errors import DataError, SpecError
+from elastic_dp.train.fault_injection import WorkerFault
+from tests.runs import group, local, spec_of
+
+V, B, LENGTH, DOCUMENTS = 4, 2, 16, 60
+Row = dict[str, list[int]]
+
+
+def document(i: int) -> list[int]:
+    """Token p of document i is 1000 i + p, from 1."""
+    return [1000 * i + p + 1 for p in range(i * 7 % 23)]  # some are empty
+
+
+def table(ids: range) -> pa.Table:
+    made = [document(i) for i in ids]
+    return pa.table(
+        {
+            "input_ids": pa.array(made, pa.list_(pa.int32())),
+            "labels": pa.array([[-token for token in one] for one in made], pa.list_(pa.int64())),
+        }
+    )
+
+
+def parquet(path: Path, ids: range) -> None:
+    pq.write_table(table(ids), path.with_suffix(".parquet"), row_group_size=7)
+
+
+def parquet_by_polars(path: Path, ids: range) -> None:
+    pl.from_arrow(table(ids)).write_parquet(path.with_suffix(".parquet"), row_group_size=7)
+
+
+def arrow(path: Path, ids: range) -> None:
+    made = table(ids)
+    with pa.ipc.new_file(path.with_suffix(".arrow"), made.schema) as file:
+        file.write_table(made, max_chunksize=9)
+
+
+def jsonl(path: Path, ids: range) -> None:
+    rows = table(ids).to_pylist()
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+KINDS: dict[str, Callable[[Path, range], None]] = {
+    write.__name__: write for write in (parquet, parquet_by_polars, arrow, jsonl)
+}
+
+
+def packed(folder: Path, kind: str = "parquet", **changes: Any) -> DataConfig:
+    folder.mkdir(parents=True)
+    for shard in range(3):
+        ids = range(DOCUMENTS * shard // 3, DOCUMENTS * (shard + 1) // 3)
+        KINDS[kind](folder / f"{shard}", ids)
+    options: dict[str, Any] = {"micro_batch_size": B, "pack": LENGTH, "tail": "short", "seed": 3}
+    options["epochs"] = 2  # little is made ahead
+    return DataConfig(str(folder), **options | changes)
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> list[Row]:
+    columns = {name: tensor.tolist() for name, tensor in batch.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def epoch_of(config: DataConfig, workers: int, epoch: int = 0) -> list[Row]:
+    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
+    per_epoch = data[0].steps_per_epoch
+    for number, one in enumerate(data):
+        one.read_ahead(1 + epoch * per_epoch, range(number, V, workers))
+    found = []
+    for step in range(1 + epoch * per_epoch, 1 + (epoch + 1) * per_epoch):
+        for v in range(V):
+            if data[v % workers].rows(step, v):
+                found += rows_of(data[v % workers].batch(step, v))
+    for one in data:
+        one.close()
+    return found
+
+
+def check(rows: list[Row], ids: Any = range(DOCUMENTS)) -> None:
+    """Each token once, and each row is parts of documents with their positions and numbers."""
+    seen: list[int] = []
+    for row in rows:
+        assert row["labels"] == [-token for token in row["input_ids"]]
+        tokens = [t for t, d in zip(row["input_ids"], row["document_ids"], strict=True) if d >= 0]
+        assert row["input_ids"] == tokens + [0] * (LENGTH - len(tokens))  # padding comes last
+        seen += tokens
+        number = position = -1
+        for i, token in enumerate(tokens):
+            follows = i > 0 and token == tokens[i - 1] + 1
+            number, position = (number, position + 1) if follows else (number + 1, 0)
+            assert (row["document_ids"][i], row["position_ids"][i]) == (number, position)
+        assert row["position_ids"][len(tokens) :] == [0] * (LENGTH - len(tokens))
+    assert sorted(seen) == sorted(token for i in ids for token in document(i))
+    assert sum(0 in row["input_ids"] for row in rows) <= 1
+
+
+@pytest.mark.parametrize("long_pieces", [1, 1 << 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_is_packed_once_for_one_worker_and_for_three(
+    kind, long_pieces, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(packed_micro_batches, "_LONG_PIECES", long_pieces)
+    config = packed(tmp_path / "in", kind)
+    alone = epoch_of(config, 1)
+    assert alone == epoch_of(config, 3)
+    check(alone)
+    other = epoch_of(config, 1, epoch=1)
+    check(other)
+    assert alone != other
+
+
+@pytest.mark.parametrize("shuffle", ["none", "full"])
+def test_each_token_is_packed_once_in_any_shuffle(shuffle, tmp_path):
+    config = packed(tmp_path / "in", shuffle=shuffle)
+    rows = epoch_of(config, 3)
+    check(rows)
+    in_order = [token for i in range(DOCUMENTS) for token in document(i)]
+    flat = [t for row in rows for t in row["input_ids"]]
+    assert (flat[: len(in_order)] == in_order) == (shuffle == "none")
+
+
+def test_last_tokens_are_dropped_in_each_epoch_and_not_the_same(tmp_path):
+    config = packed(tmp_path / "in", tail="drop")
+    every = {token for i in range(DOCUMENTS) for token in document(i)}
+    lost = []
+    for epoch in (0, 1):
+        rows = epoch_of(config, 1, epoch)
+        seen = [token for row in rows for token in row["input_ids"]]
+        assert len(set(seen)) == len(seen) and len(rows) % (V * B) == 0
+        lost.append(every - set(seen))
+        assert len(lost[-1]) < (V * B + 1) * LENGTH
+    assert lost[0] != lost[1]
+
+
+def test_evaluation_packs_every_token_once_in_file_order(tmp_path):
+    config = packed(tmp_path / "in")
+    found = []
+    for workers in (1, 3):
+        data = [open_evaluation(config) for _ in range(workers)]
+        rows = [
+            row for n in range(data[0].num_batches) for row in rows_of(data[n % workers].batch(n))
+        ]
+        for one in data:
+            one.close()
+        found.append(rows)
+    assert found[0] == found[1]
+    check(found[0])
+    tokens = [token for row in found[0] for token in row["input_ids"] if token]
+    assert tokens == sorted(tokens)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_documents_that_a_filter_leaves_out_are_not_packed(kind, tmp_path):
+    kept = pc.greater(pc.list_value_length(pc.field("input_ids")), 9)
+    config = packed(tmp_path / "in", kind, filter=kept)
+    rows = epoch_of(config, 3)
+    check(rows, [i for i in range(DOCUMENTS) if len(document(i)) > 9])
+
+
+def test_tokens_are_counted_by_footers_as_by_reading(tmp_path, monkeypatch):
+    by_footer = read_index(packed(tmp_path / "a"))
+    monkeypatch.setattr(Parquet, "list_values", lambda *given: None)
+    by_reading = read_index(packed(tmp_path / "b"))
+    assert by_footer.tokens is not None and by_reading.tokens is not None
+    assert by_footer.tokens.tolist() == by_reading.tokens.tolist()
+    assert sum(by_footer.tokens) == sum(len(document(i)) for i in range(DOCUMENTS))
+
+
+def test_footers_by_arrow_are_all_that_is_read_at_open(tmp_path, monkeypatch):
+    config = packed(tmp_path / "a")
+    monkeypatch.setattr(Parquet, "read", lambda *given: pytest.fail("a row group was read"))
+    index = read_index(config)
+    again = Index.from_bytes(index.to_bytes())
+    assert again.digest == index.digest and np.array_equal(again.tokens, index.tokens)
+
+
+def train(ctx: Any) -> None:
+    model = torch.nn.Linear(LENGTH, 1)
+    with open(f"{ctx.config['folder']}/{ctx._session.worker}", "a", buffering=1) as log:
+
+        def loss_fn(m: Any, batch: Any) -> torch.Tensor:
+            log.write(json.dumps(rows_of(batch)) + "\n")
+            return m(batch["input_ids"].float() / 60_000 + batch["position_ids"]).square().mean()
+
+        for _ in ctx.steps(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss_fn):
+            pass
+
+
+def test_packed_rows_under_a_kill_and_over_a_resume_give_the_undisturbed_weights(tmp_path):
+    config = packed(tmp_path / "in")
+    (tmp_path / "log").mkdir()
+    steps = open_data(config, virtual_workers=V).steps_per_epoch
+    options = {"folder": str(tmp_path / "log")}
+    spec = spec_of(steps=steps, workers=3, min_workers=3, virtual=V, config=options)
+    spec = dataclasses.replace(spec, data=config)
+    fault = WorkerFault("before_forward", step=3, rank=1, once=str(tmp_path / "dead"))
+    outcome, _ = group(spec, train, faults=(fault,))
+    assert outcome.error is None, outcome.traceback
+    assert outcome.workers_lost == 1
+    rows: dict[str, Row] = {}
+    for file in (tmp_path / "log").iterdir():
+        for line in file.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):  # else its worker was killed
+                rows |= {str(row): row for row in json.loads(line)}
+    check(list(rows.values()))
+    url = str(tmp_path / "run")
+    first = local(dataclasses.replace(spec, max_steps=2), train, url=url)
+    resumed = local(spec, train, url=url)
+    assert first.digest != resumed.digest == local(spec, train).digest == outcome.digest
+
+
+def write(folder: Path, **columns: Any) -> DataConfig:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), folder / "a.parquet")
+    return DataConfig(str(folder), pack=4, micro_batch_size=1)
+
+
+def test_columns_that_cannot_be_packed_are_refused_by_name(tmp_path):
+    lists = [[1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(DataError, match=r"column 'text' is string, and must be a list with one"):
+        read_index(write(tmp_path, input_ids=lists, text=["a", "b"]))
+    with pytest.raises(DataError, match=r"makes the column 'position_ids', and the data set has"):
+        read_index(write(tmp_path, input_ids=lists, position_ids=lists))
+    data = open_data(write(tmp_path, input_ids=lists, labels=[[1, 2], lists[1]]), virtual_workers=1)
+    with pytest.raises(DataError, match=r"row 0 of a\.parquet has 3 values .* and 2 in 'labels'"):
+        data.batch(1, 0)
+    data.close()
+    config = dataclasses.replace(write(tmp_path, input_ids=lists), pack=8)
+    with pytest.raises(DataError, match=r"7 tokens together, too few"):
+        open_data(config, virtual_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pack": 0}, r"DataConfig\.pack is 0, must be at least 1"),
+        ({"url": {"a": 1.0}}, "url has weights, which count rows; pack each source beforehand"),
+        ({"on_bad_shard": "skip"}, 'on_bad_shard is "skip"'),
+        ({"source_column": "s"}, "source_column has one value for each row"),
+    ],
+)
+def test_options_that_do_not_go_with_packing_are_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        DataConfig(**{"url": "a", "pack": 8, "micro_batch_size": 1} | changes)
+
+
+def test_packing_is_part_of_what_a_run_remembers(tmp_path):
+    config = packed(tmp_path / "in")
+    plain = read_index(dataclasses.replace(config, pack=None))
+    assert difference(plain, read_index(config)) == "pack was not set, and is set"
+    prints = {
+        open_data(dataclasses.replace(config, pack=n), virtual_workers=V).fingerprint
+        for n in (LENGTH, LENGTH, LENGTH + 1)
+    }
+    assert len(prints) == 2
