@@ -53,7 +53,7 @@ def test_an_interrupted_driver_saves_says_so_and_exits_without_a_traceback(tmp_p
         said = "".join(lines) + driver.communicate()[1]
     finally:
         driver.kill()
-        driver.communicate()
+        driver.wait()
     assert driver.returncode == 128 + number, said
     assert "Traceback" not in said and "KeyboardInterrupt" not in said
     ended = json.loads((tmp_path / "mine" / "result.json").read_text())
