@@ -31,7 +31,14 @@ def where(config: DataConfig, expression: Any) -> DataConfig:
     return dataclasses.replace(config, filter=expression)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow_stream", "csv_by_python", "jsonl", "tar"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "parquet",
+        "csv_by_python",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow_stream", "jsonl", "tar")),
+    ],
+)
 def test_rows_that_a_filter_keeps_are_dealt_once_to_one_worker_and_to_three(kind, tmp_path):
     name = "cls" if kind == "tar" else "id"
     odd = pc.bit_wise_and(pc.field(name), pc.scalar(1)) == 1

@@ -198,7 +198,6 @@ def some(kind: str, *more: str) -> Any:
         "jsonl",
         "json_array",
         "tar",
-        "tar_gz",
     )
     return pytest.param(kind, *more, marks=() if every else pytest.mark.slow)
 
