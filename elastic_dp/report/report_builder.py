@@ -424,7 +424,9 @@ class _Checkpoints:
 
 
 def _text(value: Any) -> str:
-    text = redact_url(str(value))
+    text = str(value)
+    if "://" in text:
+        text = redact_url(text)
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
 
 

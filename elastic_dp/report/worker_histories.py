@@ -98,7 +98,7 @@ class WorkerHistories:
             if history.condition is not WorkerCondition.TRAINING:
                 joined.append(worker)
                 history.seen_step = step
-            self.enter(worker, WorkerCondition.TRAINING, now)
+                self.enter(worker, WorkerCondition.TRAINING, now)
         return joined
 
     def report(self, worker: str, times: Sequence[float], step: int) -> None:

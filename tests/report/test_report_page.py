@@ -97,5 +97,6 @@ def test_command_names_what_is_wrong(stored, tmp_path):
     where = ["-o", str(tmp_path / "no" / "x.html")]
     said = CliRunner().invoke(app, ["report", "night", *stored, *where])
     assert said.exit_code == 2 and "--output" in said.stderr
-    said = CliRunner().invoke(app, ["report", "nobody", *stored])
-    assert said.exit_code == 2 and "no run named 'nobody'" in said.stderr
+    for name in ("nobody", "*", "n?ght"):  # a name is no pattern
+        said = CliRunner().invoke(app, ["report", name, *stored])
+        assert said.exit_code == 2 and f"no run named '{name}'" in said.stderr

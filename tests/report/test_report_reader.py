@@ -1,12 +1,16 @@
 """The report of a folder: real journals, folders that grow, and what is damaged in them."""
 
 import json
+import uuid
 
 import pytest
 
 from elastic_dp.coordinator.messages import CheckpointRequested, SizeRequested, StopRequested
+from elastic_dp.report import report_reader
 from elastic_dp.report.report_model import EventKind, RunPhase
 from elastic_dp.report.report_reader import RunFolder, read_report
+from elastic_dp.storage import Store
+from elastic_dp.storage.json_files import path_in
 from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.journal import Journal, read_events
 from elastic_dp.testing import ProcessRun
@@ -38,6 +42,19 @@ def test_report_of_a_folder_that_grows_is_that_of_the_whole_folder(tmp_path):
         report = growing.report(T0 + 12)
     assert report == read_report("night", url(tmp_path / "a"), T0 + 12)
     assert report.phase is RunPhase.FINISHED and len(report.events) == 13
+
+
+def test_folder_on_a_store_whose_objects_are_rewritten_is_followed(monkeypatch):
+    monkeypatch.setattr(report_reader, "_CHUNK_BYTES", 512)  # several reads of one object
+    where = StorageURL(f"memory://{uuid.uuid4().hex}/night")
+    store, lines = Store(where), night()
+    growing = RunFolder("night", where)
+    for at in range(5, len(lines) + 5, 5):
+        events = [json.dumps(line) + "\n" for line in lines[:at] if "step" not in line]
+        store.write(path_in(store, "events.jsonl"), "".join(events).encode())
+        report = growing.report(T0 + 12)
+    assert not growing.is_local
+    assert report == read_report("night", where, T0 + 12) and report.lost == 1
 
 
 def test_line_that_is_not_complete_is_taken_when_it_is(tmp_path):

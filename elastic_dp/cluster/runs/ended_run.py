@@ -35,7 +35,8 @@ class EndedRun:
         """Raises ClusterError if no run has started there."""
         self.name, self.url = name, run_url(name, storage_path, storage_options)
         self._store = Store(self.url)
-        if not any(self._store.find(_inside(self._store, f"{n}.json")) for n in ("run", "result")):
+        files = (_inside(self._store, f"{n}.json") for n in ("run", "result"))
+        if not any(self._store.look_up(file) for file in files):
             raise ClusterError(f"no run named {name!r} is at {self._store.url}: it has no run.json")
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
         self.holder = newest.holder if newest is not None and newest.state == "held" else ""
