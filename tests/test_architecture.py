@@ -369,7 +369,7 @@ PARAMETERS = {
     "TrainContext.checkpoint": "self metrics",
     "DataConfig": """
         url *micro_batch_size epochs seed tail format csv_options source_column columns filter
-        pack transform collate_fn workers shuffle memory_bytes on_bad_shard max_bad_fraction
+        pack decode transform collate_fn workers shuffle memory_bytes on_bad_shard max_bad_fraction
         fill_nulls storage_options
     """,
     "MapStyleData": """

@@ -60,6 +60,8 @@ class DataConfig(_Order):
     - `pack`: rows are documents, and a row of a micro-batch has `pack` tokens of documents end to
       end, with the columns "position_ids" and "document_ids". All columns must be lists with one
       number for each token, such as "input_ids". None: rows are as they are.
+    - `decode`: {"image": "rgb"} decodes the images in a column of bytes to uint8 arrays [height,
+      width, 3], before `transform`, in threads or in the processes of `workers`.
     - `transform`: a function of each micro-batch (a dict of arrays), before it becomes tensors.
       `transform(batch)` runs with the global generators of Python, NumPy and torch seeded by (seed,
       step, virtual worker). `transform(batch, rng)` receives a `numpy.random.Generator` instead,
@@ -90,6 +92,7 @@ class DataConfig(_Order):
     # The "==" of two expressions is another expression.
     filter: Any = field(default=None, kw_only=True, compare=False)
     pack: int | None = field(default=None, kw_only=True)
+    decode: Mapping[str, str] | None = field(default=None, kw_only=True)
     transform: Callable[..., Any] | None = field(default=None, kw_only=True)
     collate_fn: Callable[..., Any] | None = field(default=None, kw_only=True)
     workers: int = field(default=0, kw_only=True)
@@ -127,6 +130,11 @@ class DataConfig(_Order):
         if self.columns is not None and (isinstance(self.columns, str) or not self.columns):
             raise SpecError("DataConfig.columns must be a list of one column name or more, or None")
         self._check_pack()
+        kinds = self.decode or {}
+        if not isinstance(kinds, Mapping) or any(kind != "rgb" for kind in kinds.values()):
+            raise SpecError(
+                f'DataConfig.decode is {kinds!r}, must be a dict such as {{"x": "rgb"}}'
+            )
         if self.source_column is not None and not (
             isinstance(self.source_column, str) and self.source_column
         ):

@@ -70,7 +70,7 @@ class MicroBatchStream(ABC):
         self._collator = Collator(config, pin=pin and not workers)
         self.bad: set[int] = set()
         self._blocks = BlockPool(STEPS_AHEAD)
-        workers = workers if self._collator.has_user_code else 0
+        workers = workers if self._collator.has_user_code or self._collator.decodes else 0
         self._processes = [
             UserCodeProcess(f"data process {number + 1} of {workers}") for number in range(workers)
         ]
@@ -85,7 +85,7 @@ class MicroBatchStream(ABC):
             micro_batch_size=config.micro_batch_size,
             ahead_bytes=ahead,
             producers=workers or PRODUCERS,
-            rows_at_once=0 if workers or self._collator.runs_early else _rows_in(row_bytes, ahead),
+            rows_at_once=0 if workers or self._collator.makes_alone else _rows_in(row_bytes, ahead),
         )
         self.reader = RowGroupReader(
             row_groups,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from elastic_dp.config import DataConfig, MapStyleData
+from elastic_dp.data.columns.schema import leaves
 from elastic_dp.data.datasets.dataset_interface import Dataset, EvaluationData
 from elastic_dp.data.datasets.map_style import MapStyleDataset, MapStyleEvaluation
 from elastic_dp.data.datasets.micro_batch_stream import largest_bytes
@@ -19,6 +20,7 @@ from elastic_dp.data.datasets.sharded import (
     rows_in_file_order,
 )
 from elastic_dp.data.discovery.index import Index, read_index
+from elastic_dp.data.pipeline.image_decoding import check_decoded
 from elastic_dp.data.pipeline.row_group_reader import READ_THREADS
 from elastic_dp.data.pipeline.row_groups import RowGroups, ShardRowGroups
 from elastic_dp.errors import DataError
@@ -159,6 +161,7 @@ def _row_groups(
     config: DataConfig, index: Index, timeout_s: float, on_wait: Callable[[str], None] | None
 ) -> tuple[ShardRowGroups, dict[str, Any]]:
     """The row groups, and the options that both kinds of data set take for them."""
+    check_decoded(config.decode, leaves(index.schema))
     stores = [
         Store(url, config.storage_options, timeout_s=timeout_s, on_wait=on_wait)
         for url in config.urls

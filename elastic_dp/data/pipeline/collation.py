@@ -18,6 +18,7 @@ import torch
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data.pipeline.array_memory import ALIGNED_TO, aligned_copy, is_aligned
+from elastic_dp.data.pipeline.image_decoding import decoded
 from elastic_dp.errors import DataError, ElasticError, SpecError, UserCodeError
 from elastic_dp.sampling import generator_for
 
@@ -33,10 +34,15 @@ class Collator:
         self._seed, self._pin = config.seed, pin
         self.runs_early = config.transform is not None and takes_rng(config.transform)
         own_generators = config.transform is None or self.runs_early
+        self._decode = dict(config.decode or {})
+        self.decodes = bool(self._decode)
         self.all_early = own_generators and config.collate_fn is None
         self.has_user_code = config.transform is not None or config.collate_fn is not None
+        self.makes_alone = self.runs_early or self.decodes  # one micro-batch at a time
 
     def early(self, arrays: Any, step: int, virtual_worker: int) -> Any:
+        if self.decodes:
+            arrays = call_user("DataConfig.decode", decoded, arrays, self._decode)
         if self.runs_early:
             rng = generator_for(self._seed, step, virtual_worker)
             arrays = call_user("DataConfig.transform", self._transform, arrays, rng)
@@ -154,6 +160,12 @@ def _to_tensor(name: str, value: Any) -> Any:
     first = value
     while isinstance(first, list) and first:
         first = first[0]
+    if isinstance(value, list) and _is_image(first):
+        raise DataError(
+            f"column {name!r} holds images of different sizes ({first.shape[0]} x "
+            f"{first.shape[1]}, …) in one micro-batch; crop or resize them in "
+            "DataConfig.transform, or write them in one size"
+        )
     if isinstance(value, list) and isinstance(first, np.ndarray):
         raise DataError(
             f"column {name!r} holds lists of different lengths ({len(first)}, …) in one "
@@ -161,3 +173,7 @@ def _to_tensor(name: str, value: Any) -> Any:
             "them in DataConfig.collate_fn, or leave the column out by DataConfig.columns"
         )
     return value
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8

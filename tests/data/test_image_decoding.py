@@ -1,0 +1,111 @@
+"""Images decoded to pixels: the same ones for any fleet, in threads and in processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from elastic_dp.config import DataConfig
+from elastic_dp.data import open_data, open_evaluation
+from elastic_dp.errors import DataError, SpecError, UserCodeError
+
+Image = pytest.importorskip("PIL.Image")
+ROWS, V, B = 24, 4, 2
+
+
+def pixels(i: int) -> Any:
+    return np.random.default_rng(i).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+
+
+def encoded(array: Any, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(array).save(out, kind)
+    return out.getvalue()
+
+
+def images(folder: Path, contents: list[bytes | None], **changes: Any) -> DataConfig:
+    made = pa.table({"id": range(len(contents)), "image": pa.array(contents, pa.binary())})
+    pq.write_table(made, folder / "a.parquet", row_group_size=5)
+    options: dict[str, Any] = {"decode": {"image": "rgb"}, "micro_batch_size": B}
+    return DataConfig(str(folder), **options | changes)
+
+
+def dealt(config: DataConfig, workers: int) -> list[tuple[int, torch.Tensor]]:
+    data = [open_data(config, virtual_workers=V) for _ in range(workers)]
+    for number, one in enumerate(data):
+        one.read_ahead(1, range(number, V, workers))
+    found = []
+    for step in range(1, data[0].steps_per_epoch + 1):
+        for v in range(V):
+            batch = data[v % workers].batch(step, v)
+            found += zip(batch["id"].tolist(), batch["image"], strict=True)
+    for one in data:
+        one.close()
+    return found
+
+
+def test_images_are_the_pixels_that_were_written_for_one_worker_and_for_three(tmp_path):
+    config = images(tmp_path, [encoded(pixels(i)) for i in range(ROWS)], epochs=1)
+    alone, three = dealt(config, 1), dealt(config, 3)
+    assert [i for i, _ in alone] == [i for i, _ in three]
+    assert sorted(i for i, _ in alone) == list(range(ROWS))
+    for found in (alone, three):
+        for i, image in found:
+            assert image.dtype == torch.uint8 and np.array_equal(image, pixels(i))
+    data = open_evaluation(config)
+    assert np.array_equal(data.batch(0)["image"], [pixels(0), pixels(1)])
+    data.close()
+
+
+def test_images_decoded_in_a_process_are_those_decoded_in_threads(tmp_path):
+    config = images(tmp_path, [encoded(pixels(i), "JPEG") for i in range(ROWS)], epochs=1)
+    here, there = dealt(config, 1), dealt(dataclasses.replace(config, workers=1), 1)
+    for (i, one), (j, other) in zip(here, there, strict=True):
+        assert i == j and torch.equal(one, other)
+
+
+def test_gray_images_become_rgb_and_sizes_that_differ_reach_the_transform(tmp_path):
+    gray = encoded(pixels(0)[:, :, 0])
+    contents: list[bytes | None] = [gray, encoded(pixels(1)[:3])] * 4
+
+    def crop(batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {"image": np.stack([image[:3] for image in batch["image"]])}
+
+    config = images(tmp_path, contents, shuffle="none", transform=crop)
+    data = open_data(config, virtual_workers=1)
+    batch = data.batch(1, 0)
+    data.close()
+    assert np.array_equal(batch["image"][0], np.repeat(pixels(0)[:3, :, :1], 3, axis=2))
+    data = open_data(dataclasses.replace(config, transform=None), virtual_workers=1)
+    with pytest.raises(DataError, match=r"images of different sizes \(5 x 7, …\)"):
+        data.batch(1, 0)
+    data.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [(b"no image", "cannot identify image file"), (None, "column 'image' is null")],
+)
+def test_image_that_cannot_be_decoded_is_named_by_its_row(bad, message, tmp_path):
+    contents = [encoded(pixels(0)), bad] * 4
+    data = open_data(images(tmp_path, contents, shuffle="none"), virtual_workers=1)
+    with pytest.raises(UserCodeError, match=rf"DataConfig\.decode .*{message}.*rows 0, 1 of a\."):
+        data.batch(1, 0)
+    data.close()
+
+
+def test_columns_that_hold_no_images_are_refused_when_data_is_opened(tmp_path):
+    config = images(tmp_path, [encoded(pixels(0))] * 8)
+    for name, message in (("id", "'id' is int64, and must hold the bytes"), ("x", "no column 'x'")):
+        with pytest.raises(DataError, match=rf"DataConfig\.decode: .*{message}"):
+            open_data(dataclasses.replace(config, decode={name: "rgb"}), virtual_workers=1)
+    with pytest.raises(SpecError, match=r"DataConfig\.decode is \{'image': 'bgr'\}"):
+        dataclasses.replace(config, decode={"image": "bgr"})
