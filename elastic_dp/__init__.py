@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         MapStyleData,
         ScalingConfig,
     )
-    from elastic_dp.telemetry.loggers import RunLogger
     from elastic_dp.train.context import Step, TrainContext
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "MapStyleData",
     "Result",
     "Run",
-    "RunLogger",
     "ScalingConfig",
     "Step",
     "TrainContext",
@@ -44,7 +42,6 @@ _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
     "Result": "elastic_dp.cluster.runs.run_record",
     "Run": "elastic_dp.cluster.run_handle",
-    "RunLogger": "elastic_dp.telemetry.loggers",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",
     "attach": "elastic_dp.cluster.runs.attach",

@@ -21,7 +21,7 @@ from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
-from elastic_dp.telemetry.loggers import close_loggers, log_to, tell_loggers
+from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
 
 _FOLLOW_S = 1.0  # how long the controller waits for new lines
@@ -215,17 +215,12 @@ class Run:
     def _wait(self, progress: ProgressPrinter | None) -> Result | Exception:
         import ray
 
-        step = 0
         try:
             for line in self.events():
                 if progress is not None:
                     progress.show(line)
                 if "event" not in line and "command" not in line:
-                    step = line["step"]
                     log_to(self._loggers, line)
-                else:
-                    tell_loggers(self._loggers, line, step)
-            close_loggers(self._loggers)
             outcome: RunOutcome = self._ask("wait", None)
             self._last = self._ask("status")
         except ClusterError:

@@ -47,7 +47,7 @@ from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.telemetry.loggers import close_loggers, log_to, tell_loggers
+from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
 from elastic_dp.train.checkpointing.job_match import job_identity
 from elastic_dp.train.exactness.machine_kind import why_inexact
@@ -70,7 +70,7 @@ class ElasticTrainer:
     - `exact`: the result is the same to the last bit for any number of workers on one kind of
       machine.
     - `loggers`: called with each record, in the process that waits for the run. Their exceptions
-      become warnings. `elastic_dp.integrations.trackers` has those for TensorBoard, W&B and MLflow.
+      become warnings.
     - `labels`: strings that the run's status carries.
     - `runtime_env`: Ray's, for workers and controller.
     - `storage_options`: options for the file system of `storage_path`, such as keys and an
@@ -245,7 +245,6 @@ class ElasticTrainer:
         def tell(text: str) -> None:
             journal.command(Explain(text))
             say(text)
-            tell_loggers(self.loggers, {"command": "Explain", "text": text}, run.step)
 
         run = LocalRun(self.spec, data, device, on_say=tell, url=self.url)
         run.check = partial(self._record(data).check_or_write, self.url, data.index)
@@ -264,7 +263,6 @@ class ElasticTrainer:
             raise
         finally:
             progress.flush()
-            close_loggers(self.loggers)
             journal.close()
             data.close()
         because = why_inexact(session.inexact_because, session.state.kinds)

@@ -13,16 +13,6 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 
-def words_of(line: Mapping[str, Any]) -> str | None:
-    """Return what a line of the journal says to a user, None if nothing."""
-    if line.get("command") == "Explain":
-        return str(line["text"])
-    if line.get("event") == "WorkerLost":
-        asked = line.get("cause") == "released"
-        return f"{line['worker']} {'' if asked else 'is gone: '}{line['reason']}"
-    return None
-
-
 class ProgressPrinter:
     """Prints journal lines in words.
 
@@ -52,11 +42,14 @@ class ProgressPrinter:
             self._bar.show(line)
         if "event" not in line and "command" not in line:
             self._metrics(line)
+        elif line.get("command") == "Explain":
+            self.say(line["text"])
         elif line.get("command") in ("FinishRun", "FailRun"):
             self._over = True
             self.flush()
-        elif (words := words_of(line)) and not (self._over and "event" in line):
-            self.say(words)
+        elif line.get("event") == "WorkerLost" and not self._over:
+            asked = line.get("cause") == "released"
+            self.say(f"{line['worker']} {'' if asked else 'is gone: '}{line['reason']}")
 
     def say(self, text: str) -> None:
         """Print a text with the elapsed time."""
