@@ -127,7 +127,9 @@ def main() -> int:
     took: dict[str, list[float]] = {"equal": [], "measured": [], "ideal": []}
     digests = {alone(job("equal", "", sleeps=False))}
     for _ in range(repeats):
-        with patch.object(assignment, "assign_ranges", lambda seconds, virtual_workers, nodes: IDEAL):
+        with patch.object(
+            assignment, "assign_ranges", lambda seconds, virtual_workers, nodes: IDEAL
+        ):
             (ideal,), digest = steps_ms("equal")
         (equal, *_, measured), other = steps_ms("measured")
         digests |= {digest, other}

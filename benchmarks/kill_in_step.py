@@ -54,7 +54,7 @@ def train(ctx: Any) -> None:
     model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session, folder = ctx._session, ctx.config["folder"]
-    log = open(f"{folder}/{session.worker}", "a", buffering=1)  # noqa: SIM115
+    log = open(f"{folder}/{session.worker}", "a", buffering=1)
 
     def loss_fn(m: torch.nn.Module, batch: Any) -> torch.Tensor:
         log.write(f"pass {session.position.step + 1} {int(batch['i'][0])}\n")

@@ -62,7 +62,7 @@ ALLOWED = {
     "cluster": {
         *("errors", "config", "coordinator", "sampling", "storage", "data", "checkpoint"),
         *("device", "distributed", "train", "telemetry", "cluster", "module_pickling"),
-        *("threads", "wording"),
+        *("threads", "wording", "report.report_builder", "report.report_model"),
     },
     "report": {
         *("errors", "urls", "wording", "storage", "checkpoint", "telemetry", "report"),
@@ -98,7 +98,12 @@ ALLOWED = {
         ),
         *("threads", "testing"),
     },
-    "integrations": {"errors", "integrations", "__init__"},  # as a user's script does
+    "integrations": {
+        "errors",
+        "integrations",
+        "telemetry.run_logger",
+        "__init__",
+    },  # as a user's script does
     "__init__": {"config", "train", "cluster", "checkpoint"},
 }
 

@@ -55,6 +55,9 @@ _Storage = Annotated[
     ),
 ]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+_Follow = Annotated[
+    bool, typer.Option("--follow", "-f", help="Continue until the end of the run.")
+]
 _Job = Annotated[
     Path,
     typer.Argument(metavar="JOB.py", exists=True, dir_okay=False, help="A script that trains."),
@@ -148,7 +151,7 @@ def status(
 
 def events(
     name: _Name,
-    follow: Annotated[bool, typer.Option(help="Continue until the end of the run.")] = False,
+    follow: _Follow = False,
     storage_path: _Storage = None,
     storage_option: StorageOption = None,
     address: _Address = None,
@@ -165,7 +168,7 @@ def logs(
     tail: Annotated[
         int, typer.Option(min=1, help="The number of last lines of each worker.")
     ] = 100,
-    follow: Annotated[bool, typer.Option(help="Continue until the end of the run.")] = False,
+    follow: _Follow = False,
     storage_path: _Storage = None,
     storage_option: StorageOption = None,
     address: _Address = None,

@@ -15,14 +15,15 @@ from typing import Any
 
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
+from elastic_dp.cluster.logger_threads import LoggerThreads
 from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
 from elastic_dp.cluster.worker_logs import read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
-from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
+from elastic_dp.telemetry.run_logger import RunLogger
 
 _FOLLOW_S = 1.0  # how long the controller waits for new lines
 _AGAIN_S = 0.1  # between two calls of a controller that restarts
@@ -36,7 +37,7 @@ class Run:
         spec: JobSpec,
         url: str,
         controller: Any = None,
-        loggers: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
         stored: Result | None = None,
         ended: bool = False,
         is_new: bool = False,
@@ -215,12 +216,15 @@ class Run:
     def _wait(self, progress: ProgressPrinter | None) -> Result | Exception:
         import ray
 
+        loggers = LoggerThreads(self._loggers, self._spec.name, self._url)
         try:
-            for line in self.events():
-                if progress is not None:
-                    progress.show(line)
-                if "event" not in line and "command" not in line:
-                    log_to(self._loggers, line)
+            try:
+                for line in self.events():
+                    loggers.put(line)
+                    if progress is not None:
+                        progress.show(line)
+            finally:
+                loggers.close()
             outcome: RunOutcome = self._ask("wait", None)
             self._last = self._ask("status")
         except ClusterError:

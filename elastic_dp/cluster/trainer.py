@@ -18,6 +18,7 @@ from typing import Any
 
 from elastic_dp.checkpoint.storage_probe import probe
 from elastic_dp.cluster import console
+from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
 from elastic_dp.cluster.overrides import active_overrides
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
@@ -47,8 +48,8 @@ from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.module_pickling import pickle_with_modules
 from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
-from elastic_dp.telemetry.loggers import log_to
 from elastic_dp.telemetry.progress import ProgressPrinter
+from elastic_dp.telemetry.run_logger import RunLogger
 from elastic_dp.train.checkpointing.job_match import job_identity
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.fault_injection import WorkerFault
@@ -69,8 +70,8 @@ class ElasticTrainer:
     - `config`: passed to the train function as `ctx.config`.
     - `exact`: the result is the same to the last bit for any number of workers on one kind of
       machine.
-    - `loggers`: called with each record, in the process that waits for the run. Their exceptions
-      become warnings.
+    - `loggers`: functions that get each record, and loggers of `elastic_dp.integrations`, in
+      threads of the process that waits for the run. Their exceptions become warnings.
     - `labels`: strings that the run's status carries.
     - `runtime_env`: Ray's, for workers and controller.
     - `storage_options`: options for the file system of `storage_path`, such as keys and an
@@ -91,7 +92,7 @@ class ElasticTrainer:
         exact: bool = True,
         max_steps: int | None = None,
         max_time_s: float | None = None,
-        loggers: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        loggers: Sequence[RunLogger | Callable[[Mapping[str, Any]], None]] = (),
         labels: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -105,8 +106,13 @@ class ElasticTrainer:
         }.items():
             if not isinstance(given, Mapping | None):
                 raise SpecError(f"{field} is a {type(given).__name__}, must be a dict")
-        if not isinstance(loggers, Sequence) or not all(map(callable, loggers)):
-            raise SpecError(f"loggers is {loggers!r}, must be a list of functions of one dict")
+        if not isinstance(loggers, Sequence) or not all(
+            isinstance(each, RunLogger) or callable(each) for each in loggers
+        ):
+            raise SpecError(
+                f"loggers is {loggers!r}, must be a list of functions of one dict, or of loggers "
+                "of elastic_dp.integrations"
+            )
         if not isinstance(storage_path, str | os.PathLike | None):
             raise SpecError(f"storage_path is {storage_path!r}, must be a path or URL")
         self.train = train
@@ -165,6 +171,7 @@ class ElasticTrainer:
             pickled = self._pickle()
             stored = self._check_and_record(data)
             if stored is not None:
+                catch_up(self.loggers, self.spec.name, self.url)
                 return Run(self.spec, self.url, stored=stored)
             from elastic_dp.cluster.runs import attach  # ray, which fit(local=True) does without
             from elastic_dp.cluster.runs.ray_kv_state import StoredJob
@@ -234,11 +241,14 @@ class ElasticTrainer:
         stored = self._check_and_record(data)
         if stored is not None:
             data.close()
+            catch_up(self.loggers, self.spec.name, self.url)
             progress.say(console.stored(stored))
             return stored
         progress.say(console.start_of_local(self.spec.name, self.url))
         started_at = time.time()
         journal = Journal(self.url)
+        loggers = LoggerThreads(self.loggers, self.spec.name, self.url)
+        journal.listen(loggers.put)
         for note in self._record_start():
             journal.command(Explain(note))
 
@@ -252,7 +262,6 @@ class ElasticTrainer:
         def show(record: dict[str, Any]) -> None:
             journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"})
             progress.show(record)
-            log_to(self.loggers, record)
 
         run.on_log = show
         try:
@@ -264,6 +273,7 @@ class ElasticTrainer:
         finally:
             progress.flush()
             journal.close()
+            loggers.close()
             data.close()
         because = why_inexact(session.inexact_because, session.state.kinds)
         metrics = {k: v for record in run.logged for k, v in record.items() if k != "step"}

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from elastic_dp.report.metric_curves import MetricCurves
@@ -52,10 +52,14 @@ class StoredEnd(NamedTuple):
 
 
 class ReportBuilder:
-    """Takes the lines of a journal, in their order, and builds a report at any time."""
+    """Takes the lines of a journal, in their order, and builds a report at any time.
 
-    def __init__(self, name: str) -> None:
+    `on_event` is called with each event when it is found.
+    """
+
+    def __init__(self, name: str, on_event: Callable[[RunEvent], object] | None = None) -> None:
         self._name = name
+        self._on_event = on_event
         self._goodput = GoodputMeter()
         self._curves = MetricCurves()
         self._workers = WorkerHistories()
@@ -154,7 +158,10 @@ class ReportBuilder:
         self._step = max(step, self._step)
 
     def _add(self, now: float, kind: EventKind, text: str, **more: Any) -> None:
-        self._log.add(RunEvent(now, kind, _text(text), self._step, **more))
+        event = RunEvent(now, kind, _text(text), self._step, **more)
+        self._log.add(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _of_run(self, kind: str, now: float, line: Mapping[str, Any]) -> None:
         match kind:

@@ -20,10 +20,15 @@ def log_to(loggers: Sequence[Logger], record: Mapping[str, Any]) -> None:
         try:
             logger(record)
         except Exception as error:  # the user's own code
-            what = traceback.format_exception_only(error)[-1].strip()
-            warnings.warn(  # identical warnings are shown once
-                f"the logger {getattr(logger, '__name__', logger)!r} raised {what}; training "
-                f"continues, and the logger is called again with the next record\n"
-                f"{traceback.format_exc()}",
-                stacklevel=2,
-            )
+            warn_of(logger, error)
+
+
+def warn_of(logger: Any, error: Exception) -> None:
+    """Warn that a logger raised `error`. Identical warnings are shown once."""
+    what = "".join(traceback.format_exception_only(error)).strip()
+    name = getattr(logger, "__name__", type(logger).__name__)
+    warnings.warn(
+        f"the logger {name!r} raised {what}; training continues, and the logger is called again "
+        f"with the next record\n{''.join(traceback.format_exception(error))}",
+        stacklevel=3,
+    )

@@ -29,6 +29,13 @@ def test_every_verb_prints_json_where_it_is_asked_to():
         assert any("--json" in parameter.opts for parameter in verbs[name].params), name
 
 
+@pytest.mark.parametrize("verb", ["events", "logs"])
+def test_follow_has_the_short_form_of_tail(verb):
+    commands = typer.main.get_command(app).commands
+    [follow] = [p for p in commands[verb].params if p.name == "follow"]
+    assert follow.opts == ["--follow", "-f"]
+
+
 @pytest.mark.parametrize("address", [[], ["--address", "head:6379"]])
 def test_how_a_run_ended_is_said_where_its_cluster_is_gone(address, tmp_path, monkeypatch):
     from elastic_dp.cluster.ray import cluster_connection

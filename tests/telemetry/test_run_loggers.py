@@ -1,0 +1,325 @@
+"""Loggers of tools: each step once, over restarts of the driver and failures of the tool."""
+
+import json
+import struct
+import threading
+
+import pytest
+
+from elastic_dp.cluster import logger_threads
+from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
+from elastic_dp.errors import SpecError
+from elastic_dp.integrations import installed_tools
+from elastic_dp.integrations.mlflow import MLflowLogger
+from elastic_dp.integrations.tensorboard import TensorBoardLogger
+from elastic_dp.integrations.wandb import WandbLogger
+from elastic_dp.telemetry.run_logger import LoggedSoFar, RunLogger
+from tests.bad_input.jobs import trainer as trainer_of
+from tests.train.jobs import adamw, classifier, cross_entropy
+
+
+def metrics(step, loss=None):
+    return {"time": 100.0 + step, "step": step, "loss": 1.0 / step if loss is None else loss}
+
+
+START = {"time": 100.0, "event": "ControllerStarted", "size": 2, "takes_over": False}
+KILL = {"time": 103.5, "event": "WorkerLost", "worker": "w1", "reason": "killed", "cause": "node"}
+COMMIT = {"time": 104.5, "event": "CheckpointCommitted", "step": 4}
+RUN = [START, metrics(1), metrics(2), metrics(3), KILL, metrics(4), COMMIT, metrics(5)]
+STEPS = [1, 2, 3, 4, 5]
+
+
+def write(folder, lines):
+    """Write a run's folder."""
+    folder.mkdir(exist_ok=True)
+    for name in ("events", "metrics"):
+        of = [
+            json.dumps(line)
+            for line in lines
+            if ("step" in line and "loss" in line) is (name == "metrics")
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in of))
+
+
+def drive(logger, folder, lines):
+    """One driver: it sees these lines, of which the folder may hold some."""
+    threads = LoggerThreads([logger], "mine", str(folder))
+    for line in lines:
+        threads.put(line)
+    threads.close()
+
+
+class Recorder(RunLogger):
+    """Keeps what it gets, as a tool would: a new logger with the same `tool` continues there."""
+
+    def __init__(self, tool=None, failures=()):
+        self.tool = {"metrics": [], "events": []} if tool is None else tool
+        self.failures = list(failures)
+        self.opened = []
+
+    def open(self, run, began):
+        self.opened.append((run, began))
+        steps = [step for step, _ in self.tool["metrics"]]
+        events = [at for at, _ in self.tool["events"]]
+        return LoggedSoFar(step=max(steps, default=-1), events_until=max(events, default=0.0))
+
+    def log(self, at, step, metrics):
+        if self.failures and self.failures[0] == step:
+            del self.failures[0]
+            raise OSError("the service is away")
+        self.tool["metrics"].append((step, metrics["loss"]))
+
+    def annotate(self, at, step, text):
+        self.tool["events"].append((at, text))
+
+    def close(self):
+        pass
+
+
+def steps(logger):
+    return [step for step, _ in logger.tool["metrics"]]
+
+
+def test_driver_that_attaches_late_logs_what_the_folder_holds_and_then_what_comes(tmp_path):
+    write(tmp_path / "run", RUN[:5])
+    logger = Recorder()
+    drive(logger, tmp_path / "run", RUN[3:])
+    assert steps(logger) == STEPS
+    texts = [text.split(":")[0] for _, text in logger.tool["events"]]
+    assert texts == ["start", "loss", "checkpoint"]
+
+
+def test_driver_that_is_started_again_logs_no_step_and_no_event_twice(tmp_path):
+    first = Recorder()
+    write(tmp_path / "run", RUN[:5])
+    drive(first, tmp_path / "run", RUN[:5])
+    events = list(first.tool["events"])
+    write(tmp_path / "run", RUN)
+    second = Recorder(first.tool)
+    drive(second, tmp_path / "run", RUN)
+    assert steps(second) == STEPS
+    assert second.opened == [("mine", 100.0)]
+    assert [e for e in second.tool["events"] if e[0] <= 103.5] == events
+
+
+def test_run_that_ended_while_no_driver_was_there_is_logged_from_its_folder(tmp_path):
+    write(tmp_path / "run", RUN)
+    logger = Recorder()
+    catch_up([logger], "mine", str(tmp_path / "run"))
+    assert steps(logger) == STEPS
+
+
+def test_steps_that_ran_again_after_a_rollback_are_logged_once(tmp_path):
+    logger = Recorder()
+    drive(logger, tmp_path / "run", [*RUN, metrics(4), metrics(5), metrics(6)])
+    assert steps(logger) == [*STEPS, 6]
+
+
+def test_tool_that_fails_is_reported_and_then_given_what_it_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_threads, "_AGAIN_S", 0.0)
+    logger = Recorder(failures=[2, 4])
+    with pytest.warns(UserWarning, match="'Recorder' raised OSError: the service is away"):
+        drive(logger, tmp_path / "run", RUN)
+    assert steps(logger) == STEPS
+
+
+def test_logger_that_hangs_stops_neither_the_others_nor_the_driver(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_threads, "CLOSE_S", 0.2)
+    released, logger, seen = threading.Event(), Recorder(), []
+
+    class Hangs(Recorder):
+        def open(self, run, began):
+            released.wait()
+            return super().open(run, began)
+
+    threads = LoggerThreads([Hangs(), logger, seen.append], "mine", str(tmp_path / "run"))
+    for line in RUN:
+        threads.put(line)
+    with pytest.warns(UserWarning, match=r"'Hangs' raised TimeoutError: \d+ lines wait"):
+        threads.close()
+    released.set()
+    assert steps(logger) == STEPS
+    assert [record["step"] for record in seen] == STEPS
+
+
+def test_logger_that_is_too_slow_is_reported_and_reads_what_it_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_threads, "MAX_WAITING", 2)
+    write(tmp_path / "run", RUN)
+    released, entered = threading.Event(), threading.Event()
+
+    class Slow(Recorder):
+        def log(self, at, step, metrics):
+            entered.set()
+            released.wait()
+            super().log(at, step, metrics)
+
+    logger = Slow()
+    threads = LoggerThreads([logger], "mine", str(tmp_path / "run"))
+    threads.put(START)
+    assert entered.wait(10)
+    write(tmp_path / "run", [*RUN, *map(metrics, range(6, 20))])
+    for step in range(6, 20):
+        threads.put(metrics(step))
+    released.set()
+    with pytest.warns(UserWarning, match="it was too slow for 12 lines"):
+        threads.close()
+    assert steps(logger) == list(range(1, 20))
+
+
+def test_local_run_gives_each_step_to_a_logger_once(tmp_path):
+    def train(ctx):
+        model = classifier()
+        for step in ctx.steps(model, adamw(model), cross_entropy):
+            ctx.log({"loss": step.loss})
+
+    logger = Recorder()
+    trainer_of(tmp_path, train, loggers=[logger]).fit(local=True)
+    again = Recorder(logger.tool)
+    trainer_of(tmp_path, train, loggers=[again]).fit(local=True)
+    assert steps(again) == [1, 2, 3, 4]
+
+
+def test_tool_that_is_not_installed_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(installed_tools.importlib.util, "find_spec", lambda name: None)
+    for logger, extra in (
+        (lambda: TensorBoardLogger("x"), "tensorboard"),
+        (WandbLogger, "wandb"),
+        (MLflowLogger, "mlflow"),
+    ):
+        with pytest.raises(SpecError, match=rf"pip install 'elastic_dp\[{extra}\]'"):
+            logger()
+
+
+# ------------------------------------------------------------------------------ real tools
+
+
+def drivers(make, folder):
+    """Two drivers, of which the second one sees the whole run again."""
+    write(folder, RUN[:5])
+    drive(make(), folder, RUN[:5])
+    write(folder, RUN)
+    drive(make(), folder, RUN)
+
+
+def test_tensorboard_has_each_step_once_and_the_events(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    drivers(lambda: TensorBoardLogger(tmp_path / "tb"), tmp_path / "run")
+    [folder] = (tmp_path / "tb" / "mine").iterdir()
+    [torn, _] = sorted(folder.iterdir())
+    shown = EventAccumulator(str(folder)).Reload()
+    assert [each.step for each in shown.Scalars("loss")] == STEPS
+    assert [each.value for each in shown.Scalars("loss")] == pytest.approx([1 / s for s in STEPS])
+    texts = [e.tensor_proto.string_val[0] for e in shown.Tensors("run_events/text_summary")]
+    assert [text.split(b":")[0] for text in texts] == [b"start", b"loss", b"checkpoint"]
+    torn.write_bytes(torn.read_bytes()[:-3])  # as a driver that was killed leaves it
+    drive(TensorBoardLogger(tmp_path / "tb"), tmp_path / "run", [metrics(6)])
+    shown = EventAccumulator(str(folder)).Reload()
+    assert [each.step for each in shown.Scalars("loss")] == [*STEPS, 6]
+
+
+@pytest.mark.slow
+def test_mlflow_has_each_step_once_and_the_events(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlflow").as_uri()
+    drivers(lambda: MLflowLogger("tests", uri), tmp_path / "run")
+    client = MlflowClient(uri)
+    [run] = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [metric.step for metric in history] == STEPS
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mine")
+    text = next((tmp_path / "mlflow").rglob("run_events.txt")).read_text()
+    assert [line.split("  ")[2].split(":")[0] for line in text.splitlines()] == [
+        "start",
+        "loss",
+        "checkpoint",
+    ]
+
+
+@pytest.mark.slow
+def test_wandb_offline_has_each_step_once_and_the_events(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    drive(
+        WandbLogger("tests", mode="offline", dir=str(tmp_path), settings={"silent": True}),
+        tmp_path / "run",
+        RUN,
+    )
+    wandb.teardown()  # as the end of a process; writes what it holds back
+    [path] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    rows = []
+    for data in leveldb_log(path.read_bytes()[7:]):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    assert [row["_step"] for row in rows if "loss" in row] == STEPS
+    texts = [row["run_event"] for row in rows if "run_event" in row]
+    assert [line.split(":")[0] for text in texts for line in text.split("\n")] == [
+        "start",
+        "loss",
+        "checkpoint",
+    ]
+
+
+def leveldb_log(content):
+    """Yield the records of a log in the format of LevelDB, in blocks of 32 KiB, behind the 7 bytes
+    that W&B puts before it."""
+    at, parts = 0, []
+    while at + 7 <= len(content):
+        left = 32768 - (at + 7) % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        parts.append(content[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # full, or last
+            yield b"".join(parts)
+            parts = []
+
+
+class FakeWandbRun:
+    """As a run of `wandb` that is resumed: `step` is the one after the last row."""
+
+    def __init__(self, server):
+        self.server, self.summary = server, server["summary"]
+        self.step = max(server["rows"], default=-1) + 1
+
+    def log(self, values, step):
+        assert step >= self.step
+        self.server["rows"].setdefault(step, {}).update(values)
+        self.step = step
+
+    def finish(self, exit_code):
+        self.server["codes"].append(exit_code)
+
+
+def test_wandb_resumes_its_run_and_has_each_step_once(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    server = {"rows": {}, "summary": {}, "codes": []}
+    inits = []
+
+    def init(**settings):
+        inits.append(settings)
+        return FakeWandbRun(server)
+
+    monkeypatch.setattr(wandb, "init", init)
+    drivers(lambda: WandbLogger("tests", mode="online"), tmp_path / "run")
+    assert [step for step, row in server["rows"].items() if "loss" in row] == STEPS
+    assert [i["id"] for i in inits] == ["mine-19700101-000140"] * 2
+    assert [i["resume"] for i in inits] == ["allow", "allow"]
+    assert server["codes"] == [0, 0]
+    texts = [row["run_event"] for row in server["rows"].values() if "run_event" in row]
+    assert sum(text.count("loss: w1 is lost") for text in texts) == 1
+
+
+def test_wandb_refuses_the_arguments_that_resume_needs():
+    pytest.importorskip("wandb")
+    with pytest.raises(SpecError, match="WandbLogger got id, resume"):
+        WandbLogger(id="mine", resume="must")
