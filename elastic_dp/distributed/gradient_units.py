@@ -1,0 +1,91 @@
+"""The units of a gradient: ranges of elements within one parameter, for its norm and for sharding.
+
+The layout is a function of the parameters' sizes and dtypes alone. It depends neither on the number
+of workers nor on the buckets in which gradients travel, so a value per unit means the same on
+every worker and in every generation.
+
+A parameter is cut at multiples of `UNIT_BYTES`, which is a multiple of 64 elements in every dtype:
+vectorized kernels treat the elements before such a cut as they treat them within the whole tensor.
+The elements are counted in the order in which they lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+UNIT_BYTES = 1 << 20
+CUT_ELEMENTS = 64  # each cut is at a multiple of this
+
+
+class Unit(NamedTuple):
+    """The elements `first` up to `last` of a parameter, which has its number in the layout."""
+
+    parameter: int
+    first: int
+    last: int
+
+
+class UnitLayout:
+    """The units of the parameters of a model, in order."""
+
+    def __init__(self, sizes: Iterable[tuple[int, torch.dtype]]) -> None:
+        """`sizes` has the number of elements and the dtype of each parameter, in order."""
+        self.units: list[Unit] = []
+        self._first_unit = [0]  # of each parameter, and of none after the last
+        for number, (numel, dtype) in enumerate(sizes):
+            step = elements_per_unit(dtype)
+            self.units += [
+                Unit(number, first, min(first + step, numel)) for first in range(0, numel, step)
+            ]
+            self._first_unit.append(len(self.units))
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.Tensor]) -> UnitLayout:
+        return cls((p.numel(), p.dtype) for p in parameters)
+
+    def of_parameter(self, number: int) -> range:
+        """Returns the numbers of a parameter's units. A parameter without elements has none."""
+        return range(self._first_unit[number], self._first_unit[number + 1])
+
+    def owned_together(self, whole: Collection[int]) -> list[range]:
+        """Returns the units that need one owner each, in order: all units of a parameter in
+        `whole`, and each other unit by itself."""
+        together: list[range] = []
+        for number in range(len(self._first_unit) - 1):
+            units = self.of_parameter(number)
+            if number in whole:
+                together += [units] if units else []
+            else:
+                together += [range(unit, unit + 1) for unit in units]
+        return together
+
+    def pieces(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns for each unit a view of shape (last - first,) into the tensor of its parameter.
+
+        `tensors` has a dense tensor for each parameter, such as its gradient, or None.
+        """
+        pieces: list[torch.Tensor | None] = []
+        for number, tensor in enumerate(tensors):
+            units = self.of_parameter(number)
+            if tensor is None:
+                pieces += [None] * len(units)
+            elif len(units) == 1:
+                pieces.append(in_memory_order(tensor))
+            elif units:
+                pieces += in_memory_order(tensor).split(elements_per_unit(tensor.dtype))
+        return pieces
+
+
+def elements_per_unit(dtype: torch.dtype) -> int:
+    """Returns the number of elements of a unit; a parameter's last unit may have fewer."""
+    return UNIT_BYTES // dtype.itemsize // CUT_ELEMENTS * CUT_ELEMENTS
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of shape (numel,) of a dense tensor, whatever its strides."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
