@@ -1,6 +1,6 @@
 """How fast, how steadily and in how much memory data arrives, beside bare loops and other systems.
 
-    python -m benchmarks.data [--part local|store|waiting|memory …] [--peers] [--rounds 15]
+    python -m benchmarks.data [--part local|store|waiting|memory|packing …] [--peers] [--rounds 15]
     [--folder F]
 
 All read the same rows (token_rows.py), in turn, several times; a ratio is the median of those of
@@ -11,6 +11,7 @@ single rounds.
 - store: an S3-like server with 20 ms before each answer (slow_store.py), beside hand-written loops
   (data_store.py).
 - waiting, memory: see data_budget.py.
+- packing: documents packed while training, beside rows packed before (data_packing.py).
 
 Parts that are not measured keep their last results.
 """
@@ -24,13 +25,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data_budget, data_local, data_store, token_rows
+from benchmarks import data_budget, data_local, data_packing, data_store, token_rows
 from benchmarks.recovery import outside_load
 from benchmarks.report import RESULTS, write
 
 
 def main() -> None:
-    parts = ("local", "store", "waiting", "memory")
+    parts = ("local", "store", "waiting", "memory", "packing")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument("--peers", action="store_true")
@@ -50,6 +51,8 @@ def main() -> None:
             yield "waiting", data_budget.waiting(given.folder)
         if "memory" in given.part:
             yield "memory", data_budget.memory(given.folder)
+        if "packing" in given.part:
+            yield "packing", data_packing.measure(given.folder, given.rounds)
 
     path = RESULTS / "data.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {}
