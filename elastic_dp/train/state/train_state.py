@@ -34,6 +34,9 @@ from elastic_dp.train.state.step_record import StepRecord
 # The keys of the trees of `OptimizerState`.
 _OF_STEPS = {"optimizer", "optimizer_rest", "inner_state"}
 _OF_BODIES = {"hyper", "inner_hyper", "scheduler"}
+# What the norm of the gradients is added over: that of runs begun by early versions was added over
+# whole parameters, whose rounding they keep.
+UNITS, PARAMETERS = "units", "parameters"
 _LARGE_BYTES = 1 << 18  # below this a tensor's memory is not preallocated
 
 
@@ -50,6 +53,7 @@ class TrainState:
     bad_row_groups: set[int] = field(default_factory=set)  # skipped by all members
     kinds: list[str] = field(default_factory=list)  # of machines that computed steps of it
     committed_extra: dict[str, bytes] = field(default_factory=dict)
+    norm_over: str = UNITS  # what the norm for clipping is added over, through the whole run
     _preallocated: list[list[torch.Tensor]] = field(default_factory=list)  # of `preallocate`
 
     def __post_init__(self) -> None:
@@ -117,6 +121,7 @@ class TrainState:
                 "record": self.record,
                 "bad_row_groups": sorted(self.bad_row_groups),
                 "kinds": list(self.kinds),
+                "norm_over": self.norm_over,
             },
             "body": {
                 **now,
@@ -200,6 +205,7 @@ class TrainState:
         self.record = step["record"]
         self.bad_row_groups = set(step["bad_row_groups"])
         self.kinds = list(step["kinds"])
+        self.norm_over = step.get("norm_over", PARAMETERS)  # absent in early versions
         if body:
             for key, value in tree["body"]["user"].items():
                 self.user[key].load_state_dict(value)

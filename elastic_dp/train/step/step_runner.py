@@ -28,7 +28,9 @@ from typing import Any
 import torch
 
 from elastic_dp.data.pipeline.global_generators import seed_everything
+from elastic_dp.distributed.gradient_norm import gradient_norm
 from elastic_dp.distributed.gradient_reducer import GradientReducer
+from elastic_dp.distributed.gradient_units import UnitLayout
 from elastic_dp.distributed.process_group import ProcessGroup
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import Leaf, Node, Share, fold
@@ -37,7 +39,7 @@ from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.generations.worker_control import WorkerControl
 from elastic_dp.train.state.module_buffers import ModuleBuffers
 from elastic_dp.train.state.step_record import StepRecord
-from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.train_state import PARAMETERS, TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
 from elastic_dp.train.step.compute_speed import ComputeSpeed
@@ -93,6 +95,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         self.gradients = GradientReducer(self.state.parameters)
         self.buffers = ModuleBuffers(self.state.model)
+        self._units = UnitLayout.of(self.state.parameters.values())
 
     def open(
         self,
@@ -389,7 +392,7 @@ class StepRunner:
         self.buffers.commit(buffers)
         if finite:
             if self.clip_norm is not None:
-                norm = torch.nn.utils.clip_grad_norm_(state.parameters.values(), self.clip_norm)
+                norm = self._clip(self.clip_norm)
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
@@ -406,6 +409,15 @@ class StepRunner:
         state.note_commit()
         self.pass_point("after_step", step)
         return record
+
+    def _clip(self, limit: float) -> torch.Tensor:
+        """Scales the gradients to a norm of at most `limit`. Returns the norm before."""
+        parameters = list(self.state.parameters.values())
+        if self.state.norm_over == PARAMETERS:
+            return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        norm = gradient_norm(self._units, [p.grad for p in parameters])
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
     def grad_norm(self) -> float | None:
         """Returns the norm of the last committed step's gradients, or None if they are gone."""
