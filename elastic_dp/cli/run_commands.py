@@ -55,9 +55,7 @@ _Storage = Annotated[
     ),
 ]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
-_Follow = Annotated[
-    bool, typer.Option("--follow", "-f", help="Continue until the end of the run.")
-]
+_Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the end of the run.")]
 _Job = Annotated[
     Path,
     typer.Argument(metavar="JOB.py", exists=True, dir_okay=False, help="A script that trains."),
