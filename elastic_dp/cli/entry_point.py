@@ -58,9 +58,7 @@ def _fail(code: int, error: str) -> NoReturn:
 
 
 _SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_locals": False}
-app = typer.Typer(
-    cls=_Verbs, help="Elastic data-parallel training.", add_completion=False, **_SETTINGS
-)
+app = typer.Typer(cls=_Verbs, help="Elastic data-parallel training.", **_SETTINGS)
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
 run_commands.add_to(app)

@@ -29,6 +29,25 @@ def test_every_verb_prints_json_where_it_is_asked_to():
         assert any("--json" in parameter.opts for parameter in verbs[name].params), name
 
 
+def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
+    url = str(tmp_path / "resnet-a")
+    (tmp_path / "resnet-a").mkdir()
+    (tmp_path / "resnet-a" / "run.json").write_text("{}")
+    write_result(url, Result("resnet-a", url, 7, "enough", "0", True), RunLimits())
+    for word, suggested in (("resnet-b", True), ("gpt", False)):
+        said = CliRunner().invoke(app, ["status", word, "--storage-path", str(tmp_path)])
+        assert said.exit_code == 2
+        assert ("Did you mean 'resnet-a'?" in said.stderr) == suggested
+
+
+def test_shell_completion_knows_the_verbs():
+    words = {"COMP_WORDS": "elastic-dp st", "COMP_CWORD": "1"}
+    environment = {"_ELASTIC_DP_COMPLETE": "complete_bash", **words}
+    said = CliRunner().invoke(app, [], prog_name="elastic-dp", env=environment)
+    assert said.output.split() == ["status", "stop"]
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).output
+
+
 @pytest.mark.parametrize("verb", ["events", "logs"])
 def test_follow_has_the_short_form_of_tail(verb):
     commands = typer.main.get_command(app).commands

@@ -271,7 +271,10 @@ def test_a_conversion_elsewhere_is_nobodys_concern():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_many_shards_fit():
-    """40,000 shards of 2 row groups and a copy, in a process of their own: arrays, not objects."""
+    """40,000 shards of 2 row groups and a copy, in a process of their own: arrays, not objects.
+
+    It grows by 43 to 73 MB; an object for each shard and row group would take some 200.
+    """
     script = """
 import numpy as np, pyarrow as pa
 from elastic_dp.data.formats.format import Scan
@@ -298,7 +301,7 @@ assert again.shard_of(79_999) == 39_999 and again.first_row(79_999) == 1000
 print(peak_kib() - before, nbytes)
 """
     grown_kib, nbytes = printed_by(script)
-    assert grown_kib < 64 * 1024 and nbytes < 10 << 20
+    assert grown_kib < 96 * 1024 and nbytes < 10 << 20
 
 
 def test_a_signed_url_names_its_shard_without_the_signature():

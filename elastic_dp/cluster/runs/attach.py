@@ -31,6 +31,7 @@ from elastic_dp.cluster.runs.run_record import RunLimits, read_result, run_url
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import StorageURL
+from elastic_dp.wording import did_you_mean
 
 
 def attach(
@@ -52,10 +53,12 @@ def attach(
     if url is not None and stored is not None:
         spec = JobSpec(name=name, data=DataConfig("-", micro_batch_size=1), max_steps=1)
         return Run(spec, url, stored=stored)
-    there = ", ".join(names()) if ray.is_initialized() else ""
+    live = names() if ray.is_initialized() else []
+    there = ", ".join(live)
     raise ClusterError(
         f"no run named {name!r} is live on this cluster, which has: {there or 'none'}"
         + (f". And {url} has no result" if url else ". One that ended is found by its storage_path")
+        + did_you_mean(name, live)
     )
 
 

@@ -21,6 +21,7 @@ from elastic_dp.cluster.worker_logs import read_logs
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import read_events
+from elastic_dp.wording import did_you_mean
 
 
 class EndedRun:
@@ -37,7 +38,11 @@ class EndedRun:
         self._store = Store(self.url)
         files = (_inside(self._store, f"{n}.json") for n in ("run", "result"))
         if not any(self._store.look_up(file) for file in files):
-            raise ClusterError(f"no run named {name!r} is at {self._store.url}: it has no run.json")
+            where = Store(os.fspath(storage_path), storage_options)
+            raise ClusterError(
+                f"no run named {name!r} is at {self._store.url}: it has no run.json"
+                + did_you_mean(name, _names_at(where))
+            )
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
         self.holder = newest.holder if newest is not None and newest.state == "held" else ""
 
@@ -87,12 +92,15 @@ def runs_at(
     storage_path: str, storage_options: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Return the status of each run at a storage path, by name."""
-    store = Store(storage_path, storage_options)
-    found = store.find(_inside(store, "*/run.json"))
-    names = sorted(entry.path.split("/")[-2] for entry in found)
     return [
-        {"name": name} | EndedRun(name, storage_path, storage_options).status() for name in names
+        {"name": name} | EndedRun(name, storage_path, storage_options).status()
+        for name in _names_at(Store(storage_path, storage_options))
     ]
+
+
+def _names_at(store: Store) -> list[str]:
+    found = store.find(_inside(store, "*/run.json"))
+    return sorted(entry.path.split("/")[-2] for entry in found)
 
 
 def _inside(store: Store, name: str) -> str:
