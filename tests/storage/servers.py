@@ -74,27 +74,25 @@ def azurite() -> str | None:
 @contextlib.contextmanager
 def azurite_server(folder: Path):
     """Yields the URL of its account."""
-    process = subprocess.Popen(
-        [
-            *(azurite(), "--blobPort", "0", "--inMemoryPersistence"),
-            *("--disableTelemetry", "--skipApiVersionCheck"),
-        ],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    written = folder / "azurite.log"  # not a pipe: nobody would read it, and a full one stops it
+    with written.open("w") as log:
+        process = subprocess.Popen(
+            [
+                *(azurite(), "--blobPort", "0", "--inMemoryPersistence"),
+                *("--disableTelemetry", "--skipApiVersionCheck"),
+            ],
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
-        said = ""
-        while not (found := re.search(r"listens on http://[\d.]+:(\d+)", said)):
-            line = process.stdout.readline()
-            assert line, said
-            said += line
+        while not (found := re.search(r"listens on http://[\d.]+:(\d+)", written.read_text())):
+            assert process.poll() is None, written.read_text()
+            time.sleep(0.05)
         yield f"http://127.0.0.1:{found[1]}/{AZURE_ACCOUNT}"
     finally:
         process.terminate()
         process.wait()
-        process.stdout.close()
 
 
 def gcs_binary() -> Path | None:

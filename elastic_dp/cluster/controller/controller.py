@@ -347,7 +347,8 @@ class Controller:
                         return
                 self.checkpoints.lost(worker)
                 self.times.lost(worker)
-                if not self.report.has_ended and not self.exits.is_released(worker):
+                expected = self.report.has_ended or self.exits.is_released(worker)
+                if self.exits.is_evicted(worker) or not expected:
                     self.state_store.count_loss()
         self.state_store.record(event)
         self.journal.event(event)
@@ -376,6 +377,7 @@ class Controller:
                 self.exits.begin(worker)
                 self._worker_group.send(worker, command, None)
             case EvictWorker(worker=worker, stuck=stuck):
+                self.exits.evict(worker)
                 self.heartbeats.evict(worker, stuck)
                 if stuck:  # if its sidecar does not
                     threading.Timer(STACKS_S, self._worker_group.kill, [worker]).start()

@@ -26,6 +26,7 @@ class WorkerExits:
     def __init__(self) -> None:
         self._begun: set[WorkerId] = set()
         self._released: set[WorkerId] = set()
+        self._evicted: set[WorkerId] = set()
         self._died: set[WorkerId] = set()  # reported by their sidecars before they were released
         self._causes: dict[WorkerId, Cause] = {}
 
@@ -44,6 +45,13 @@ class WorkerExits:
 
     def is_released(self, worker: WorkerId) -> bool:
         return worker in self._released
+
+    def evict(self, worker: WorkerId) -> None:
+        """Record that a worker was given up: a loss, even if the run ends before the worker."""
+        self._evicted.add(worker)
+
+    def is_evicted(self, worker: WorkerId) -> bool:
+        return worker in self._evicted
 
     def heard_death(self, worker: WorkerId) -> None:
         """Record a death that a sidecar reported.
