@@ -44,6 +44,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+SMALL = {"2 blocks of width 32": (32, 2), "4 blocks of width 128": (128, 4)}
 SIZES = {"0.9M": (128, 4), "4.9M": (256, 6), "25.5M": (512, 8)}
 
 

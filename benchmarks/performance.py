@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.models import SMALL
 from benchmarks.report import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
@@ -27,9 +28,10 @@ All measurements of this project. This page is written by `python -m benchmarks.
 
 Everything here was measured on CPUs, with Gloo, on one machine of two cores. Workers share
 these cores, so five workers are slower than three. **Nothing was measured on a GPU.**
-`benchmarks.picture`, `recovery`, `join`, `planned`, `step_overhead`, `coordinator_scale` and
-`command_line` end with exit code 1 where a target is missed, and name it. V is the number of
-virtual workers and W the number of workers. Square brackets are 95 % intervals.
+`benchmarks.picture`, `recovery`, `recovery_gpt`, `kill_in_step`, `join`, `planned`,
+`step_overhead`, `coordinator_scale` and `command_line` end with exit code 1 where a target is
+missed, and name it. V is the number of virtual workers and W the number of workers. Square brackets
+are 95 % intervals.
 """
 
 
@@ -407,6 +409,45 @@ def simulation(r: dict[str, Any]) -> Iterator[Row]:
     )
 
 
+def recovery_gpt(r: dict[str, Any]) -> Iterator[Row]:
+    for size in SMALL:
+        us, them = r[size].values()
+        what = f"GPT of {size}, step of {us['step_ms'][0]:.0f} ms, {us['pause']['count']} kills"
+        median, theirs = us["pause"]["median_ms"], them["pause"]["median_ms"]
+        yield Row(
+            f"Pause after SIGKILL, {what}",
+            f"median {median:.0f} ms, max {us['pause']['max_ms']:.0f}",
+            f"half of tuned torchft's median of {theirs:.0f} ms",
+            median <= theirs / 2,
+        )
+        again, sooner = us["full_size_again"], them["full_size_again"]
+        yield Row(
+            "The same kills, until all three workers have committed a step together",
+            f"median {again['median_ms'] / 1e3:.1f} s, max {again['max_ms'] / 1e3:.1f}",
+            f"torchft's median of {sooner['median_ms'] / 1e3:.1f} s",
+            again["median_ms"] <= sooner["median_ms"],
+        )
+
+
+def kill_in_step(r: dict[str, Any]) -> Iterator[Row]:
+    for mode, target in (("exact", "810 ms: three micro-batches of 250 ms, and 60"), ("fast", "")):
+        one = r[mode]
+        yield Row(
+            f"How much later a step of {one['step_s']:.1f} s is committed after a kill within it, "
+            f"{mode} mode, {len(one['more_s'])} kills",
+            f"median {1e3 * one['more_s_median']:.0f} ms, max {1e3 * one['more_s_worst']:.0f}",
+            target,
+            one["more_s_median"] <= 0.81 if target else None,
+        )
+        again = one["passes_again"]
+        yield Row(
+            f"Micro-batches of its 32 that ran again, {mode} mode",
+            f"median {again[len(again) // 2]}, max {again[-1]}",
+            "8: those of the lost worker" if target else "",
+            again[-1] <= 8 if target else None,
+        )
+
+
 class Section(NamedTuple):
     title: str
     command: str
@@ -417,6 +458,10 @@ class Section(NamedTuple):
 SECTIONS = {
     "picture": Section("The first page", "benchmarks.picture", picture),
     "recovery": Section("A worker is killed", "benchmarks.recovery --peers", recovery),
+    "recovery_gpt": Section(
+        "A worker is killed on a full machine", "benchmarks.recovery_gpt", recovery_gpt
+    ),
+    "kill_in_step": Section("A kill within a long step", "benchmarks.kill_in_step", kill_in_step),
     "join": Section("A worker joins", "benchmarks.join", join),
     "planned": Section("Planned changes", "benchmarks.planned", planned),
     "notice": Section("Spot notices", "benchmarks.notice", notice),
@@ -489,7 +534,7 @@ def readme(text: str, results: Path = RESULTS) -> str:
 def highlights(results: Path) -> str:
     found = {
         name: json.loads((results / f"{name}.json").read_text())["results"]
-        for name in ("recovery", "join", "step_overhead", "spot", "checkpoint")
+        for name in ("recovery", "recovery_gpt", "join", "step_overhead", "spot", "checkpoint")
     }
     kills, full = found["recovery"], found["join"]["with a standby"]["kill_to_full_size"]
     three = kills["3 workers"]["pause"]
@@ -498,6 +543,10 @@ def highlights(results: Path) -> str:
     steps = [one for one in found["step_overhead"] if one["mode"] == "exact"]
     ratios = [one["ratio"] for one in steps]
     spot, stall = found["spot"][0], found["checkpoint"]["save"]["ratios"]["stall / dcp.async_save"]
+    full_machine = [
+        (us["pause"]["median_ms"], them["pause"]["median_ms"])
+        for us, them in (found["recovery_gpt"][size].values() for size in SMALL)
+    ]
     lines = (
         (
             f"pause after SIGKILL of a worker, 3 workers, {three['count']} kills",
@@ -505,6 +554,13 @@ def highlights(results: Path) -> str:
             f"{min(k['to_new_step_s'] for k in ray):.0f} to "
             f"{max(k['to_new_step_s'] for k in ray):.0f} s)",
             "benchmarks.recovery --peers",
+        ),
+        (
+            "the same where a GPT of 2 or 4 blocks keeps all cores busy",
+            "median {:.0f} or {:.0f} ms (tuned torchft {:.0f} or {:.0f} ms)".format(
+                *(us for us, _ in full_machine), *(them for _, them in full_machine)
+            ),
+            "benchmarks.recovery_gpt",
         ),
         (
             f"from a kill to full size with a standby, {full['count']} kills",

@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import elastic_dp as edp
+from benchmarks import models
 from benchmarks.report import each, exit_code
 
 ROOT = str(Path(__file__).parent.parent)
@@ -78,13 +79,16 @@ def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def train(ctx: Any) -> None:
     """`config`: `folder` for the logs (None: no log), `width` of the model, `body_s` slept in each
-    body."""
-    model = classifier(ctx.config.get("width", 128))
+    body; with `gpt`, its width and depth, the model is one."""
+    gpt = ctx.config.get("gpt")
+    torch.manual_seed(1)
+    model = models.GPT(*gpt) if gpt else classifier(ctx.config.get("width", 128))
+    loss = models.loss_fn if gpt else loss_fn
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     folder, body_s = ctx.config["folder"], ctx.config.get("body_s", 0.0)
     session, timings = ctx._session, 0
     log = None if folder is None else open(f"{folder}/{session.worker}", "w", buffering=1)
-    for step in ctx.steps(model, optimizer, loss_fn):
+    for step in ctx.steps(model, optimizer, loss):
         if log is not None:
             log.write(f"body {time.time():.6f} {step.number} {ctx.generation}\n")
             for timing in session.timings[timings:]:
@@ -105,6 +109,7 @@ def trainer(
     virtual: int | None = None,
     standby: int = 0,
     max_steps: int = 1_000_000,
+    data: torch.utils.data.Dataset | None = None,
     **config: Any,
 ) -> edp.ElasticTrainer:
     return edp.ElasticTrainer(
@@ -112,7 +117,7 @@ def trainer(
         name=name,
         storage_path=storage,
         config={"folder": folder} | config,
-        data=edp.MapStyleData(Points(), micro_batch_size=8),
+        data=edp.MapStyleData(data or Points(), micro_batch_size=8),
         scaling=edp.ScalingConfig(
             min_workers=1,
             max_workers=workers,
@@ -124,12 +129,12 @@ def trainer(
     )
 
 
-def start_ray() -> None:
+def start_ray(niceness: int = 0) -> None:
     """A Ray of this machine alone, its workers at normal priority: Ray's own 15 would measure what
     else runs."""
     import ray
 
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    os.environ["RAY_worker_niceness"] = str(niceness)  # noqa: SIM112
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(

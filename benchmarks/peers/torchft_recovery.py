@@ -1,12 +1,14 @@
 """A killed replica under torchft: plain processes, Gloo, the model of `benchmarks.recovery`.
 
-    python torchft_recovery.py RESULT.json tuned|default KILLS
+    python torchft_recovery.py RESULT.json tuned|default KILLS [SIZE]
+
+With a SIZE the model is that of `benchmarks.recovery_gpt`.
 
 Gradients are reduced as one flat tensor after the backward pass: torchft 0.2's
 DistributedDataParallel fails with an AssertionError in the survivors when a peer dies within an
 all-reduce. "tuned": heartbeats each 50 ms, lost after 500 ms; "default": the lighthouse's own
 settings (5 s). Both join within 100 ms. A pause lasts from the kill to the first step committed by
-the smaller quorum, less one median step.
+the smaller quorum, less one median step of it.
 """
 
 from __future__ import annotations
@@ -36,15 +38,48 @@ LIGHTHOUSE = {
 HEARTBEAT_MS = {"tuned": 50, "default": 100}
 
 
-def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str) -> None:
+class Classifier:
+    """The model, rows and loss of `benchmarks.recovery`."""
+
+    pause_s = 0.002
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.net = nn.Sequential(
+            *(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))
+        )
+
+    def loss(self) -> torch.Tensor:
+        x = torch.randn(8, 64)
+        return F.cross_entropy(self.net(x), x[:, :4].argmax(1))
+
+
+class Text:
+    """The model, rows and loss of `benchmarks.recovery_gpt`."""
+
+    pause_s = 0.0
+
+    def __init__(self, size: str) -> None:
+        sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+        from benchmarks import models
+
+        width, depth = models.SMALL[size]
+        torch.manual_seed(1)
+        self.net = models.GPT(width, depth)
+        self._loss = models.loss_fn
+
+    def loss(self) -> torch.Tensor:
+        tokens = torch.randint(0, 256, (8, 65))
+        return self._loss(self.net, {"tokens": tokens})
+
+
+def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str, *size: str) -> None:
     import torchft
 
     torch.set_num_threads(1)
-    torch.manual_seed(1)
+    model = Text(*size) if size else Classifier()
+    net = model.net
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    net = nn.Sequential(
-        *(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 4))
-    )
     adamw = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
     def load(state: dict) -> None:
@@ -69,10 +104,9 @@ def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str) -> None:
     optimizer = torchft.Optimizer(manager, adamw)
     with open(log, "w", buffering=1) as file:
         while True:
-            x = torch.randn(8, 64)
             step = manager.current_step()
             optimizer.zero_grad()
-            F.cross_entropy(net(x), x[:, :4].argmax(1)).backward()
+            model.loss().backward()
             flat = nn.utils.parameters_to_vector(p.grad for p in net.parameters())
             manager.allreduce(flat).wait()
             parts = flat.split([p.numel() for p in net.parameters()])
@@ -81,7 +115,7 @@ def replica(name: str, lighthouse: str, heartbeat_ms: int, log: str) -> None:
             optimizer.step()
             if manager.current_step() > step:
                 file.write(f"{time.time():.6f} {step + 1} {manager.num_participants()}\n")
-            time.sleep(0.002)
+            time.sleep(model.pause_s)
 
 
 def read(log: str) -> list[tuple[float, int, int]]:
@@ -92,21 +126,30 @@ def read(log: str) -> list[tuple[float, int, int]]:
     return [(float(a), int(b), int(c)) for a, b, c in words]
 
 
-def main(result: str, kind: str, kills: int) -> None:
+def main(result: str, kind: str, kills: int, *size: str) -> None:
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(bind="0.0.0.0:0", min_replicas=1, **LIGHTHOUSE[kind])
     address = f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
     rng = random.Random(0)
-    pauses, rejoins, steps = [], [], []
+    pauses, rejoins, steps, restarts = [], [], [], 0
+    small_steps = []
     with tempfile.TemporaryDirectory() as folder:
         live: dict[str, subprocess.Popen] = {}
 
         def start(number: int) -> None:
             name = f"r{number}"
-            arguments = ["replica", name, address, str(HEARTBEAT_MS[kind]), f"{folder}/{name}"]
+            arguments = [
+                "replica",
+                name,
+                address,
+                str(HEARTBEAT_MS[kind]),
+                f"{folder}/{name}",
+                *size,
+            ]
             live[name] = subprocess.Popen(
-                [sys.executable, __file__, *arguments], env=os.environ | {"RUST_LOG": "error"}
+                [sys.executable, __file__, *arguments],
+                env=os.environ | {"RUST_LOG": "error"},
             )
 
         def full(since: float) -> float | None:
@@ -124,7 +167,7 @@ def main(result: str, kind: str, kills: int) -> None:
             while (at := full(since)) is None:
                 if time.monotonic() > until:
                     raise TimeoutError("the quorum stayed small")
-                time.sleep(0.1)
+                time.sleep(0.5)  # its own reading takes time from the replicas
             return at
 
         try:
@@ -140,28 +183,39 @@ def main(result: str, kind: str, kills: int) -> None:
                 process.wait()
                 start(REPLICAS + number)
                 rejoins.append(1e3 * (wait_full(at + 0.2) - at))
-                firsts = []
+                firsts, before, after = [], 0, []
                 for other in live:
+                    if other == f"r{REPLICAS + number}":
+                        continue  # the replacement may commit alone before it joins
                     log = read(f"{folder}/{other}")
+                    before = max([before, *(s for t, s, _ in log if t <= at)])
+                    after += [s for t, s, _ in log if t > at]
                     calm = [t for t, _, size in log if size == REPLICAS and at - 1.5 < t < at]
                     steps += [b - a for a, b in itertools.pairwise(calm)]
+                    small = [t for t, _, size in log if t > at and size < REPLICAS]
+                    small_steps += [b - a for a, b in itertools.pairwise(small)]
                     firsts += [t for t, _, size in log if t > at and size < REPLICAS][:1]
-                if firsts:
+                if min(after) < before / 2:  # survivors took the state of the new replica
+                    restarts += 1
+                elif firsts:
                     pauses.append(1e3 * min(firsts))
                     pauses[-1] -= 1e3 * at
         finally:
             for process in live.values():
                 process.kill()
     step_ms = 1e3 * statistics.median(steps)
-    pauses = sorted(p - step_ms for p in pauses)
+    small_ms = 1e3 * statistics.median(small_steps) if small_steps else step_ms
+    pauses = sorted(p - small_ms for p in pauses)
     found = {
         "settings": LIGHTHOUSE[kind] | {"heartbeat_interval_ms": HEARTBEAT_MS[kind]},
         "step_ms": round(step_ms, 2),
+        "step_of_two_ms": round(small_ms, 2),
         "pause": {
             "count": len(pauses),
-            "median_ms": round(statistics.median(pauses), 1),
-            "max_ms": round(pauses[-1], 1),
+            "median_ms": round(statistics.median(pauses), 1) if pauses else None,
+            "max_ms": round(pauses[-1], 1) if pauses else None,
         },
+        "restarted_from_step_0": restarts,
         "pauses_ms": [round(p, 1) for p in pauses],
         "kill_to_full_size_ms": [round(r) for r in rejoins],
     }
@@ -172,6 +226,6 @@ def main(result: str, kind: str, kills: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "replica":
-        replica(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5])
+        replica(sys.argv[2], sys.argv[3], int(sys.argv[4]), *sys.argv[5:])
     else:
-        main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
