@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from elastic_dp.cli.run_options import Json, StoragePath
+from elastic_dp.cli.run_tables import TextTable, print_table
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import CheckpointDamaged, CheckpointError
 from elastic_dp.storage import StorageURL, Store, redact_url
@@ -23,35 +24,44 @@ if TYPE_CHECKING:
 checkpoints = typer.Typer(help="Look at a run's checkpoints.", no_args_is_help=True)
 
 _Url = Annotated[
-    str, typer.Argument(metavar="URL", help="A run's folder: storage_path/name; any fsspec URL.")
+    str,
+    typer.Argument(
+        metavar="RUN|URL",
+        help="The name of a run at --storage-path; without that option, the URL of the run's "
+        "folder: storage_path/name.",
+    ),
 ]
 _Step = Annotated[int | None, typer.Option(help="The step to export. Default: the newest.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 
 
 @checkpoints.command("list")
-def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = False) -> None:
+def list_(
+    url: _Url,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    as_json: Json = False,
+) -> None:
     """Print the committed checkpoints, oldest first, and damage that names and sizes of files
     show.
     """
-    catalog = _catalog(url, storage_option)
+    catalog = _catalog(url, storage_path, storage_option)
     rows = [_row(catalog, name) for name in catalog.names()]
     if as_json:
         print(json.dumps(rows))
         return
     if not rows:
         _out().print(
-            f"no committed checkpoints at {redact_url(url)}; a run's folder is its "
+            f"no committed checkpoints at {catalog.store.url}; a run's folder is its "
             "storage_path/name"
         )
         return
-    table = Table("step", "claim", "saved", "MB", "metrics", box=None)
+    lines = []
     for row in rows:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["saved_at"]))
         metrics = ", ".join(f"{name}={value:.6g}" for name, value in row["metrics"].items())
         words = str(row["step"]), str(row["claim"]), saved, f"{row['nbytes'] / 1e6:.1f}"
-        table.add_row(*words, metrics)
-    _out().print(table)
+        lines.append((*words, metrics))
+    print_table(TextTable(("step", "claim", "saved", "MB", "metrics"), lines))
     for row in rows:
         if row["wrong"]:
             _out().print(f"step {row['step']}: {'; '.join(row['wrong'])}", style="red")
@@ -61,15 +71,16 @@ def list_(url: _Url, storage_option: StorageOption = None, as_json: _Json = Fals
 def verify(
     url: _Url,
     step: Annotated[int | None, typer.Option(help="Verify only this step. Default: all.")] = None,
+    storage_path: StoragePath = None,
     storage_option: StorageOption = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Read every byte of every checkpoint (or of one step) and compare it with what was
     committed.
     """
     from elastic_dp.checkpoint.checkpoint_reader import verify as verify_checkpoint
 
-    catalog = _catalog(url, storage_option)
+    catalog = _catalog(url, storage_path, storage_option)
     names = [name for name in catalog.names() if step in (None, name.step)]
     if not names:
         raise CheckpointError(
@@ -100,17 +111,18 @@ def export(
         ),
     ],
     step: _Step = None,
+    storage_path: StoragePath = None,
     storage_option: StorageOption = None,
     destination_option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="As --storage-option, of DST's store."),
     ] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a file that opens without this package."""
     from elastic_dp.checkpoint.exporting import export as export_checkpoint
 
-    catalog = _catalog(url, storage_option)
+    catalog = _catalog(url, storage_path, storage_option)
     commit = catalog.find("latest" if step is None else step)
     export_checkpoint(catalog, commit, StorageURL(destination, storage_options(destination_option)))
     if as_json:
@@ -119,10 +131,15 @@ def export(
         _out().print(f"step {commit.step} → {redact_url(destination)}")
 
 
-def _catalog(url: str, said: list[str] | None) -> Catalog:
+def _catalog(url: str, storage_path: str | None, said: list[str] | None) -> Catalog:
     from elastic_dp.checkpoint.catalog import Catalog
 
-    return Catalog(Store(url, storage_options(said)))
+    options = storage_options(said)
+    if storage_path is not None:
+        from elastic_dp.cluster.runs.ended_run import EndedRun
+
+        url = EndedRun(url, storage_path, options).url  # tells if there is none of that name
+    return Catalog(Store(url, options))
 
 
 def _row(catalog: Catalog, name: CommitName) -> dict[str, Any]:

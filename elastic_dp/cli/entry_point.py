@@ -9,6 +9,7 @@ Modules that take long to import (ray, torch, pyarrow) are imported by the comma
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from typing import Annotated, Any, NoReturn
@@ -23,7 +24,13 @@ except ModuleNotFoundError as missing:
     )
     raise SystemExit(2) from None
 
-from elastic_dp.cli import checkpoint_commands, data_commands, report_commands, run_commands
+from elastic_dp.cli import (
+    checkpoint_commands,
+    data_commands,
+    look_commands,
+    report_commands,
+    run_commands,
+)
 from elastic_dp.errors import ElasticError
 
 # click's own exception for a command line that is wrong; newer typers bring a click of their own.
@@ -34,6 +41,7 @@ class _Verbs(typer.core.TyperGroup):
     """Prints errors that a user can fix in one line, without a traceback, or as JSON."""
 
     def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
+        _print_what_the_terminal_lacks()
         words = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in words[: words.index("--") if "--" in words else None]
         if as_json:
@@ -57,10 +65,18 @@ def _fail(code: int, error: str) -> NoReturn:
     sys.exit(code)
 
 
+def _print_what_the_terminal_lacks() -> None:
+    """Let a terminal that is not of UTF-8 get "?" for what it cannot show, instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 _SETTINGS: dict[str, Any] = {"no_args_is_help": True, "pretty_exceptions_show_locals": False}
 app = typer.Typer(cls=_Verbs, help="Elastic data-parallel training.", **_SETTINGS)
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
+look_commands.add_to(app)
 run_commands.add_to(app)
 app.command()(report_commands.report)
 app.command()(report_commands.ui)

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from elastic_dp.cli.run_options import (
+    Address,
+    AllStoragePath,
+    Name,
+    StoragePath,
+    connect_to,
+    print_to_stderr,
+)
 from elastic_dp.cli.store_options import StorageOption, storage_options
 from elastic_dp.errors import ClusterError, SpecError
 from elastic_dp.storage import StorageURL
 
-_Address = Annotated[
-    str | None,
-    typer.Option(
-        envvar="RAY_ADDRESS",
-        help="The Ray cluster on which the run is live, as HOST:6379. Not needed with "
-        "--storage-path.",
-    ),
-]
-
 
 def report(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")],
+    name: Name,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.html", help="Default: RUN.html, here."),
     ] = None,
-    storage_path: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The run's storage_path; no cluster is needed then."),
-    ] = None,
+    storage_path: StoragePath = None,
     storage_option: StorageOption = None,
-    address: _Address = None,
+    address: Address = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON instead, and nothing else.")
     ] = False,
@@ -72,10 +67,7 @@ def ui(
         str | None,
         typer.Argument(metavar="[RUN]", help="Only this run. Default: all at --storage-path."),
     ] = None,
-    storage_path: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="The storage_path of the runs; no cluster is needed."),
-    ] = None,
+    storage_path: AllStoragePath = None,
     storage_option: StorageOption = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -102,7 +94,7 @@ def ui(
             "addresses. May be repeated.",
         ),
     ] = None,
-    address: _Address = None,
+    address: Address = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the address as JSON, and nothing else.")
     ] = False,
@@ -134,7 +126,7 @@ def ui(
     if made:
         token = secrets.token_urlsafe(32)
     rules = AccessRules(host, token, tuple(allow_host or ()))
-    controls = RayControls(address, _tell) if control else None
+    controls = RayControls(address, print_to_stderr) if control else None
 
     def ready(here: str) -> None:
         secret = f"#token={token}" if made else ""
@@ -143,15 +135,10 @@ def ui(
     serve(ServedRuns(where, name), rules, controls, port, ready)
 
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def _live_url(name: str, address: str | None) -> StorageURL:
-    from elastic_dp.cluster.ray.cluster_connection import connect
     from elastic_dp.cluster.runs.discovery import find
 
-    connect(address, _tell)
+    connect_to(address)
     live = find(name)
     if live is None:
         raise ClusterError(

@@ -17,29 +17,24 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from elastic_dp.cli.store_options import StorageOption, storage_options
-from elastic_dp.errors import ClusterError, ElasticError, SpecError
-from elastic_dp.storage import redact_url
+from elastic_dp.cli.run_options import (
+    Address,
+    Json,
+    Name,
+    StoragePath,
+    attach_to,
+    connect_to,
+    find_run,
+)
+from elastic_dp.cli.store_options import StorageOption
+from elastic_dp.errors import ElasticError, SpecError
 from elastic_dp.wording import counted
 
-if TYPE_CHECKING:
-    from elastic_dp.cluster.run_handle import Run
-    from elastic_dp.cluster.runs.ended_run import EndedRun
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
-_Address = Annotated[
-    str | None,
-    typer.Option(
-        envvar="RAY_ADDRESS",
-        help="The Ray cluster, as HOST:6379. Default: the newest one on this machine.",
-    ),
-]
 _RunAddress = Annotated[
     str | None,
     typer.Option(
@@ -47,14 +42,6 @@ _RunAddress = Annotated[
         help="The Ray cluster, as HOST:6379. Default: a Ray of the run's own, which ends with it.",
     ),
 ]
-_Storage = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="The run's storage_path; finds a run that has ended, without a cluster.",
-    ),
-]
-_Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the end of the run.")]
 _Job = Annotated[
     Path,
@@ -78,7 +65,7 @@ def run(
     arguments: _Arguments = None,
     set_: _Set = None,
     address: _RunAddress = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Run a job's script, with fields of the job set by options.
 
@@ -88,89 +75,30 @@ def run(
     raise typer.Exit(_run(job, arguments or [], set_ or [], address, as_json))
 
 
-def list_(
-    storage_path: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="List the runs there instead, without a cluster."),
-    ] = None,
-    storage_option: StorageOption = None,
-    address: _Address = None,
-    as_json: _Json = False,
-) -> None:
-    """List the runs of the cluster."""
-    if storage_path is not None:
-        from elastic_dp.cluster.runs.ended_run import runs_at
-
-        rows = runs_at(storage_path, storage_options(storage_option))
-        where = f"at {redact_url(storage_path)}"
-    else:
-        from elastic_dp.cluster.runs.discovery import runs
-
-        _connect(address)
-        rows, where = runs(), "on this cluster"
-    if as_json:
-        print(json.dumps(rows, default=str))
-        return
-    table = Table("run", "phase", "step", "workers", "generation", "why", box=None)
-    for row in rows:
-        world = f"{row.get('world_size', '?')} of {row.get('size', '?')}"
-        numbers = str(row.get("step", "?")), world, str(row.get("generation", "?"))
-        table.add_row(row["name"], row["phase"], *numbers, row["reason"])
-    _console().print(table if rows else f"no runs {where}")
-
-
-def status(
-    name: _Name,
-    storage_path: _Storage = None,
-    storage_option: StorageOption = None,
-    address: _Address = None,
-    as_json: _Json = False,
-) -> None:
-    """Print the status of a run and the reason for it, or how it ended."""
-    said = _find(name, address, storage_path, storage_option).status()
-    if as_json:
-        print(json.dumps({"name": name} | said, default=str))
-        return
-    out = _console()
-    out.print(f"{name}: {said['phase']}: {said['reason']}")
-    out.print(
-        f"step {said['step']}, generation {said['generation']}, {said['world_size']} of "
-        f"{counted(said['size'], 'worker')}"
-    )
-    for because in said["inexact_because"]:
-        out.print(f"not exact: {because}")
-    if said["waits_for"]:
-        out.print(f"waits for a node: {said['waits_for']}")
-    for worker, stage in said["workers"].items():
-        out.print(f"  {worker}  {stage}")
-    for metric, value in said["metrics"].items():
-        out.print(f"  {metric} = {value}")
-
-
 def events(
-    name: _Name,
+    name: Name,
     follow: _Follow = False,
-    storage_path: _Storage = None,
+    storage_path: StoragePath = None,
     storage_option: StorageOption = None,
-    address: _Address = None,
-    as_json: _Json = False,
+    address: Address = None,
+    as_json: Json = False,
 ) -> None:
     """Print every event, command and metric, one per line; with --json one JSON object per line."""
-    for line in _find(name, address, storage_path, storage_option).events(follow=follow):
+    for line in find_run(name, address, storage_path, storage_option).events(follow=follow):
         print(json.dumps(line, default=str) if as_json else _journal_line(line), flush=True)
 
 
 def logs(
-    name: _Name,
+    name: Name,
     worker: Annotated[str | None, typer.Option(help="Only this worker. Default: all.")] = None,
     tail: Annotated[
         int, typer.Option(min=1, help="The number of last lines of each worker.")
     ] = 100,
     follow: _Follow = False,
-    storage_path: _Storage = None,
+    storage_path: StoragePath = None,
     storage_option: StorageOption = None,
-    address: _Address = None,
-    as_json: _Json = False,
+    address: Address = None,
+    as_json: Json = False,
 ) -> None:
     """Print what the workers of a run have printed: the running ones or, after its end, all of
     them.
@@ -178,7 +106,7 @@ def logs(
     The run's folder keeps the output of all workers: logs/WORKER.log and, for workers that died,
     logs/WORKER.last.log.
     """
-    for each, line in _find(name, address, storage_path, storage_option).logs(
+    for each, line in find_run(name, address, storage_path, storage_option).logs(
         worker, tail=tail, follow=follow
     ):
         words = json.dumps({"worker": each, "line": line}) if as_json else f"{each}  {line}"
@@ -186,7 +114,7 @@ def logs(
 
 
 def scale(
-    name: _Name,
+    name: Name,
     size: Annotated[
         int | None,
         typer.Argument(help="The maximum number of workers, within min_workers..virtual_workers."),
@@ -194,11 +122,11 @@ def scale(
     min_workers: Annotated[
         int | None, typer.Option(help="The minimum number of workers. Default: unchanged.")
     ] = None,
-    address: _Address = None,
-    as_json: _Json = False,
+    address: Address = None,
+    as_json: Json = False,
 ) -> None:
     """Change the maximum, or the minimum, number of workers of a run."""
-    found = _attach(name, address)
+    found = attach_to(name, address)
     status = found.status()
     found.scale(size, min_workers=min_workers)
     present = status["world_size"]
@@ -213,28 +141,28 @@ def scale(
 
 
 def drain(
-    name: _Name,
+    name: Name,
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
     within_s: Annotated[float | None, typer.Option(help="Seconds until it must be gone.")] = None,
-    address: _Address = None,
-    as_json: _Json = False,
+    address: Address = None,
+    as_json: Json = False,
 ) -> None:
     """Let one worker leave once it is replaced."""
-    _attach(name, address).drain(worker, within_s)
+    attach_to(name, address).drain(worker, within_s)
     _print_reply({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
 
 
 def stop(
-    name: _Name,
+    name: Name,
     reason: Annotated[str, typer.Option(help="Stored with the result.")] = "asked by an operator",
     wait: Annotated[bool, typer.Option(help="Wait for the end and print the result.")] = False,
-    address: _Address = None,
-    as_json: _Json = False,
+    address: Address = None,
+    as_json: Json = False,
 ) -> None:
     """End a run after one of its next steps, with a checkpoint. Running it again continues from
     there.
     """
-    found = _attach(name, address)
+    found = attach_to(name, address)
     found.stop(reason)
     if not wait:
         _print_reply(
@@ -245,19 +173,19 @@ def stop(
     _print_reply(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
 
 
-def checkpoint(name: _Name, address: _Address = None, as_json: _Json = False) -> None:
+def checkpoint(name: Name, address: Address = None, as_json: Json = False) -> None:
     """Make a checkpoint of one of the next steps."""
-    _attach(name, address).checkpoint()
+    attach_to(name, address).checkpoint()
     _print_reply({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
 
 
 def restart(
-    name: _Name,
+    name: Name,
     job: _Job,
     arguments: _Arguments = None,
     set_: _Set = None,
-    address: _Address = None,
-    as_json: _Json = False,
+    address: Address = None,
+    as_json: Json = False,
 ) -> None:
     """Checkpoint and stop a run, and continue it with a local script: new code, or another image.
 
@@ -266,7 +194,7 @@ def restart(
     from elastic_dp.cluster.overrides import Overrides
 
     Overrides(set_ or [])  # told before anything is stopped
-    found = _attach(name, address)
+    found = attach_to(name, address)
     has_owner = _ray_has_owner()
     found.stop("to be started again")
     ended = found.result()
@@ -286,9 +214,8 @@ def restart(
 
 
 def add_to(app: typer.Typer) -> None:
-    for verb in (run, status, events, logs, scale, drain, stop, checkpoint, restart):
+    for verb in (run, events, logs, scale, drain, stop, checkpoint, restart):
         app.command()(verb)
-    app.command("list")(list_)
 
 
 # ---------------------------------------------------------------------------------- private
@@ -302,7 +229,7 @@ def _run(
 
     overrides = Overrides(texts)
     if address is not None:
-        _connect(address)
+        connect_to(address)
     with contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -363,43 +290,6 @@ def _leave_ray() -> None:
     from elastic_dp.cluster.ray.cluster_connection import disconnect
 
     disconnect()
-
-
-def _connect(address: str | None) -> None:
-    from elastic_dp.cluster.ray.cluster_connection import connect
-
-    connect(address, _print_to_stderr)
-
-
-def _print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _attach(name: str, address: str | None) -> Run:
-    from elastic_dp.cluster.runs.attach import attach
-
-    _connect(address)
-    return attach(name)
-
-
-def _find(
-    name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
-) -> Run | EndedRun:
-    """Return the run. If its folder says that no cluster has it, return what the folder holds,
-    without Ray.
-    """
-    if storage_path is None:
-        return _attach(name, address)
-    from elastic_dp.cluster.runs.ended_run import EndedRun
-
-    ended = EndedRun(name, storage_path, storage_options(storage_option))
-    if ended.may_be_live:
-        from elastic_dp.cluster.runs.attach import attach_live
-
-        with contextlib.suppress(ClusterError):  # no cluster: only what is stored
-            _connect(address)
-            return attach_live(name, ended.url) or ended
-    return ended
 
 
 def _print_reply(facts: dict[str, Any], words: str, as_json: bool) -> None:

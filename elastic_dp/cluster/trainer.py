@@ -179,7 +179,7 @@ class ElasticTrainer:
             secret, record = secrets.token_bytes(32), self._record(data)
             job = StoredJob(pickled, data.index, secret, self.url, tuple(faults), record)
             controller, is_new = attach.find_or_start(self.spec, job, self.runtime_env)
-            for note in self._record_start() if is_new else ():
+            for note in self._record_start(data.steps_per_epoch) if is_new else ():
                 controller.say.remote(note)
             return Run(self.spec, self.url, controller, self.loggers, is_new=is_new)
 
@@ -249,7 +249,7 @@ class ElasticTrainer:
         journal = Journal(self.url)
         loggers = LoggerThreads(self.loggers, self.spec.name, self.url)
         journal.listen(loggers.put)
-        for note in self._record_start():
+        for note in self._record_start(data.steps_per_epoch):
             journal.command(Explain(note))
 
         def tell(text: str) -> None:
@@ -324,13 +324,14 @@ class ElasticTrainer:
     def _record(self, data: Dataset) -> RunRecord:
         return RunRecord(data=data.fingerprint, **job_identity(self.spec))
 
-    def _record_start(self) -> list[str]:
+    def _record_start(self, steps_per_epoch: int) -> list[str]:
         """Record this start. Return what has changed since the last one, for the journal.
 
         Changes that may be unintended are also warnings.
         """
         store = Store(self.url)
-        start, before = StartRecord.of(self.spec, self.train), last_start(store)
+        start = StartRecord.of(self.spec, self.train, steps_per_epoch)
+        before = last_start(store)
         start.write(store)
         if before is None:
             return []

@@ -94,9 +94,9 @@ class ReportBuilder:
         """
         if result is not None and result.step < self._step:
             result = None  # of an earlier start
-        over = self._ended
+        over, step = self._ended, self._step
         if over is None and result is not None and not self._starts:  # trained in one process
-            over = RunPhase.FINISHED, _text(result.reason)
+            over, step = (RunPhase.FINISHED, _text(result.reason)), result.step
         until = self._now if over else max(now, self._now)
         phase, reason = over or (self._phase(until), self._log.newest_decision())
         group = self._group
@@ -107,7 +107,7 @@ class ReportBuilder:
             began=self._began or 0.0,
             until=until,
             led_s=self._led_s + (until - self._now if self._leads else 0.0),
-            step=self._step,
+            step=step,
             starts=self._starts,
             generation=group.generation,
             present=0 if over else len(group.members),

@@ -35,6 +35,25 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.1f} %" if 0 < percent < 10 else f"{percent:.0f} %"
 
 
+def concerns(
+    present: int, wanted: int, loss_is_finite: bool, led_s: float, goodput: float
+) -> list[str]:
+    """Return what somebody should look at in a run that goes on."""
+    found = []
+    if present < wanted:
+        found.append(workers_train(present, wanted))
+    if not loss_is_finite:
+        found.append("its loss is not finite")
+    if led_s > _EARLY_S and goodput < _LOW_GOODPUT:
+        found.append(f"its goodput is {share(goodput, 1.0)}")
+    return found
+
+
+def workers_train(present: int, wanted: int) -> str:
+    """Return how many workers train: "3 of 4 workers train"."""
+    return f"{present} of {counted(wanted, 'worker')} {'trains' if present == 1 else 'train'}"
+
+
 def _progress(report: Report) -> str:
     took = f" in {duration(report.led_s)}" if report.led_s else ""
     steps = f"{counted(report.step, 'step')}{took}{_loss(report)}"
@@ -84,11 +103,11 @@ def _health(report: Report) -> str:
         return f"Started again, it {_goes_on(newest)}."
     if report.phase is RunPhase.FINISHED:
         return _finished(report, newest)
-    concerns = _concerns(report)
+    found = _concerns(report)
     saved = _saved(report, newest)
-    if concerns:
-        return f"It needs a look: {', '.join(concerns)}; {saved}."
-    return f"It is healthy: {_train(report)}, and {saved}."
+    if found:
+        return f"It needs a look: {', '.join(found)}; {saved}."
+    return f"It is healthy: {workers_train(report.present, report.wanted)}, and {saved}."
 
 
 def _finished(report: Report, newest: CheckpointRow | None) -> str:
@@ -100,22 +119,12 @@ def _finished(report: Report, newest: CheckpointRow | None) -> str:
 
 
 def _concerns(report: Report) -> list[str]:
-    concerns = []
-    if report.phase is RunPhase.SILENT:
-        concerns.append("its cluster may be gone, or it waits for nodes")
-    if report.present < report.wanted:
-        concerns.append(_train(report))
+    silent = report.phase is RunPhase.SILENT
     loss = [point for point in report.curves.get("loss", ()) if point.counts]
-    if loss and loss[-1].value is None:
-        concerns.append("its loss is not finite")
-    if report.led_s > _EARLY_S and report.goodput.fraction < _LOW_GOODPUT:
-        concerns.append(f"its goodput is {share(report.goodput.fraction, 1.0)}")
-    return concerns
-
-
-def _train(report: Report) -> str:
-    verb = "trains" if report.present == 1 else "train"
-    return f"{report.present} of {counted(report.wanted, 'worker')} {verb}"
+    is_finite = not loss or loss[-1].value is not None
+    goodput = report.goodput.fraction
+    found = concerns(report.present, report.wanted, is_finite, report.led_s, goodput)
+    return ["its cluster may be gone, or it waits for nodes"] * silent + found
 
 
 def _saved(report: Report, newest: CheckpointRow | None) -> str:

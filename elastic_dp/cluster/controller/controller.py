@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_dp.cluster.controller.metrics_record import MetricsRecord
+from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.cluster.controller.run_checkpoints import RunCheckpoints
 from elastic_dp.cluster.controller.run_report import RunReport
 from elastic_dp.cluster.controller.run_times import RunTimes
@@ -113,6 +114,7 @@ class Controller:
         self.heartbeats = HeartbeatServer(secret, host, self._hear, self._write_crash_log, self.say)
         self.metrics = MetricsRecord(journal)
         self.times = RunTimes(journal)
+        self.newest_events = NewestEvents(journal)
         self.exits = WorkerExits()
         self.report = RunReport(spec, url, self.state_store.state.outcome)
         self.checkpoints = RunCheckpoints(
@@ -172,6 +174,7 @@ class Controller:
         coordinator = self.coordinator
         membership = coordinator.membership
         because = self.report.inexact_because(coordinator.kinds)
+        now = time.time()
         return {
             "phase": "over" if self.ended.is_set() else coordinator.phase,
             "reason": coordinator.reason or self.outcome.reason,
@@ -184,6 +187,11 @@ class Controller:
             "inexact_because": because,
             "workers": dict(coordinator.workers),
             "metrics": dict(self.metrics.newest),
+            "failed": self.outcome.error is not None,
+            "max_steps": self.spec.max_steps,
+            "led_s": max(0.0, now - self.state_store.state.started_at),
+            "goodput": self.times.goodput().fraction,
+            **self.newest_events.status(now),
         }
 
     @property

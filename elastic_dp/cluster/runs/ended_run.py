@@ -41,7 +41,7 @@ class EndedRun:
             where = Store(os.fspath(storage_path), storage_options)
             raise ClusterError(
                 f"no run named {name!r} is at {self._store.url}: it has no run.json"
-                + did_you_mean(name, _names_at(where))
+                + did_you_mean(name, names_at(where))
             )
         newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
         self.holder = newest.holder if newest is not None and newest.state == "held" else ""
@@ -88,17 +88,8 @@ class EndedRun:
         return read_logs(self._store, worker, tail)
 
 
-def runs_at(
-    storage_path: str, storage_options: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """Return the status of each run at a storage path, by name."""
-    return [
-        {"name": name} | EndedRun(name, storage_path, storage_options).status()
-        for name in _names_at(Store(storage_path, storage_options))
-    ]
-
-
-def _names_at(store: Store) -> list[str]:
+def names_at(store: Store) -> list[str]:
+    """Return the names of the runs at a storage path."""
     found = store.find(_inside(store, "*/run.json"))
     return sorted(entry.path.split("/")[-2] for entry in found)
 

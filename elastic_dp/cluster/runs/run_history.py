@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +31,17 @@ class StartRecord:
     code: str  # train.exactness.code_fingerprint
     python: str  # another version compiles the same code differently
     limits: RunLimits
+    total_steps: int | None = None  # by max_steps and epochs; None: no such limit
 
     @classmethod
-    def of(cls, spec: JobSpec, train: Any) -> StartRecord:
+    def of(cls, spec: JobSpec, train: Any, steps_per_epoch: int | None = None) -> StartRecord:
+        """`steps_per_epoch` is not compared, and may be left out for that."""
         python = ".".join(platform.python_version_tuple()[:2])
-        return cls(code_fingerprint(train), python, RunLimits.of(spec))
+        limits = RunLimits.of(spec)
+        total = math.inf if steps_per_epoch is None else limits.steps(steps_per_epoch)
+        return cls(
+            code_fingerprint(train), python, limits, int(total) if total < math.inf else None
+        )
 
     def limits_changed(self, before: StartRecord, raised: bool) -> list[str]:
         """Return the changed limits in words: the raised ones, which continue a run, or all
@@ -70,6 +77,20 @@ def last_start(store: Store) -> StartRecord | None:
         if stored is None:
             return None
         limits = make(RunLimits, stored["limits"], _NAME, "")
-        return StartRecord(str(stored["code"]), str(stored["python"]), limits)
+        total = stored.get("total_steps")
+        return StartRecord(
+            str(stored["code"]),
+            str(stored["python"]),
+            limits,
+            total if isinstance(total, int) else None,
+        )
     except (FileDamaged, RunMismatch, KeyError, TypeError):
         return None
+
+
+def total_steps_of(url: str) -> int | None:
+    """Return where the run ends, as its last start says; None if no number of steps was set."""
+    start = last_start(Store(url))
+    if start is None:
+        return None
+    return start.limits.max_steps if start.total_steps is None else start.total_steps

@@ -1,0 +1,80 @@
+"""The options by which all verbs find a run: `--address`, `--storage-path`, `--json`, and its name.
+
+A run that is live is found on its Ray cluster. One that has ended is found by its storage path,
+without a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastic_dp.cli.store_options import storage_options
+from elastic_dp.errors import ClusterError
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.run_handle import Run
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        help="The Ray cluster, as HOST:6379. Default: the newest one on this machine.",
+    ),
+]
+StoragePath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="The run's storage_path; finds a run that has ended, without a cluster.",
+    ),
+]
+AllStoragePath = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="The storage_path of the runs; no cluster is needed."),
+]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+
+
+def connect_to(address: str | None) -> None:
+    """Connect to the cluster. Raises ClusterError."""
+    from elastic_dp.cluster.ray.cluster_connection import connect
+
+    connect(address, print_to_stderr)
+
+
+def attach_to(name: str, address: str | None) -> Run:
+    """Return the live run. Raises ClusterError."""
+    from elastic_dp.cluster.runs.attach import attach
+
+    connect_to(address)
+    return attach(name)
+
+
+def find_run(
+    name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> Run | EndedRun:
+    """Return the run. If its folder says that no cluster has it, return what the folder holds,
+    without Ray.
+    """
+    if storage_path is None:
+        return attach_to(name, address)
+    from elastic_dp.cluster.runs.ended_run import EndedRun
+
+    ended = EndedRun(name, storage_path, storage_options(storage_option))
+    if ended.may_be_live:
+        from elastic_dp.cluster.runs.attach import attach_live
+
+        with contextlib.suppress(ClusterError):  # no cluster: only what is stored
+            connect_to(address)
+            return attach_live(name, ended.url) or ended
+    return ended
+
+
+def print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,157 @@
+"""Where the verbs that look at runs get what they show: controllers of a cluster, or folders.
+
+Each entry is the status of a run as a dict, as `--json` prints it, with its overview.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from elastic_dp.cli.run_options import connect_to, find_run
+from elastic_dp.cli.store_options import storage_options
+from elastic_dp.cluster.runs.ended_run import EndedRun, names_at
+from elastic_dp.cluster.runs.run_history import total_steps_of
+from elastic_dp.cluster.runs.run_record import run_url
+from elastic_dp.errors import ElasticError
+from elastic_dp.report.report_model import Report
+from elastic_dp.report.report_reader import RunFolder
+from elastic_dp.report.run_overview import (
+    RunOverview,
+    overview_of_report,
+    overview_of_status,
+)
+from elastic_dp.storage import Store, redact_url
+
+if TYPE_CHECKING:
+    from elastic_dp.cluster.run_handle import Run
+
+_THREADS = 8
+
+
+class SeenRun(NamedTuple):
+    """One run. `read_status` returns its status; of a folder that may take a moment. `report` is
+    known where the folder was read.
+    """
+
+    overview: RunOverview
+    read_status: Callable[[], dict[str, Any]]
+    report: Report | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return self.read_status() | self.overview.to_json()
+
+
+class RunSource(Protocol):
+    """Runs that may be looked at again and again."""
+
+    where: str  # in words, for people
+
+    def look(self) -> list[SeenRun]:
+        """Return the runs by name. Raises ElasticError."""
+
+
+class ClusterRuns:
+    """The runs of a Ray cluster."""
+
+    def __init__(self, address: str | None) -> None:
+        self.where = "on this cluster"
+        connect_to(address)
+
+    def look(self) -> list[SeenRun]:
+        from elastic_dp.cluster.runs.discovery import runs
+
+        return [_seen(row["name"], row) for row in runs()]
+
+
+class StoredRuns:
+    """The runs at a storage path, whether they go on or have ended."""
+
+    def __init__(self, storage_path: str, options: dict[str, Any] | None) -> None:
+        self.where = f"at {redact_url(storage_path)}"
+        self._path, self._options = storage_path, options
+        self._store = Store(storage_path, options)
+        self._runs: dict[str, StoredRun] = {}
+
+    def look(self) -> list[SeenRun]:
+        names = names_at(self._store)
+        self._runs = {name: self._runs.get(name) or self._open(name) for name in names}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(_look_or_say, names, self._runs.values()))
+
+    def _open(self, name: str) -> StoredRun:
+        return StoredRun(name, self._path, self._options)
+
+
+class StoredRun:
+    """One run, from its folder."""
+
+    def __init__(self, name: str, storage_path: str, options: dict[str, Any] | None) -> None:
+        self.where = f"named {name!r}"
+        self._name, self._path, self._options = name, storage_path, options
+        url = run_url(name, storage_path, options)
+        self._folder, self._total = RunFolder(name, url), total_steps_of(url)
+
+    def look(self) -> list[SeenRun]:
+        return [self.look_at_it()]
+
+    def look_at_it(self) -> SeenRun:
+        now = time.time()
+        report = self._folder.report(now)
+        return SeenRun(overview_of_report(report, now, self._total), self._status, report)
+
+    def _status(self) -> dict[str, Any]:
+        found = EndedRun(self._name, self._path, self._options)
+        return {"name": self._name} | found.status()
+
+
+class LiveRun:
+    """One run of a cluster, by its controller. After its end, its last status."""
+
+    def __init__(self, name: str, run: Run, total_steps: int | None) -> None:
+        self.where = f"named {name!r}"
+        self._name, self._run, self._total = name, run, total_steps
+
+    def look(self) -> list[SeenRun]:
+        status = {"name": self._name} | self._run.status()
+        if status.get("max_steps") is None:
+            status["max_steps"] = self._total
+        return [_seen(self._name, status)]
+
+
+def runs_source(
+    address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> RunSource:
+    """Return the source of all runs."""
+    if storage_path is None:
+        return ClusterRuns(address)
+    return StoredRuns(storage_path, storage_options(storage_option))
+
+
+def run_source(
+    name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> RunSource:
+    """Return the source of one run. Raises ClusterError if there is none of that name."""
+    found = find_run(name, address, storage_path, storage_option)
+    if storage_path is None:
+        assert not isinstance(found, EndedRun)
+        return LiveRun(name, found, None)
+    options = storage_options(storage_option)
+    if isinstance(found, EndedRun):
+        return StoredRun(name, storage_path, options)
+    return LiveRun(name, found, total_steps_of(run_url(name, storage_path, options)))
+
+
+def _seen(name: str, status: dict[str, Any]) -> SeenRun:
+    return SeenRun(overview_of_status(name, status), lambda: status)
+
+
+def _look_or_say(name: str, run: StoredRun) -> SeenRun:
+    """A run that cannot be read must not hide the others."""
+    try:
+        return run.look_at_it()
+    except ElasticError as error:
+        reason = f"{type(error).__name__}: {error}"
+        return _seen(name, {"name": name, "phase": "unknown", "reason": reason})

@@ -1,0 +1,201 @@
+"""`list` and `status`: aligned tables of recorded folders, at two widths, in colours and plain."""
+
+import json
+import math
+import re
+
+import pytest
+from rich.cells import cell_len
+from typer.testing import CliRunner
+
+from elastic_dp.checkpoint.catalog import Catalog
+from elastic_dp.cli import app
+from elastic_dp.cluster.controller.newest_events import NewestEvents
+from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
+from elastic_dp.report.run_overview import Health, overview_of_status
+from elastic_dp.storage import Store
+from elastic_dp.telemetry.journal import Journal
+from tests.checkpoint.states import save, train_state
+from tests.cli.recorded import runs_after_a_night
+
+ESCAPE = "\x1b"
+HEADER = ["run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event"]
+LIVE = {
+    "phase": "running",
+    "reason": "generation 3: 2 workers",
+    "generation": 3,
+    "world_size": 2,
+    "size": 2,
+    "step": 5,
+    "max_steps": 10,
+    "metrics": {"loss": 0.5},
+    "goodput": 0.9,
+    "led_s": 10.0,
+    "waits_for": "",
+    "failed": False,
+    "newest_event": {"text": "w3 is gone", "age_s": 3.0},
+    "newest_checkpoint": {"step": 4, "age_s": 60.0},
+}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return runs_after_a_night(tmp_path)
+
+
+def asked(*words, terminal=None, charset="utf-8", code=0):
+    """What is printed; `terminal` is the width of one that takes colours."""
+    colours = {"FORCE_COLOR": "1", "COLUMNS": str(terminal), "TERM": "xterm-256color"}
+    env = {"FORCE_COLOR": None, "COLUMNS": "80"} if terminal is None else colours
+    runner = CliRunner(charset=charset, env=env)
+    said = runner.invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert said.exit_code == code, said.output
+    return said.stdout
+
+
+def cells(line):
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_list_of_a_storage_path_is_an_aligned_table_without_colours_where_it_is_piped(runs):
+    text = asked("list", "--storage-path", runs)
+    header, *lines = text.splitlines()
+    assert ESCAPE not in text and header.split("  ")[0] == "run" and cells(header) == HEADER
+    rows = {cells(line)[0]: cells(line) for line in lines}
+    assert [*rows] == ["broken", "going", "night"]
+    assert rows["going"][1:5] == ["needs a look", "4/20", "1", "2/3"]
+    assert rows["night"][1:5] == ["finished", "6/6", "1", "-"]
+    assert rows["night"][-1] == "finished after step 6: enough"
+    assert rows["broken"][1] == "failed" and "KeyError: 'x' [31mred" in rows["broken"][-1]
+    places = {name: header.index(name) for name in HEADER}
+    for line in lines:  # each cell begins below its header, however narrow the terminal was
+        assert all(line[place - 1] == " " for place in places.values() if place)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_list_in_a_terminal_is_in_colours_and_no_wider_than_it(runs, width):
+    text = asked("list", "--storage-path", runs, terminal=width)
+    assert f"{ESCAPE}[1;31mfailed" in text and f"{ESCAPE}[33mneeds a look" in text
+    assert f"{ESCAPE}[31mred" not in text  # what a worker printed cannot steer the terminal
+    plain = re.sub(rf"{ESCAPE}\[[0-9;]*m", "", text)
+    assert max(map(cell_len, plain.splitlines())) <= width
+    assert len(plain.splitlines()) == 4 or width == 80  # the last event is wrapped below it
+    for words in ("broken", "going", "night", "finished", "needs a look", "4/20", "2/3"):
+        assert words in plain
+    joined = "".join(plain.split())
+    assert "finishedafterstep6:enough" in joined or width == 80
+
+
+def test_list_prints_json_with_the_health_of_each_run(runs):
+    rows = {row["name"]: row for row in json.loads(asked("list", "--json", "--storage-path", runs))}
+    going = rows["going"]
+    assert (going["health"], going["health_reason"]) == ("needs a look", "2 of 3 workers train")
+    assert (going["step"], going["total_steps"], going["world_size"], going["size"]) == (4, 20, 2, 3)
+    assert going["checkpoint_step"] == 4 and 0 <= going["checkpoint_age_s"] < 600
+    assert going["phase"] == "unfinished" and going["workers"] == {}  # as `Run.status` names them
+    assert rows["night"]["phase"] == "over" and rows["night"]["goodput"] > 0
+
+
+def test_list_shows_the_other_runs_where_one_cannot_be_read(runs):
+    (runs / "night" / "result.json").write_text("[]")
+    text = asked("list", "--storage-path", runs)
+    (line,) = [line for line in text.splitlines() if line.startswith("night")]
+    assert "unknown" in line and "FileDamaged" in line and "going" in text
+    assert {row["health"] for row in json.loads(asked("list", "--json", "--storage-path", runs))} == {
+        "unknown",
+        "failed",
+        "needs a look",
+    }
+
+
+def test_list_of_an_empty_storage_path_says_so(tmp_path):
+    assert asked("list", "--storage-path", tmp_path) == f"no runs at {tmp_path}\n"
+
+
+@pytest.mark.parametrize("terminal", [None, 80, 200])
+def test_status_shows_the_health_first_and_then_what_is_known(runs, terminal):
+    text = asked("status", "going", "--storage-path", runs, terminal=terminal)
+    assert (ESCAPE in text) == (terminal is not None)
+    lines = re.sub(rf"{ESCAPE}\[[0-9;]*m", "", text).splitlines()
+    assert lines[0] == "going: needs a look: 2 of 3 workers train"
+    facts = dict(cells(line)[:2] for line in lines[1:] if line.startswith("  "))
+    assert facts["step"] == "4 of 20 (20 %)" and facts["loss"] == "1"
+    assert facts["workers"] == "2 of 3, generation 3" and facts["metrics"] == "lr 0.1"
+    assert facts["lost"] == "1 worker"
+    assert facts["checkpoint"].startswith("step 4 (")
+    assert facts["last event"].startswith("generation 2 ends: 1 worker joins (")
+    table = lines[lines.index("") + 1 :]
+    assert cells(table[0]) == ["worker", "stage", "node", "steps", "mean step", "since"]
+    assert [cells(line)[:3] for line in table[1:]] == [
+        ["w1", "training", "node-1"],
+        ["w3", "training", "-"],
+    ]
+
+
+def test_status_of_an_ended_run_says_how_it_ended(runs):
+    text = asked("status", "night", "--storage-path", runs)
+    assert text.startswith("night: finished: enough\n") and "worker  " not in text
+    assert asked("status", "broken", "--storage-path", runs).startswith("broken: failed: w1 raised")
+
+
+@pytest.mark.parametrize("terminal", [None, 80])
+@pytest.mark.parametrize("verb", [["list"], ["status", "höhe"]])
+def test_terminal_that_is_not_of_utf_8_gets_question_marks_and_no_error(tmp_path, verb, terminal):
+    runs = runs_after_a_night(tmp_path)
+    (runs / "going").rename(runs / "höhe")
+    text = asked(*verb, "--storage-path", runs, terminal=terminal, charset="ascii")
+    assert "h?he" in text
+
+
+@pytest.mark.parametrize("verb", ["list", "verify"])
+def test_checkpoints_are_found_by_the_name_of_the_run_and_its_storage_path(tmp_path, verb):
+    runs = runs_after_a_night(tmp_path)
+    save(Catalog(Store(str(runs / "night"))), train_state(1), 6)
+    by_name = asked("checkpoints", verb, "night", "--storage-path", runs)
+    assert by_name == asked("checkpoints", verb, runs / "night") and "6" in by_name
+    said = CliRunner().invoke(app, ["checkpoints", verb, "nigth", "--storage-path", str(runs)])
+    assert said.exit_code == 2 and "Did you mean 'night'?" in said.stderr
+
+
+# ---------------------------------------------------------------------------------- live runs
+
+
+@pytest.mark.parametrize(
+    ("changes", "health", "reason"),
+    [
+        ({}, Health.HEALTHY, "2 of 2 workers train"),
+        ({"generation": 0, "waits_for": "none has room"}, Health.STARTING, "none has room"),
+        ({"size": 3}, Health.CONCERN, "2 of 3 workers train"),
+        ({"metrics": {"loss": math.nan}}, Health.CONCERN, "its loss is not finite"),
+        ({"goodput": 0.2, "led_s": 5.0}, Health.HEALTHY, "2 of 2 workers train"),
+        ({"goodput": 0.2, "led_s": 5e3}, Health.CONCERN, "its goodput is 20 %"),
+        ({"phase": "over"}, Health.FINISHED, "generation 3: 2 workers"),
+        ({"phase": "over", "failed": True}, Health.FAILED, "generation 3: 2 workers"),
+    ],
+)
+def test_health_of_a_live_run_is_what_its_controller_says(changes, health, reason):
+    seen = overview_of_status("live", LIVE | changes)
+    assert (seen.health, seen.health_reason) == (health, reason)
+    json.dumps(seen.to_json(), allow_nan=False)
+
+
+def test_overview_of_a_controller_that_does_not_answer_is_unknown():
+    seen = overview_of_status("live", {"phase": "unknown", "reason": "no answer"})
+    assert (seen.health, seen.last_event, seen.goodput) == (Health.UNKNOWN, "no answer", None)
+
+
+def test_status_of_a_controller_has_the_newest_decision_and_checkpoint():
+    journal = Journal(None)
+    newest = NewestEvents(journal)
+    assert newest.status(0.0) == {"newest_event": None, "newest_checkpoint": None}
+    journal.event(CheckpointFound(7))
+    journal.command(Explain("starting"))
+    (line,) = [line for line in journal.since(None, 0.0)[1] if "text" in line]
+    journal.command(Explain("starting"))
+    found = newest.status(line["time"] + 5.0)
+    assert found["newest_event"] == {"text": "starting", "age_s": pytest.approx(5.0)}
+    assert found["newest_checkpoint"] == {"step": 7, "age_s": None}
+    journal.event(CheckpointCommitted(9))
+    assert newest.status(0.0)["newest_checkpoint"] == {"step": 9, "age_s": 0.0}
+    journal.event(CheckpointFound(None))
+    assert newest.status(0.0)["newest_checkpoint"] is None
