@@ -37,7 +37,7 @@ def list_(
     source = runs_source(address, storage_path, storage_option)
     seen = source.look()
     if as_json:
-        print(json.dumps([each.to_json() for each in seen], default=str))
+        print(json.dumps([each.to_json_or_reason() for each in seen], default=str))
     elif seen:
         print_table(overview_table([each.overview for each in seen]))
     else:

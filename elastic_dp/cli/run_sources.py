@@ -43,6 +43,14 @@ class SeenRun(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         return self.read_status() | self.overview.to_json()
 
+    def to_json_or_reason(self) -> dict[str, Any]:
+        """Return the same, or why the status cannot be read: it must not hide other runs."""
+        try:
+            return self.to_json()
+        except ElasticError as error:
+            status = _unknown(self.overview.name, error)
+        return status | self.overview.to_json()
+
 
 class RunSource(Protocol):
     """Runs that may be looked at again and again."""
@@ -153,5 +161,8 @@ def _look_or_say(name: str, run: StoredRun) -> SeenRun:
     try:
         return run.look_at_it()
     except ElasticError as error:
-        reason = f"{type(error).__name__}: {error}"
-        return _seen(name, {"name": name, "phase": "unknown", "reason": reason})
+        return _seen(name, _unknown(name, error))
+
+
+def _unknown(name: str, error: ElasticError) -> dict[str, Any]:
+    return {"name": name, "phase": "unknown", "reason": f"{type(error).__name__}: {error}"}

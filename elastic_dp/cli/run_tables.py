@@ -29,7 +29,6 @@ _STYLES = {
     Health.UNKNOWN: "magenta",
 }
 _MOST_CHARACTERS = 160  # of a text in a table of many runs
-_NARROW = 110  # columns of a terminal in which one space has to do between two cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +39,27 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     styles: Sequence[str] = ()
 
+    @property
+    def _widths(self) -> list[int]:
+        columns = zip(self.header, *self.rows, strict=True)
+        return [max(map(cell_len, column)) for column in columns]
+
     def lines(self) -> Iterator[str]:
         """Yield plain lines."""
-        table = [self.header, *self.rows]
-        widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
-        for row in table:
+        widths = self._widths
+        for row in (self.header, *self.rows):
             cells = zip(row, widths, strict=True)
             yield "  ".join(cell + " " * (w - cell_len(cell)) for cell, w in cells).rstrip()
 
     def drawn(self, width: int) -> Table:
-        """Return the table for a terminal of this width. The last column takes what is left."""
-        gap = 1 if width < _NARROW else 2
+        """Return the table for a terminal of this width. Where it is too narrow, the first and the
+        last column are wrapped.
+        """
+        gap = 2 if sum(self._widths) + 2 * len(self.header) <= width else 1
         table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-        *firsts, last = self.header
-        for number, name in enumerate(firsts):
-            table.add_column(name, no_wrap=number > 0, overflow="fold")
-        table.add_column(last, overflow="fold", min_width=min(16, cell_len(last) + 8))
+        for name in self.header:
+            ends = name in (self.header[0], self.header[-1])
+            table.add_column(name, no_wrap=not ends, overflow="fold")
         for number, row in enumerate(self.rows):
             style = self.styles[number] if self.styles else ""
             texts = [Text(cell, style if at == 1 else "") for at, cell in enumerate(row)]
@@ -70,7 +74,13 @@ def one_line(value: Any, most: int | None = None) -> str:
 
 
 def age(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
+    """Return a time in one unit: "4 s", "12 min", "3 h", "63 d"; "-" if it is not known."""
+    if seconds is None:
+        return "-"
+    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def overview_table(overviews: Sequence[RunOverview]) -> TextTable:

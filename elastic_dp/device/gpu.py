@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -110,3 +111,17 @@ def instant() -> Any:
 def seconds_between(begins: Sequence[Any], ends: Sequence[Any]) -> float:
     """Returns the sum over pairs of instants that the GPU has passed."""
     return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)) / 1e3
+
+
+# ---------------------------------------------------------------------------------------- doctor
+
+
+def print_gpus() -> None:
+    """Print the GPUs that torch finds, as JSON, for `elastic-dp doctor`."""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = {"names": names, "nccl": "", "error": ""}
+    if names:
+        found["nccl"] = nccl_version()
+    else:
+        found["error"] = why_no_gpu()
+    print(json.dumps(found))

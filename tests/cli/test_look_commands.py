@@ -12,11 +12,14 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cli import app
 from elastic_dp.cluster.controller.newest_events import NewestEvents
 from elastic_dp.coordinator.messages import CheckpointCommitted, CheckpointFound, Explain
+from elastic_dp.errors import StorageError
+from elastic_dp.report.report_reader import RunFolder
 from elastic_dp.report.run_overview import Health, overview_of_status
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import Journal
 from tests.checkpoint.states import save, train_state
-from tests.cli.recorded import runs_after_a_night
+from tests.cli.recorded import recorded, runs_after_a_night
+from tests.report.journals import night
 
 ESCAPE = "\x1b"
 HEADER = ["run", "health", "step", "loss", "workers", "goodput", "saved", "age", "last event"]
@@ -79,33 +82,65 @@ def test_list_in_a_terminal_is_in_colours_and_no_wider_than_it(runs, width):
     assert f"{ESCAPE}[31mred" not in text  # what a worker printed cannot steer the terminal
     plain = re.sub(rf"{ESCAPE}\[[0-9;]*m", "", text)
     assert max(map(cell_len, plain.splitlines())) <= width
-    assert len(plain.splitlines()) == 4 or width == 80  # the last event is wrapped below it
-    for words in ("broken", "going", "night", "finished", "needs a look", "4/20", "2/3"):
+    header, *lines = plain.splitlines()
+    assert len(lines) == 3 or width == 80  # the last event is wrapped there
+    place = header.index("last event")
+    words = "".join(line[place:] for line in lines).split()
+    said = "failed after step 2: w1 raised KeyError: 'x' [31mred generation 2 ends: 1 worker joins "
+    assert "".join(words) == "".join((said + "finished after step 6: enough").split())
+    for words in ("broken", "going", "night", "finished ", "needs a look ", " 4/20 ", " 2/3 "):
         assert words in plain
-    joined = "".join(plain.split())
-    assert "finishedafterstep6:enough" in joined or width == 80
+
+
+def test_list_wraps_long_names_and_loses_no_character_at_80_columns(tmp_path):
+    name = "a-very-long-name-of-a-run-with-its-date-2026-11-24"
+    recorded(tmp_path, name, night(), 1_000_000)
+    text = re.sub(
+        rf"{ESCAPE}\[[0-9;]*m", "", asked("list", "--storage-path", tmp_path, terminal=80)
+    )
+    header, *lines = text.splitlines()
+    assert max(map(len, text.splitlines())) <= 80
+    ends = [header.index("health"), header.index("last event")]
+    assert "".join(line[: ends[0]].strip() for line in lines) == name
+    last = "".join(line[ends[1] :] for line in lines).split()
+    assert "".join(last) == "finishedafterstep6:enough" and "6/1000000" in text
 
 
 def test_list_prints_json_with_the_health_of_each_run(runs):
     rows = {row["name"]: row for row in json.loads(asked("list", "--json", "--storage-path", runs))}
     going = rows["going"]
     assert (going["health"], going["health_reason"]) == ("needs a look", "2 of 3 workers train")
-    assert (going["step"], going["total_steps"], going["world_size"], going["size"]) == (4, 20, 2, 3)
+    assert (going["step"], going["total_steps"], going["world_size"], going["size"]) == (
+        4,
+        20,
+        2,
+        3,
+    )
     assert going["checkpoint_step"] == 4 and 0 <= going["checkpoint_age_s"] < 600
     assert going["phase"] == "unfinished" and going["workers"] == {}  # as `Run.status` names them
     assert rows["night"]["phase"] == "over" and rows["night"]["goodput"] > 0
 
 
-def test_list_shows_the_other_runs_where_one_cannot_be_read(runs):
-    (runs / "night" / "result.json").write_text("[]")
+def test_list_shows_the_other_runs_where_one_cannot_be_read(runs, monkeypatch):
+    read = RunFolder.report
+
+    def report(folder, now):
+        if folder._name == "night":
+            raise StorageError("the store is away")
+        return read(folder, now)
+
+    monkeypatch.setattr(RunFolder, "report", report)
     text = asked("list", "--storage-path", runs)
     (line,) = [line for line in text.splitlines() if line.startswith("night")]
-    assert "unknown" in line and "FileDamaged" in line and "going" in text
-    assert {row["health"] for row in json.loads(asked("list", "--json", "--storage-path", runs))} == {
-        "unknown",
-        "failed",
-        "needs a look",
-    }
+    assert "unknown" in line and "the store is away" in line and "going" in text
+
+
+def test_list_as_json_says_of_which_run_a_file_is_damaged(runs):
+    (runs / "night" / "result.json").write_text("[]")
+    rows = json.loads(asked("list", "--json", "--storage-path", runs))
+    night = rows[-1]
+    assert (len(rows), night["name"], night["phase"]) == (3, "night", "unknown")
+    assert "result.json" in night["reason"] and night["health"] == "finished"
 
 
 def test_list_of_an_empty_storage_path_says_so(tmp_path):
