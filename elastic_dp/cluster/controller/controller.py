@@ -190,7 +190,6 @@ class Controller:
             "failed": self.outcome.error is not None,
             "max_steps": self.spec.max_steps,
             "led_s": max(0.0, now - self.state_store.state.started_at),
-            "goodput": self.times.goodput().fraction,
             **self.newest_events.status(now),
         }
 

@@ -144,6 +144,7 @@ class ControllerActor:
         own = {
             "waits_for": self._capacity_monitor.waits_for,
             "avoided_nodes": self._worker_group.node_avoidance.avoided,
+            "goodput": self._controller.times.goodput().fraction,
         }
         return self._controller.status() | own | {"labels": dict(self._spec.labels)}
 
