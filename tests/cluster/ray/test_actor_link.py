@@ -82,7 +82,7 @@ def joined(name, controller, source):
 
 
 @pytest.mark.parametrize("calls", [1, 2])
-def test_what_a_new_controller_is_told_in_vain_is_asked_for_again(controller, calls):
+def test_metrics_that_a_new_controller_did_not_get_are_asked_for_again(controller, calls):
     worker = LoggingWorker("w1", controller)
     worker.trains_to(30, calls)
     controller.reachable = False  # the worker does not know the new address yet
@@ -123,7 +123,7 @@ def test_run_that_logs_rarely_has_no_gaps(controller):
     assert controller.steps() == [50, 100, 150]
 
 
-def test_after_a_restore_steps_that_are_recorded_are_not_recorded_again(controller):
+def test_steps_that_are_recorded_are_not_recorded_again_after_a_restore(controller):
     worker = LoggingWorker("w1", controller)
     worker.trains_to(30)
     worker.progress.restored(20, [], is_last=False)
