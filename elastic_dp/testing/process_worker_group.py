@@ -42,6 +42,7 @@ from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedD
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.fault_injection import WorkerFault
+from elastic_dp.train.generations.worker_progress import LogCall
 
 _HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
@@ -167,8 +168,8 @@ class _PipeLink:
     def post(self, event: Event) -> None:
         self._send("post", event)
 
-    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        self._send("log", step, call, dict(metrics))
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
+        self._send("log", call, previous, dict(metrics))
 
     def say(self, text: str) -> None:
         self._send("say", text)

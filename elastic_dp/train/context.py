@@ -181,7 +181,7 @@ class TrainContext:
                 f"ctx.log got a metric named {min(taken)!r}, which the record of step {step} "
                 "has itself; give it another name"
             )
-        session.link.log(step, session.loop.logs(), plain)
+        session.link.log(*session.progress.logs(), plain)
 
     def _is_in_loss(self) -> bool:
         state = getattr(self._session, "state", None)  # missing before the loop

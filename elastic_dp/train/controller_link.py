@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from elastic_dp.checkpoint.checkpoint_writer import WorkerParts
 from elastic_dp.checkpoint.commit_record import Manifest
 from elastic_dp.coordinator.messages import Event, WorkerId
+from elastic_dp.train.generations.worker_progress import LogCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,12 @@ class ControllerLink(Protocol):
 
     def post(self, event: Event) -> None: ...
 
-    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
-        """Records metrics. All workers send the same, and the receiver keeps the first."""
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
+        """Records metrics. All workers send the same, and the receiver keeps the first.
+
+        `previous` is the call before this one, if it is known. The receiver asks again for what it
+        lacks.
+        """
         ...
 
     def say(self, text: str) -> None:

@@ -34,6 +34,7 @@ from elastic_dp.train.checkpointing.worker_checkpointer import WorkerCheckpointe
 from elastic_dp.train.controller_link import WrittenParts
 from elastic_dp.train.exactness.machine_kind import DeterministicKernels
 from elastic_dp.train.generations.worker_control import Released, WorkerControl
+from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.interruption import INTERRUPTED, TIME_IS_UP, is_ours_to_handle
 from elastic_dp.train.session import Session
 from elastic_dp.train.step.batch_source import BatchSource
@@ -171,7 +172,8 @@ class LocalRun:
                 self.digest = digest
                 self.control.release("finished")
 
-    def log(self, step: int, call: int, metrics: Any) -> None:
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Any) -> None:
+        step, _ = call
         record = {"step": step, **metrics}
         self.logged.append(record)
         if self._committer is not None:

@@ -11,7 +11,6 @@ class UserLoop:
     in_body: bool = False  # between two steps
     exhausted: bool = False  # the loop received the end of the steps
     failure: Exception | None = None  # the first error of ctx.steps; user code may swallow it
-    log_calls: int = 0  # in this body
     read_is_source: bool = False
     read_total_steps: bool = False
 
@@ -22,9 +21,3 @@ class UserLoop:
 
     def body_begins(self) -> None:
         self.in_body = True
-        self.log_calls = 0
-
-    def logs(self) -> int:
-        """Returns the number of this call within the body."""
-        self.log_calls += 1
-        return self.log_calls

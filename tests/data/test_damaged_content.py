@@ -418,3 +418,41 @@ def test_inspect_and_training_count_the_rows_of_row_groups_whatever_the_file_say
     assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_rows == 0
     assert inspect(str(tmp_path)).rows == 3
     assert read_index(config(tmp_path)).rows.tolist() == [3]
+
+
+REPEATED = """
+import resource, sys
+from elastic_dp.config import DataConfig
+from elastic_dp.errors import BadShard, DataError
+from tests.data.values import in_place
+
+held = 6 << 30
+resource.setrlimit(resource.RLIMIT_AS, (held, held))
+try:
+    in_place(DataConfig(sys.argv[1], micro_batch_size=1, on_bad_shard="skip"))
+except DataError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_row_group_that_is_larger_than_the_memory_is_no_bad_shard(ending, tmp_path):
+    """Whether it is skipped would depend on the machine. 100 kB on disk are 10 GB in memory."""
+    places = pa.array([0] * 100_000, pa.int32())
+    text = pa.DictionaryArray.from_arrays(places, pa.array(["x" * 100_000]))
+    table = pa.table({"text": text})
+    if ending == "parquet":
+        pq.write_table(table, tmp_path / "0.parquet")
+    else:
+        with pa.ipc.new_file(tmp_path / "0.arrow", table.schema) as writer:
+            writer.write_table(table)
+    ended = subprocess.run(
+        [sys.executable, "-c", REPEATED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("DataError row group 0 of 0."), ended.stdout
+    assert "does not fit into the memory" in ended.stdout
+    assert "smaller row groups" in ended.stdout

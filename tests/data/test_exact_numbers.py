@@ -159,6 +159,9 @@ def test_numbers_with_an_exponent_are_not_looked_at_one_by_one(tmp_path, monkeyp
         ([["01234"]], "'01234' (row 1 of 0"),
         ([["5", " 007"]], "' 007' (row 2 of 0"),
         ([["5", "+007"]], "'+007' (row 2 of 0"),
+        ([["5", "-012"]], "'-012' (row 2 of 0"),
+        ([["5", " -012"]], "' -012' (row 2 of 0"),
+        ([["-0.5", '"-012"']], "'-012' (row 2 of 0"),
         ([["0.5", "007"]], "'007' (row 2 of 0"),
     ],
 )
@@ -181,6 +184,7 @@ def test_leading_zeros_that_a_column_of_numbers_loses_are_said_once(
         [["01234", "A-7"]],  # text
         [["0", "10", "100", "0.5", "-0.25", "0"]],
         [["2026-01-02 05:30", "00:01:07"]],
+        [["2026-01-02", "2026-01-03"]],
         [['"a 0123 b"', '"0123,"']],
         [["0x0F", "10"]],
     ],
@@ -199,8 +203,12 @@ def test_leading_zeros_of_a_column_that_is_not_read_are_not_said(tmp_path, caplo
     assert not caplog.records
 
 
-def test_row_of_leading_zeros_counts_from_the_start_of_the_file(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("code", ["051", "-051"])
+@pytest.mark.parametrize("at_once", [6, 7, 8, 9, 10])
+def test_row_of_leading_zeros_counts_from_the_start_of_the_file(
+    code, at_once, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("elastic_dp.data.formats.text.GROUP_BYTES", 64)
-    monkeypatch.setattr(csv_numbers, "_AT_ONCE", 7)
-    read_index(written(tmp_path, "csv", [*range(1, 50), "051", *range(52, 99)]))
-    assert "'051' (row 50 of 0.csv)" in caplog.text
+    monkeypatch.setattr(csv_numbers, "_AT_ONCE", at_once)
+    read_index(written(tmp_path, "csv", [*range(1, 50), code, *range(52, 99)]))
+    assert f"'{code}' (row 50 of 0.csv)" in caplog.text

@@ -65,6 +65,7 @@ from elastic_dp.errors import ElasticError
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.generations.worker_progress import LogCall
 from elastic_dp.train.interruption import TIME_IS_UP
 
 
@@ -151,9 +152,11 @@ class Controller:
             self.report.fail_by_bug(f"the controller failed: {error}", self.outcome.traceback)
         self.ended.set()
 
-    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> bool:
+        """Record a call of `ctx.log`. Returns False if an earlier one is not recorded yet."""
+        step, _ = call
         self.checkpoints.log(step, metrics)
-        self.metrics.log(step, call, metrics)
+        return self.metrics.log(call, previous, metrics)
 
     def say(self, text: str) -> None:
         """Write a text to the journal, for clients that follow the run."""
@@ -251,6 +254,7 @@ class Controller:
         self.checkpoints.close()
         if self._crash_logs is not None:
             self._crash_logs.close()
+        self.metrics.close()
         state = self.state_store.state
         self.report.close(state, self.coordinator.generation, self.metrics.newest)
         self.journal.close()

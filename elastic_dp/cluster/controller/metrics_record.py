@@ -3,35 +3,66 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic_dp.telemetry.journal import Journal
+from elastic_dp.train.generations.worker_progress import LogCall
+
+_LACKING_S = 5.0  # how long calls wait for an earlier one that no worker may have any more
 
 
 class MetricsRecord:
     """Records metrics from any thread, and continues what a previous controller recorded."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal, self._lock = journal, threading.Lock()
+    def __init__(self, journal: Journal, clock: Callable[[], float] = time.monotonic) -> None:
+        self._journal, self._clock, self._lock = journal, clock, threading.Lock()
         self.newest: dict[str, Any] = {}  # the newest value of each metric
-        self.logged_to = (0, 0)  # the last recorded step and call
+        self.logged_to: LogCall = (0, 0)  # the last recorded call
+        # Calls that came before an earlier one, with the call before each, and since when.
+        self._waiting: dict[LogCall, tuple[LogCall | None, Mapping[str, Any]]] = {}
+        self._lacks_since: float | None = None
         for step, metrics in self.recorded():
             last, call = self.logged_to
             self.logged_to = step, call + 1 if step == last else 1
             self.newest |= metrics
 
-    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> bool:
         """Record a call of `ctx.log`. Every worker sends each call in order; the first report
         counts.
+
+        Returns False if `previous`, the call before it, is not recorded yet. The call then waits
+        for that one, but not for ever: its workers may all be lost.
         """
         with self._lock:
-            if (step, call) > self.logged_to:
-                self.logged_to = step, call
-                self.newest |= metrics
-                self._journal.metrics(step, metrics)
+            if call > self.logged_to:
+                self._waiting.setdefault(call, (previous, metrics))
+                self._record(or_lacking=False)
+            if self._waiting and self._clock() - (self._lacks_since or 0.0) > _LACKING_S:
+                self._record(or_lacking=True)
+            return not self._waiting
+
+    def close(self) -> None:
+        """Record what waits for calls that will not come any more."""
+        with self._lock:
+            self._record(or_lacking=True)
 
     def recorded(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (step, metrics) of each call that the journal has in memory."""
         for line in self._journal.recorded():
             yield line["step"], {k: v for k, v in line.items() if k not in ("time", "step")}
+
+    def _record(self, *, or_lacking: bool) -> None:
+        for call in sorted(self._waiting):
+            previous, metrics = self._waiting[call]
+            if previous is not None and previous > self.logged_to and not or_lacking:
+                if self._lacks_since is None:
+                    self._lacks_since = self._clock()
+                return
+            del self._waiting[call]
+            if call > self.logged_to:
+                self.logged_to = call
+                self.newest |= metrics
+                self._journal.metrics(call[0], metrics)
+        self._lacks_since = None

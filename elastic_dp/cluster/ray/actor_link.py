@@ -1,10 +1,12 @@
 """The link from a worker to its controller: actor calls that are not waited for.
 
 While the controller restarts, posted messages are lost, and the coordinator asks again for what it
-needs. It does not ask for metrics, so they are buffered here. Each controller has a term. Logged
-metrics carry the term that this worker knows, and a controller ignores those of another term. A new
-controller says how far its record goes, and is sent the rest first, in order. So no metric is
-recorded twice, and none is lost as long as one worker that logged it lives.
+needs. Metrics are buffered here. Each controller has a term. Logged metrics carry the term that
+this worker knows, and a controller ignores those of another term. A new controller says how far its
+record goes, and is sent the rest first, in order. Some of that may be lost, too, if this process
+has not heard yet that the controller has a new address. So each logged call names the call before
+it: a controller that lacks that one asks the workers once more. No metric is recorded twice, and
+none is lost as long as one worker that logged it lives.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import ray
 
 from elastic_dp.coordinator.messages import Event, WorkerId
 from elastic_dp.train.controller_link import WrittenParts
+from elastic_dp.train.generations.worker_progress import LogCall
 
 _REMEMBERED = 10_000  # buffered calls of ctx.log
 
@@ -29,15 +32,18 @@ class ActorLink:
     def __init__(self, controller: Any, term: int) -> None:
         self._controller, self._term = controller, term
         self._lock = threading.Lock()
-        self._logged: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
+        self._logged: deque[tuple[LogCall, LogCall | None, dict[str, Any]]] = deque(
+            maxlen=_REMEMBERED
+        )
+        self._recorded: LogCall = (0, 0)  # as far as a controller has said
         self._written: tuple[WorkerId, WrittenParts] | None = None
 
     def post(self, event: Event) -> None:
         self._call("post", event)
 
-    def log(self, step: int, call: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, call: LogCall, previous: LogCall | None, metrics: Mapping[str, Any]) -> None:
         with self._lock:
-            self._logged.append((step, call, dict(metrics)))
+            self._logged.append((call, previous, dict(metrics)))
             self._call("log", self._term, *self._logged[-1])
 
     def say(self, text: str) -> None:
@@ -51,18 +57,24 @@ class ActorLink:
     def skipped(self, row_groups: Sequence[str]) -> None:
         self._call("skip", tuple(row_groups))
 
-    def serve(self, term: int, logged_to: tuple[int, int]) -> None:
-        """Send a new controller what it lacks: its record ends with `logged_to`, a step and a
-        call.
-        """
+    def serve(self, term: int, logged_to: LogCall) -> None:
+        """Send a controller what it lacks: its record ends with `logged_to`."""
         with self._lock:
-            self._term = term
-            for step, call, metrics in self._logged:
-                if (step, call) > logged_to:
-                    self._call("log", term, step, call, metrics)
-            # parts of the newest checkpoint, which may not be committed
-            if self._written is not None:
-                self._call("wrote", *self._written)
+            self._term, self._recorded = term, logged_to
+            self._resend()
+
+    def resend(self) -> None:
+        """Send again what the controller may lack."""
+        with self._lock:
+            self._resend()
+
+    def _resend(self) -> None:
+        for call, previous, metrics in self._logged:
+            if call > self._recorded:
+                self._call("log", self._term, call, previous, metrics)
+        # parts of the newest checkpoint, which may not be committed
+        if self._written is not None:
+            self._call("wrote", *self._written)
 
     def _call(self, method: str, *content: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError):

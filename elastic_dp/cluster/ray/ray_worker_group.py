@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -27,9 +28,11 @@ from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost
 from elastic_dp.distributed.process_group import Rendezvous
 from elastic_dp.threads import background
+from elastic_dp.train.generations.worker_progress import LogCall
 
 # part of Ray's message about workers that its memory monitor killed
 _LOW_ON_MEMORY = "low on memory"
+_ASKED_EACH_S = 1.0  # workers are asked for metrics at most so often
 
 
 class RayWorkerGroup:
@@ -46,6 +49,7 @@ class RayWorkerGroup:
         # the market and zone that each worker requested
         self._asked: dict[WorkerId, worker_placement.Labels] = {}
         self._nodes: dict[WorkerId, str] = {}  # as far as they are known
+        self._asked_for_metrics = -_ASKED_EACH_S  # when
         self._lock = threading.Lock()
 
     def start(self, worker: WorkerId) -> None:
@@ -67,7 +71,7 @@ class RayWorkerGroup:
         self._asked[worker] = asked[0] if asked else {}
         self._watch(worker, actor)
 
-    def adopt(self, logged_to: tuple[int, int]) -> list[WorkerId]:
+    def adopt(self, logged_to: LogCall) -> list[WorkerId]:
         """Return the running workers of earlier controllers, and watch them.
 
         Workers that still wait for a node are killed: they are not needed.
@@ -82,6 +86,17 @@ class RayWorkerGroup:
             actor.serve.remote(self._term, self._job.controller, logged_to)
             self._watch(worker, actor)
         return [worker for worker, _, _ in found]
+
+    def ask_for_metrics(self, logged_to: LogCall) -> None:
+        """Ask the workers for the metrics that follow `logged_to`: a part was lost while this
+        controller took over."""
+        now = time.monotonic()
+        if now < self._asked_for_metrics + _ASKED_EACH_S:
+            return  # what is under way may answer it
+        self._asked_for_metrics = now
+        for actor in self.actors().values():
+            with contextlib.suppress(ray.exceptions.RayError):
+                actor.serve.remote(self._term, self._job.controller, logged_to)
 
     def _named(self, *states: str) -> list[tuple[WorkerId, Any, str]]:
         """Return the workers of this run that the GCS has in one of these states, with the node of

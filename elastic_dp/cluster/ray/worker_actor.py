@@ -17,6 +17,7 @@ from elastic_dp.cluster.worker import Request, Worker, WorkerJob
 from elastic_dp.cluster.worker_logs import print_whatever_fits
 from elastic_dp.coordinator.messages import ReportState, WorkerId, WorkerLocation, WorkerPlaced
 from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.train.generations.worker_progress import LogCall
 
 _PRINTED_BYTES = 1 << 20  # the newest output that one call returns
 
@@ -42,14 +43,17 @@ class WorkerActor:
         ray.actor.exit_actor()
 
     @ray.method(concurrency_group="control")
-    def serve(self, term: int, controller: ControllerAddress, logged_to: tuple[int, int]) -> None:
-        """Send heartbeats and messages to a controller that has taken over."""
+    def serve(self, term: int, controller: ControllerAddress, logged_to: LogCall) -> None:
+        """Send heartbeats and messages to a controller that has taken over, or that lacks logged
+        metrics."""
         self._worker.hear_from(controller)
         self._link.serve(term, logged_to)
 
     @ray.method(concurrency_group="control")
     def deliver(self, command: Request, rendezvous: Rendezvous | None) -> None:
         if isinstance(command, ReportState):
+            # The last metrics of a run have none after them, by which they would be missed.
+            self._link.resend()
             self._link.post(self._placed)
         self._worker.deliver(command, rendezvous)
 

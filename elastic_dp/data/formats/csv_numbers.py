@@ -21,7 +21,7 @@ from elastic_dp.data.formats.exact_numbers import (
 from elastic_dp.errors import DataError
 
 _HEXADECIMAL = r"^\s*0[xX]"
-_LEADING_ZEROS = r"^\s*\+?0[0-9]+\s*$"
+_LEADING_ZEROS = r"^\s*[+-]?0[0-9]+\s*$"
 _AT_ONCE = 1 << 20  # bytes that are compared at once, so that a long chunk takes little memory
 
 _Ints = npt.NDArray[np.int64]
@@ -96,21 +96,23 @@ def _may_have_hexadecimals(content: bytes) -> bool:
 def _may_have_leading_zeros(content: bytes, dialect: Dialect) -> bool:
     """Whether some field may consist of digits that begin with a zero."""
     zeros_first = re.compile(rb'0[0-9]+[ \t]*"?(?:[' + re.escape(dialect.separator) + rb"\r\n]|\Z)")
-    if zeros_first.match(content):
+    if zeros_first.match(content, 1 if content[:1] in (b"+", b"-") else 0):
         return True
     data, delimiter = np.frombuffer(content, np.uint8), dialect.separator[0]
     for at in range(0, len(data), _AT_ONCE):
         piece = data[at : at + _AT_ONCE + 2]
-        # Commas, line ends, quotes and spaces are all bytes up to the comma.
-        found = piece[:-2] <= ord(",")
+        # Commas, line ends, quotes, spaces and plus signs are all bytes up to the comma.
+        found = piece[:-2] <= ord("-")
         if delimiter > ord(","):
             found |= piece[:-2] == delimiter
         found &= piece[1:-1] == ord("0")
         found &= piece[2:] - ord("0") < 10
         places = np.flatnonzero(found)
-        # Spaces before a number are ignored, but most spaces are in the middle of text.
-        spaced, before = piece[places] == ord(" "), piece[np.maximum(places - 1, 0)]
-        places = places[~spaced | (before <= ord(",")) | (before == delimiter)]
+        # Spaces before a number are ignored, and "-" is its sign, but most of both are within text
+        # and dates.
+        last, before = piece[places], piece[np.maximum(places - 1, 0)]
+        within = (last == ord(" ")) | (last == ord("-"))
+        places = places[~within | (places == 0) | (before <= ord(",")) | (before == delimiter)]
         if any(zeros_first.match(content, at + int(place) + 1) for place in places):
             return True
     return False

@@ -8,6 +8,7 @@ BadShard. Errors of the store stay as they are.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from elastic_dp.storage import ObjectRewritten, Store
 # would keep it for a second, while the next row groups arrive: with 64 MiB each, a worker grew by
 # up to 1.14 of its budget; it grows by 0.97 now. Smaller row groups fit into the memory of others.
 GIVEN_BACK_BYTES = 64 << 20
+_NO_MACHINE_HAS = 1 << 44  # bytes; a damaged number is mostly larger
 SHARDS_KNOWN = 1024  # shards whose facts from the index are cached
 
 
@@ -98,6 +100,8 @@ class ShardRowGroups:
             if error.errno is None:  # raised by a decoder; the operating system sets a number
                 raise _bad(shard, location, error) from error
             raise StorageError(f"cannot read {shard.name}: {error}") from error
+        except MemoryError as error:
+            raise _too_large(shard, location, error) from error
         except Exception as error:  # a decoder may raise anything for damaged content
             raise _bad(shard, location, error) from error
 
@@ -152,6 +156,19 @@ def _capacity(nbytes: int) -> int:
 
 def _bad(shard: ShardAt, location: RowGroupLocation, error: Exception) -> BadShard:
     return BadShard(shard.name, location.group, f"{type(error).__name__}: {error}")
+
+
+def _too_large(shard: ShardAt, location: RowGroupLocation, error: MemoryError) -> DataError:
+    """Not a BadShard, unless no machine has so much memory: whether a row is skipped must not
+    depend on the machine that reads it."""
+    asked = re.search(r"size (\d+)", str(error))
+    if asked and int(asked[1]) >= _NO_MACHINE_HAS:
+        return _bad(shard, location, error)
+    return DataError(
+        f"row group {location.group} of {shard.name} does not fit into the memory of this machine "
+        f"({error}): text that repeats is small in a file and not in memory. Write the data set "
+        "with smaller row groups, or leave the column out by DataConfig.columns"
+    )
 
 
 def _rewritten(shard: ShardAt) -> DataError:

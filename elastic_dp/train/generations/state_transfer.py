@@ -102,7 +102,11 @@ class StateTransfer:
         forms."""
         progress = self._progress
         tree = self._state.tree(progress.evaluations, progress.ended)
-        ours = {"position": progress.position, "evaluations_in_loop": progress.evaluations_in_loop}
+        ours = {
+            "position": progress.position,
+            "evaluations_in_loop": progress.evaluations_in_loop,
+            "logged": progress.last_log_before_body(),
+        }
         return serialize_state(tree | ours | {"agreed": self._weights.agreed})
 
     def send(self, group: ProcessGroup, payload: StatePayload) -> None:
@@ -122,7 +126,10 @@ class StateTransfer:
         if joins or position.step > self._progress.position.step:
             self._state.adopt(tree, body=joins)
             self._state_changed(agreed=tree["agreed"])
-            self._progress.another_body_begins(tree["evaluations_in_loop"] if joins else 0)
+            if joins:
+                self._progress.another_body_begins(tree["evaluations_in_loop"], tree["logged"])
+            else:
+                self._progress.another_body_begins(0, self._progress.logged)
             record = self._state.record
             if record is not None and record.kept and not joins:
                 self._control.checkpoint_agreed()  # all members agreed on a checkpoint of this step

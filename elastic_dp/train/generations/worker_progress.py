@@ -8,6 +8,8 @@ from elastic_dp.coordinator.messages import TrainingPosition
 
 LAST_STEP = "the last step"
 
+LogCall = tuple[int, int]  # the step of a call of ctx.log, and its number within the step's body
+
 
 @dataclass
 class WorkerProgress:
@@ -23,6 +25,8 @@ class WorkerProgress:
     evaluations: list[dict[str, float]] = field(default_factory=list)  # of the present step's body
     evaluations_begun: int = 0
     evaluations_in_loop: int = 0  # in the last body; those after the loop follow them
+    logged: LogCall | None = None  # the last call of ctx.log, if it is known
+    logged_before_body: LogCall | None = None  # the last one of an earlier step
 
     def step_committed(self, step: int, *, is_last: bool) -> None:
         self.position = TrainingPosition(step, int(is_last))
@@ -32,6 +36,15 @@ class WorkerProgress:
 
     def stop_agreed(self, reason: str) -> None:
         self.ended, self.position = reason, self.position._replace(ended=1)
+
+    def logs(self) -> tuple[LogCall, LogCall | None]:
+        """Counts a call of ctx.log. Returns it, and the call before it."""
+        step, previous = self.position.step, self.logged
+        if previous is not None and previous[0] == step:
+            self.logged = step, previous[1] + 1
+        else:
+            self.logged, self.logged_before_body = (step, 1), previous
+        return self.logged, previous
 
     def evaluation_begins(self) -> int:
         """Starts an evaluation. Returns its number within the body."""
@@ -58,10 +71,17 @@ class WorkerProgress:
         self.evaluations_begun = self.evaluations_in_loop = len(evaluations)
         self.ended = LAST_STEP if is_last else None
         self.position = TrainingPosition(step, int(is_last), len(evaluations))
+        self.logged = self.logged_before_body = None
 
-    def another_body_begins(self, evaluations_begun: int) -> None:
-        """Records the body that the source of the state is in."""
+    def another_body_begins(self, evaluations_begun: int, logged: LogCall | None) -> None:
+        """Records the body that the source of the state is in, and the last call of ctx.log before
+        that body."""
         self.evaluations_begun = evaluations_begun
+        self.logged = self.logged_before_body = logged
+
+    def last_log_before_body(self) -> LogCall | None:
+        in_body = self.logged is not None and self.logged[0] == self.position.step
+        return self.logged_before_body if in_body else self.logged
 
     def took_over(
         self,

@@ -202,7 +202,7 @@ def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
     journal = Journal(str(tmp_path))
     first = controller(state_store, journal)
     for step, call in ((1, 1), (1, 2), (2, 1)):
-        first.log(step, call, {"loss": step + call / 10})
+        first.log((step, call), None, {"loss": step + call / 10})
     journal.close()
     second = controller(
         Stored(state_store), Journal(str(tmp_path), since=state_store.state.started_at)
@@ -210,6 +210,6 @@ def test_metrics_are_recorded_once_over_two_controllers(tmp_path):
     assert second.metrics.logged_to == (2, 1)
     assert second.metrics.newest == {"loss": 2.1}
     for step, call in ((1, 2), (2, 1), (2, 2)):
-        second.log(step, call, {"loss": step + call / 10})
+        second.log((step, call), None, {"loss": step + call / 10})
     assert [line["loss"] for line in second.journal.recorded()] == [1.1, 1.2, 2.1, 2.2]
     second.journal.close()
