@@ -27,6 +27,7 @@ except ModuleNotFoundError as missing:
 from elastic_dp.cli import (
     checkpoint_commands,
     data_commands,
+    doctor_command,
     look_commands,
     report_commands,
     run_commands,
@@ -80,6 +81,7 @@ look_commands.add_to(app)
 run_commands.add_to(app)
 app.command()(report_commands.report)
 app.command()(report_commands.ui)
+app.command()(doctor_command.doctor)
 
 
 def _print_version(wanted: bool) -> None:

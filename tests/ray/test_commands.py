@@ -57,8 +57,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    with clusters.nodes(2):
-        yield
+    with clusters.nodes(2) as nodes:
+        yield nodes
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def asked(*arguments, code=0):
     return result
 
 
-def said(verb, *arguments):
+def said(verb, *arguments, code=0):
     """The JSON that a verb prints, and nothing else."""
-    return json.loads(asked(verb, "--json", *arguments).stdout)
+    return json.loads(asked(verb, "--json", *arguments, code=code).stdout)
 
 
 def live():
@@ -196,6 +196,31 @@ def test_run_ends_with_the_code_of_its_script(tmp_path):
     assert code_of(ours.format("ClusterError('full')")) == (1, ["ClusterError: full"])
     code, told = code_of("", "--set", "max_steps=3")
     assert code == 2 and "makes no ElasticTrainer" in told[0]
+
+
+def test_doctor_asks_each_node_of_a_cluster(cluster, tmp_path):
+    second = cluster.add_node(num_cpus=0)
+    where = ("--address", cluster.address, "--storage-path", tmp_path)
+    try:
+        checks = said("doctor", *where)["checks"]
+        apart = said("doctor", "--address", cluster.address, "--storage-path", "memory://", code=1)
+    finally:
+        cluster.remove_node(second)
+    nodes = {check["where"] for check in checks} - {""}
+    assert len(nodes) == 2
+    for name in ("versions", "ports", "GPUs", "clock", "open files"):
+        assert {c["where"] for c in checks if c["check"] == name} >= nodes, name
+    texts = {check["check"]: (check["level"], check["text"]) for check in checks}
+    assert texts["network"] == ("ok", "2 connections between nodes, by TCP and UDP")
+    assert texts["shared storage"] == ("ok", "2 nodes see what this machine writes")
+    assert texts["same versions"] == ("ok", "all 2 nodes have the same versions")
+    assert texts["Ray health checks"][0] == "warning"  # Ray's defaults
+    assert "after up to 65 s" in texts["Ray health checks"][1]
+    assert texts["Ray worker niceness"][0] == "ok"  # as tests/ray/clusters.py sets it
+    assert not list(tmp_path.iterdir())
+    alone = [check for check in apart["checks"] if check["check"] == "shared storage"]
+    assert [check["level"] for check in alone] == ["fails", "fails"]  # each process has its own
+    assert "an object that this machine has written is not there" in alone[0]["text"]
 
 
 STARTS_RAY = """
