@@ -31,6 +31,7 @@ from elastic_dp.cli import (
     look_commands,
     report_commands,
     run_commands,
+    top_command,
 )
 from elastic_dp.errors import ElasticError
 
@@ -78,6 +79,7 @@ app = typer.Typer(cls=_Verbs, help="Elastic data-parallel training.", **_SETTING
 app.add_typer(data_commands.data, name="data")
 app.add_typer(checkpoint_commands.checkpoints, name="checkpoints")
 look_commands.add_to(app)
+app.command()(top_command.top)
 run_commands.add_to(app)
 app.command()(report_commands.report)
 app.command()(report_commands.ui)

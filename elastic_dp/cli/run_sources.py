@@ -6,7 +6,7 @@ Each entry is the status of a run as a dict, as `--json` prints it, with its ove
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,16 +29,19 @@ if TYPE_CHECKING:
     from elastic_dp.cluster.run_handle import Run
 
 _THREADS = 8
+MOST_DECISIONS = 50
 
 
 class SeenRun(NamedTuple):
     """One run. `read_status` returns its status; of a folder that may take a moment. `report` is
-    known where the folder was read.
+    known where the folder was read. `decisions` are the newest ones of the controller, with their
+    times, where one run was asked for.
     """
 
     overview: RunOverview
     read_status: Callable[[], dict[str, Any]]
     report: Report | None = None
+    decisions: Sequence[tuple[float, str]] = ()
 
     def to_json(self) -> dict[str, Any]:
         return self.read_status() | self.overview.to_json()
@@ -108,7 +111,9 @@ class StoredRun:
     def look_at_it(self) -> SeenRun:
         now = time.time()
         report = self._folder.report(now)
-        return SeenRun(overview_of_report(report, now, self._total), self._status, report)
+        overview = overview_of_report(report, now, self._total)
+        decisions = [(each.time, each.text) for each in report.decisions[-MOST_DECISIONS:]]
+        return SeenRun(overview, self._status, report, decisions)
 
     def _status(self) -> dict[str, Any]:
         found = EndedRun(self._name, self._path, self._options)
@@ -121,12 +126,20 @@ class LiveRun:
     def __init__(self, name: str, run: Run, total_steps: int | None) -> None:
         self.where = f"named {name!r}"
         self._name, self._run, self._total = name, run, total_steps
+        self._newest = ""  # of the decisions
+        self._decisions: list[tuple[float, str]] = []
 
     def look(self) -> list[SeenRun]:
         status = {"name": self._name} | self._run.status()
         if status.get("max_steps") is None:
             status["max_steps"] = self._total
-        return [_seen(self._name, status)]
+        seen = _seen(self._name, status)
+        if seen.overview.last_event != self._newest:  # otherwise there are no new ones
+            self._newest = seen.overview.last_event
+            lines = self._run.events(follow=False)
+            texts = [(x["time"], x["text"]) for x in lines if x.get("command") == "Explain"]
+            self._decisions = texts[-MOST_DECISIONS:]
+        return [seen._replace(decisions=self._decisions)]
 
 
 def runs_source(

@@ -15,7 +15,7 @@ from elastic_dp.errors import ClusterError
 VERBS = {
     *("run", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),
     *("stop", "restart", "data convert", "data inspect", "checkpoints list", "checkpoints verify"),
-    *("checkpoints export", "report", "ui", "doctor"),
+    *("checkpoints export", "report", "ui", "doctor", "top"),
 }
 
 

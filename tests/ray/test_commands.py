@@ -98,6 +98,9 @@ def test_a_run_from_its_start_to_its_restart(job, tmp_path):
     assert "within 1..4" in asked("scale", "job", "9", code=2).stderr
     eventually(lambda: said("status", "job")["world_size"] == 2)
     assert re.search("^w1 +member$", asked("status", "job").stdout, re.M)
+    frame = asked("top", "job").stdout  # no terminal: one frame
+    assert re.search("^w1 +member$", frame, re.M) and "generation 1: 1 worker" in frame
+    assert [row["health"] for row in said("top")] == ["healthy"]
     assert "must be one of w1, w2" in asked("drain", "job", "nobody", code=2).stderr
     assert said("drain", "job", "w2", "--within-s", "600")["worker"] == "w2"
     assert (
