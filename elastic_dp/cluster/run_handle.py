@@ -317,22 +317,43 @@ def ray_ends_with_us() -> bool:
 
 def status_of(result: Result, labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the status of a run of which only the result is left."""
-    return {
-        "phase": "over",
-        "reason": f"finished after step {result.step}: {result.reason}",
-        "generation": result.generations,
+    return status_without_controller(
+        "over",
+        f"finished after step {result.step}: {result.reason}",
+        result.step,
+        generation=result.generations,
+        exact=result.exact,
+        inexact_because=result.inexact_because,
+        metrics=dict(result.metrics),
+        led_s=result.wall_s,
+        labels=dict(labels),
+    )
+
+
+def status_without_controller(phase: str, reason: str, step: int, **known: Any) -> dict[str, Any]:
+    """Return a status with every field of a live run's. What only a controller knows is None, 0 or
+    empty, unless it is `known`.
+    """
+    unknown = {
+        "generation": 0,
         "world_size": 0,
         "size": 0,
         "min_workers": 0,
-        "step": result.step,
-        "exact": result.exact,
-        "inexact_because": result.inexact_because,
+        "exact": None,
+        "inexact_because": (),
         "workers": {},
-        "metrics": dict(result.metrics),
+        "metrics": {},
+        "failed": False,
+        "max_steps": None,
+        "led_s": 0.0,
+        "newest_event": None,
+        "newest_checkpoint": None,
         "waits_for": "",
         "avoided_nodes": {},
-        "labels": dict(labels),
+        "goodput": None,
+        "labels": {},
     }
+    return {"phase": phase, "reason": reason, "step": step} | unknown | known
 
 
 def error_of(outcome: RunOutcome) -> Exception:

@@ -460,10 +460,12 @@ def test_a_run_without_a_result_is_unfinished_and_says_its_last_words(ended_run,
     asked = []
     monkeypatch.setattr(cluster_connection, "connect", lambda address, tell: asked.append(address))
     monkeypatch.setattr(attach, "attach_live", lambda name, url: None)
-    (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")
     there = ("status", "mine", "--storage-path", ended_run, "--json")
+    fields = set(json.loads(run(*there).stdout))
+    (ended_run / "mine" / "result.json").rename(ended_run / "mine" / "away")
     try:
         status = json.loads(run(*there).stdout)
+        assert set(status) == fields
         assert (status["phase"], status["step"]) == ("unfinished", 7)
         assert status["reason"] == "it has no result; the last event is: words 3.0" and not asked
         store = Store(str(ended_run / "mine"))

@@ -37,7 +37,7 @@ class Asked:
 )
 def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
     run = Asked()
-    monkeypatch.setattr(run_commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(run_commands, "attach_to", lambda *_: run)
     monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: False)
     again = []
     monkeypatch.setattr(
@@ -54,7 +54,7 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
     import ray
 
     run, left, given = Asked(), [], []
-    monkeypatch.setattr(run_commands, "_attach", lambda *_: run)
+    monkeypatch.setattr(run_commands, "attach_to", lambda *_: run)
     monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: left.append(run.asked[:]))
     monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
-from elastic_dp.cluster.run_handle import status_of
+from elastic_dp.cluster.run_handle import status_of, status_without_controller
 from elastic_dp.cluster.runs.run_record import read_result, run_url
 from elastic_dp.cluster.worker_logs import read_logs
 from elastic_dp.errors import ClusterError
@@ -61,19 +61,12 @@ class EndedRun:
         held = (
             f"{self.holder} holds its lease, and may train on a cluster that does not answer here; "
         )
-        return {
-            "phase": "unfinished",
-            "reason": (held if self.may_be_live else "it has no result; ")
+        return status_without_controller(
+            "unfinished",
+            (held if self.may_be_live else "it has no result; ")
             + f"the last event is: {said[-1] if said else 'none'}",
-            "generation": 0,
-            "world_size": 0,
-            "size": 0,
-            "step": committed[-1].step if committed else 0,  # what it would go on from
-            "inexact_because": (),
-            "workers": {},
-            "metrics": {},
-            "waits_for": "",
-        }
+            committed[-1].step if committed else 0,  # what it would go on from
+        )
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Return every event, command and metric, by time. `follow` changes nothing: there are no
