@@ -334,7 +334,7 @@ def status_without_controller(phase: str, reason: str, step: int, **known: Any) 
     """Return a status with every field of a live run's. What only a controller knows is None, 0 or
     empty, unless it is `known`.
     """
-    unknown = {
+    unknown: dict[str, Any] = {
         "generation": 0,
         "world_size": 0,
         "size": 0,
