@@ -59,7 +59,7 @@ class RowGroupResidency:
         self.budget = MemoryBudget(memory_bytes)
         self.evicted = 0  # row groups dropped although they were still needed
         self._freed = False  # whether memory was freed since the last `look`
-        self.waiting: set[Key] = set()
+        self.waiting: set[Key] = set()  # of which no row group is in memory
         self._groups: dict[int, ResidentRowGroup] = {}
         self._needs: dict[Key, set[int]] = {}
         self._queue: list[tuple[Key, int]] = []  # unread row groups by their first key; a heap
@@ -103,6 +103,12 @@ class RowGroupResidency:
     def forget(self, key: Key) -> None:
         for number in list(self._needs.get(key, ())):
             self._remove(key, number)
+
+    def begin_waiting(self, key: Key) -> None:
+        self.waiting.add(key)
+
+    def end_waiting(self, key: Key) -> None:
+        self.waiting.discard(key)
 
     def pin(self, groups: Sequence[ResidentRowGroup]) -> None:
         """Keeps these in memory while rows are copied from them."""
