@@ -17,10 +17,10 @@ from typing import Any
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads
-from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
 from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
+from elastic_dp.run_record import Result, RunOutcome, read_result
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.progress import ProgressPrinter

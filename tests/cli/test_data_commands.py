@@ -20,12 +20,12 @@ from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cli import entry_point
 from elastic_dp.cluster.runs import ended_run as ended_run_module
 from elastic_dp.cluster.runs.ended_run import EndedRun
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.inspection import findings
 from elastic_dp.errors import DataError
+from elastic_dp.run_record import Result, RunLimits, write_result
 from elastic_dp.storage import Store
 from tests.checkpoint.states import save, train_state
 

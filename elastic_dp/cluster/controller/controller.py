@@ -29,7 +29,6 @@ from elastic_dp.cluster.runs.controller_state import (
     pending_requests,
     time_left_s,
 )
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
@@ -62,6 +61,7 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreServer
 from elastic_dp.errors import ElasticError
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import WrittenParts

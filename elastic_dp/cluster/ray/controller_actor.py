@@ -24,7 +24,6 @@ from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.sharing.cluster_sharing import ClusterSharing
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
@@ -37,6 +36,7 @@ from elastic_dp.coordinator.messages import (
     StopRequested,
     WorkerId,
 )
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal, JournalPosition
 from elastic_dp.threads import background
 from elastic_dp.train.controller_link import WrittenParts

@@ -73,6 +73,11 @@ class ControllerStateStore:
         """Whether another controller led the run before."""
         return self.state.term > 1
 
+    def inherit(self, state: ControllerState, term: int) -> None:
+        """Take over the state that the controller of an earlier term has left."""
+        self.state = state
+        self.state.term = term
+
     def claim(self, generation: int) -> bool:
         """Create the generation's key. Return False if another controller has created it."""
         return True
