@@ -317,8 +317,8 @@ def drain_one(run: ProcessRun) -> None:
         time.sleep(0.02)
     membership = run.controller.coordinator.membership
     if membership is not None:
-        leaver = membership.members[-1].worker
-        run.controller.post(DrainNoticed(leaver, time.monotonic() + 60.0))
+        drained = membership.members[-1].worker
+        run.controller.post(DrainNoticed(drained, time.monotonic() + 60.0))
 
 
 def faults(setup: Setup) -> dict[str, Any]:

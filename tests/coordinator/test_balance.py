@@ -62,8 +62,8 @@ def test_no_split_is_faster_by_more_than_the_margin(seed):
 # --------------------------------------------------------------------------- when it is worth it
 
 
-def pair(**rules):
-    scenario = Scenario(**({"size": 2, "virtual_workers": 12} | rules))
+def pair(**config):
+    scenario = Scenario(**({"size": 2, "virtual_workers": 12} | config))
     scenario.running("w1", "w2")
     scenario.hear("w1", "w2", step=1)
     return scenario
@@ -184,9 +184,9 @@ def test_rebalance_computes_no_split_where_none_could_pay():
 # ---------------------------------------------------------------- who is too slow for any split
 
 
-def slowed(step=20, w2=0.05, seconds=0.0, **rules):
+def slowed(step=20, w2=0.05, seconds=0.0, **config):
     """w1 and w2 run one virtual worker each, w3 is a standby."""
-    scenario = pair(**({"virtual_workers": 2, "standby": 1, "slow_s": 30.0} | rules))
+    scenario = pair(**({"virtual_workers": 2, "standby": 1, "slow_s": 30.0} | config))
     scenario.ready("w3")
     measured(scenario, w2=w2, step=step)
     scenario.wait(seconds, "w1", "w2", "w3", step=step)

@@ -11,9 +11,9 @@ from tests.coordinator.scenarios import Scenario
 LIMIT_S = 30.0
 
 
-def training(*workers: str, step: int = 5, **rules: Any) -> Scenario:
+def training(*workers: str, step: int = 5, **config: Any) -> Scenario:
     """These have made some steps."""
-    scenario = Scenario(size=len(workers), hang_timeout_s=LIMIT_S, **rules)
+    scenario = Scenario(size=len(workers), hang_timeout_s=LIMIT_S, **config)
     scenario.running(*workers)
     scenario.hear(*workers, step=step)
     return scenario
@@ -212,9 +212,9 @@ def test_hang_limit_without_a_setting_grows_with_the_step_time() -> None:
 
 
 def test_cpu_time_before_an_abort_does_not_count_after_it() -> None:
-    standing = HeartbeatProgress()
+    progress = HeartbeatProgress()
     for beat, cpu_s in enumerate([10.0, 20.0]):
-        standing.record(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
-    standing.restart()
-    standing.record(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
-    assert (standing.beats, standing.cpu_s) == (1, 0.5)
+        progress.record(m.HeartbeatReceived("w1", 0, 0, "start", beat, cpu_s))
+    progress.restart()
+    progress.record(m.HeartbeatReceived("w1", 0, 0, "start", 2, 20.5))
+    assert (progress.beats, progress.cpu_s) == (1, 0.5)

@@ -7,9 +7,9 @@ from elastic_dp.coordinator.messages import TrainingPosition
 from tests.coordinator.scenarios import Scenario
 
 
-def bereft(**rules: object) -> Scenario:
+def bereft(**config: object) -> Scenario:
     """Three trained up to step 9, two more were about to join; then the three are lost."""
-    scenario = Scenario(size=3, **rules)
+    scenario = Scenario(size=3, **config)
     scenario.running("w1", "w2", "w3")
     scenario.committed = 5
     scenario.hear("w1", "w2", "w3", step=9)

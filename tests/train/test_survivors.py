@@ -22,8 +22,8 @@ STEPS, BODY_S = 50, 0.05
 
 
 def drain(run):
-    leaver = run.controller.coordinator.membership.members[-1].worker
-    run.controller.post(DrainNoticed(leaver, time.monotonic() + 60.0))
+    drained = run.controller.coordinator.membership.members[-1].worker
+    run.controller.post(DrainNoticed(drained, time.monotonic() + 60.0))
 
 
 def spec_for(tmp_path):
