@@ -377,7 +377,8 @@ def overhead(setup: Setup) -> dict[str, Any]:
 
 
 def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
-    """As one would write it without this package: gradients are accumulated by autograd."""
+    """Time DDP as one would write it without this package: gradients are accumulated by
+    autograd."""
     rows, size = Rows(), setup.pick(16, 2)
     backend = "nccl" if setup.on_gpu else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -557,7 +558,7 @@ def launch_aside(setup: Setup, device: torch.device) -> None:
 
 
 def free_bytes(setup: Setup) -> int:
-    """Of the device; a simulated one has the host's."""
+    """Return the free memory of the device; a simulated one has the host's."""
     return torch.cuda.mem_get_info()[0] if setup.on_gpu else -memory_used()
 
 
