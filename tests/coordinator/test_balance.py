@@ -174,7 +174,7 @@ def test_rebalance_does_not_happen_where_a_finished_member_is_gone():
 
 
 def test_rebalance_computes_no_split_where_none_could_pay():
-    """Of thousands of virtual workers, that takes long."""
+    """A split of thousands of virtual workers takes long to compute."""
     scenario = pair()
     with mock.patch.object(balance, "_fastest", side_effect=AssertionError("dealt")):
         measured(scenario, w1=0.01, w2=0.0105)

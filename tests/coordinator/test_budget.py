@@ -1,4 +1,4 @@
-"""Scenes of losses: what is counted, what is taken back when the cause is known, and what a step
+"""Scenarios of losses: what is counted, what is taken back when the cause is known, and what a step
 forgives."""
 
 from __future__ import annotations

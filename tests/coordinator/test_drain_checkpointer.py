@@ -1,4 +1,4 @@
-"""Scenes of checkpoints: asked for, and the last one of those who must go."""
+"""Scenarios of checkpoints: requested ones, and the last one of workers that drain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stopped(*workers: str, step: int = 6, **config: object) -> Scenario:
     return scenario
 
 
-def test_a_fleet_that_will_fall_is_asked_for_a_checkpoint_at_once() -> None:
+def test_members_that_will_all_leave_are_asked_for_a_checkpoint_at_once() -> None:
     scenario = falling()
     assert told(scenario, m.TakeCheckpoint) == ["w1", "w2"]
     assert told(scenario, m.StartWorker) == ["w3"]

@@ -89,7 +89,7 @@ def test_collective_in_which_all_wait_is_aborted_without_an_eviction() -> None:
 
 
 def test_worker_that_waited_for_a_late_member_has_time_to_go_on() -> None:
-    """Of a collective that begins only now, not all can have stood still for long."""
+    """No member can have waited for long in a collective that begins only now."""
     for phase, waited_s in (("data", 2 * LIMIT_S), ("compute", LIMIT_S - 2)):
         scenario = training("w1", "w2", "w3")
         at = {"w1": ("collective", 5), "w3": ("collective", 5)}

@@ -61,7 +61,7 @@ def test_members_that_stay_after_a_drain_live_on_for_three_minutes(tmp_path):
 
 
 def with_torchs_defaults(train):
-    """As if nobody had set the variables of `nccl_environment`."""
+    """Train as if nobody had set the variables of `nccl_environment`."""
 
     def unset(ctx):
         for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):

@@ -8,7 +8,7 @@ from elastic_dp.cluster.ray import controller_actor
 
 
 class Ended(BaseException):
-    """Of the process."""
+    """The end of the process."""
 
 
 def ends(code):
