@@ -317,8 +317,8 @@ def drain_one(run: ProcessRun) -> None:
         time.sleep(0.02)
     membership = run.controller.coordinator.membership
     if membership is not None:
-        leaver = membership.members[-1].worker
-        run.controller.post(DrainNoticed(leaver, time.monotonic() + 60.0))
+        drained = membership.members[-1].worker
+        run.controller.post(DrainNoticed(drained, time.monotonic() + 60.0))
 
 
 def faults(setup: Setup) -> dict[str, Any]:
@@ -377,7 +377,8 @@ def overhead(setup: Setup) -> dict[str, Any]:
 
 
 def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
-    """As one would write it without this package: gradients are accumulated by autograd."""
+    """Time DDP as one would write it without this package: gradients are accumulated by
+    autograd."""
     rows, size = Rows(), setup.pick(16, 2)
     backend = "nccl" if setup.on_gpu else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -557,7 +558,7 @@ def launch_aside(setup: Setup, device: torch.device) -> None:
 
 
 def free_bytes(setup: Setup) -> int:
-    """Of the device; a simulated one has the host's."""
+    """Return the free memory of the device; a simulated one has the host's."""
     return torch.cuda.mem_get_info()[0] if setup.on_gpu else -memory_used()
 
 

@@ -253,7 +253,7 @@ def test_no_package_of_the_cluster_is_a_drawer():
 
 
 def attributes(node):
-    """Of a class: fields, and what its methods set on `self`."""
+    """Return the fields of a class, and what its methods set on `self`."""
     found = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
