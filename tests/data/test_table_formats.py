@@ -447,19 +447,25 @@ def test_list_of_a_table_whose_log_cannot_be_compared_is_warned_of(delta, caplog
     assert "whose log could not be compared with the list" in line
 
 
+@pytest.mark.parametrize("hashed", ["false", "true"])
 @pytest.mark.parametrize("deletes", [False, True])
 def test_list_of_an_iceberg_tables_files_is_warned_of_if_it_is_not_the_newest_snapshot(
-    deletes, tmp_path, caplog
+    deletes, hashed, tmp_path, caplog
 ):
     catalog = InMemoryCatalog("catalog", warehouse=f"file://{tmp_path}")
     catalog.create_namespace("space")
-    made = catalog.create_table("space.name", schema=numbers(0, 1).schema)
+    made = catalog.create_table(
+        "space.name",
+        schema=numbers(0, 1).schema,
+        properties={"write.object-storage.enabled": hashed},
+    )
     made.append(numbers(0, 10))
     made.append(numbers(10, 15))
     if deletes:
         made.delete("id < 3")
     live = [task.file.file_path for task in made.scan().plan_files()]
-    listed = sorted(map(str, (tmp_path / "space" / "name" / "data").glob("*.parquet")))
+    listed = sorted(map(str, (tmp_path / "space" / "name" / "data").glob("**/*.parquet")))
+    assert (Path(listed[0]).parent.name != "data") == (hashed == "true")
     assert warned(live, caplog) == []
     assert len(listed) == len(live) + deletes
     lines = warned(listed, caplog)

@@ -377,7 +377,8 @@ def _remarks(
     url: str, store: Store, found: _Found, kept: list[Entry], skipped: tuple[Skipped, ...]
 ) -> Iterable[str]:
     # `_SUCCESS`, `_metadata` and the like need no warning; a hidden shard does.
-    hidden = [found.name(entry) for entry in found.entries if not found.is_shown(entry)]
+    are_some = any(one.ending == HIDDEN for one in skipped)  # there may be a million files
+    hidden = [found.name(e) for e in found.entries if not found.is_shown(e)] if are_some else []
     if any(one.ending != HIDDEN for one in skipped) or (
         skipped and any(map(found.format_of, hidden))
     ):

@@ -31,6 +31,7 @@ from elastic_dp.errors import DataError, StorageError
 _FOLDERS = {DELTA_LOG: "Delta", ".hoodie": "Hudi"}
 _MAY_BE_LOG = re.compile(r"_delta_log/|\.hoodie/|\.metadata\.json")
 _PARTITION = re.compile(r"[^/=]+=[^/]*")
+_HASHED = re.compile(r"[01]{4}|[01]{8}|[0-9a-f]{8}")  # folders of Iceberg's object store layout
 
 
 class Table(NamedTuple):
@@ -114,7 +115,7 @@ def folders_above(folder: str) -> Iterator[str]:
     """The folders that may be the root of a table of which `folder` is a part."""
     while folder:
         folder, _, name = folder.rpartition("/")
-        if not _PARTITION.fullmatch(name) and name != "data":
+        if name != "data" and not (_PARTITION.fullmatch(name) or _HASHED.fullmatch(name)):
             return
         yield folder
 
@@ -149,8 +150,8 @@ _LIVE_WAYS_OUT = {
         "Name the files of its newest version, a list that is one data set: "
         "DataConfig(DeltaTable({root}).file_uris()), "
         "of the package deltalake. Columns that partition the table are read from the names of "
-        "their folders, as int64 or text; for their own types write the rows "
-        f"out, and name that file: {WRITE_DELTA}"
+        "their folders, as int64 or text, unless all files have one value; otherwise write the "
+        f"rows out, and name that file: {WRITE_DELTA}"
     ),
     "Iceberg": (
         "Name the files of its newest snapshot, a list that is one data set: "
