@@ -21,7 +21,7 @@ from elastic_dp.config import DataConfig
 from elastic_dp.data.discovery.duplicate_files import ListedFiles, duplicate_files, local_place
 from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message, unfinished_job
 from elastic_dp.data.discovery.no_shards import IsShard, shown_folder, why_no_shard
-from elastic_dp.data.discovery.saved_datasets import CACHED, cached_results
+from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import HIDDEN, Skipped, count_skipped, skipped_message
 from elastic_dp.data.discovery.table_formats import (
     Table,
@@ -320,12 +320,12 @@ def _cached(url: str, store: Store, found: _Found, kept: list[Entry]) -> set[str
     """The cached results of Hugging Face `datasets` among the shards of a folder or glob."""
     if found.is_file:
         return set()
-    listed = {entry.path for entry in found.look.entries}
+    notes = {entry.path for entry in found.look.entries if entry.path.endswith((STATE, INFO))}
     matches = _pattern(url, store.path.rstrip("/")) if found.is_glob else lambda path: True
     try:
         return cached_results(
             (entry.path for entry in kept),
-            has=listed.__contains__,
+            has=notes.__contains__,
             read=lambda path: bytes(store.read_all(path)),
             is_wanted=matches,
         )

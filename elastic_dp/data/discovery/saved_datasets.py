@@ -46,8 +46,9 @@ def cached_results(
     """Those of the Arrow files `paths` that are cached results. Where a folder has nothing but
     results among `paths`, the user named them, and they are read.
 
-    `has(path)`, `read(path)`: of any file. `is_wanted(path)`: whether the file would be among
-    `paths` if it existed. Raises DataError if a wanted file that state.json names is missing.
+    `has(path)`, `read(path)`: of STATE or INFO in a folder. `is_wanted(path)`: whether the file
+    would be among `paths` if it existed. Raises DataError if a wanted file that state.json names is
+    missing.
     """
     inside: dict[str, dict[str, str]] = {}
     for path in paths:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from elastic_dp.data.discovery.duplicate_files import ListedFiles, duplicate_files, local_place
 from elastic_dp.data.discovery.incomplete import INCOMPLETE, incomplete_message
 from elastic_dp.data.discovery.listing import glob_mark
-from elastic_dp.data.discovery.saved_datasets import CACHED, cached_results
+from elastic_dp.data.discovery.saved_datasets import CACHED, INFO, STATE, cached_results
 from elastic_dp.data.discovery.skipped_files import Skipped, count_skipped
 from elastic_dp.data.discovery.table_formats import refuse_table, table_above, tables_among
 from elastic_dp.errors import DataError, ElasticError, StorageError
@@ -330,8 +330,8 @@ def _refuse_table(url: str, system: Any, found: _SourceListing) -> None:
 def _without_cached_results(system: Any, found: _SourceListing) -> _SourceListing:
     """Without what Hugging Face `datasets` cached beside the files of a data set."""
     arrow = [] if found.is_file else [e.path for e in found.entries if e.path.endswith(".arrow")]
-    listed = set(found.listed) if arrow else set()
-    cached = cached_results(arrow, listed.__contains__, system.cat_file, found.matches)
+    notes = {path for path in found.listed if path.endswith((STATE, INFO))}
+    cached = cached_results(arrow, notes.__contains__, system.cat_file, found.matches)
     if not cached:
         return found
     kept = [entry for entry in found.entries if entry.path not in cached]
