@@ -125,7 +125,7 @@ def test_deep_inspection_of_a_tar_names_the_member_and_leaves_out_columns_that_a
 
 
 def test_deep_inspection_cannot_see_another_value_in_a_page_without_a_checksum(tmp_path):
-    """As docs/guarantees.md says."""
+    """docs/guarantees.md says so."""
     damaged_parquet(tmp_path, checksum=False)
     found = inspect(str(tmp_path), deep=True)
     assert found.rows == 1000 and "unreadable" not in [finding.name for finding in found.findings]

@@ -105,7 +105,7 @@ class Files:
 
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
-        """As `open`; a local file is memory mapped, so that a large record batch takes no
+        """Like `open`; a local file is memory mapped, so that a large record batch takes no
         memory."""
         if not self.is_local:
             with self.open(name) as raw:
@@ -266,8 +266,8 @@ def _find(system: Any, path: str, query: str) -> tuple[str, dict[str, Entry]]:
 
 
 def _find_local(url: str, path: str) -> tuple[str, dict[str, Entry], list[str]]:
-    """As `_find`, and dangling links. Follows links to folders. A name with marks of a pattern may
-    be the name of a file."""
+    """Like `_find`, with dangling links. Follows links to folders. A name with marks of a pattern
+    may be the name of a file."""
     backend, mark, root = LocalBackend(path), glob_mark(path), path
     matched: list[Entry] = []
     look = FolderListing([], [], {})
