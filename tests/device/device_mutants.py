@@ -300,6 +300,24 @@ DEVICE_MUTANTS = [
         "test_copy_from_a_device_orders_streams_and_does_not_wait",
     ),
     DeviceMutant(
+        "the first snapshot goes to memory that is not registered",
+        "Uploader.prepare",
+        "self._one.submit(self.snapshot.register)",
+        "pass",
+        module="elastic_dp.checkpoint.uploader",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_the_memory_of_snapshots_is_registered_before_the_first_one",
+    ),
+    DeviceMutant(
+        "memory for snapshots is made ready at the first one",
+        "StepBoundaryCheckpoints.take_if_requested",
+        "self._checkpointer.prepare(self._state)",
+        "pass",
+        module="elastic_dp.train.checkpointing.step_boundary_checkpoints",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_snapshots_are_prepared_for_after_the_first_step",
+    ),
+    DeviceMutant(
         "a worker without its GPU trains on the CPU",
         "pick_device",
         "gpu is not None",
