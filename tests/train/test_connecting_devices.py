@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from benchmarks import device_pause
 from elastic_dp.config import FailureConfig
 from elastic_dp.distributed import abort_limit, device_connection
 from elastic_dp.testing.simulated_device import SimulatedDevice
@@ -68,3 +69,11 @@ def test_kill_while_devices_connect_ends_no_other_worker(tmp_path):
     outcome, _ = group(spec, trained, faults=(fault,), device=SimulatedDevice(connect_hangs=True))
     assert outcome.error is None, outcome.traceback
     assert (outcome.digest, outcome.workers_lost) == (local(spec, plain).digest, 1)
+
+
+def test_pause_does_not_wait_for_devices_that_connect():
+    """A member is lost while they do, and its replacement joins."""
+    found = device_pause.measure(30.0, [False])
+    assert found["same"]
+    assert len(found["kills"]) == 1 and found["joins"]
+    assert max(found["kills"] + found["joins"]) < 10.0
