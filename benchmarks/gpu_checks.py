@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 from benchmarks.models import GPT
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import (
     CheckpointConfig,
@@ -38,6 +37,7 @@ from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.data import open_data
 from elastic_dp.device.accelerator import Accelerator, CudaAccelerator
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.train.exactness.machine_kind import machine_kind

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint import uploader
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import Event, SizeRequested, WorkerId, WorkerLocation
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.errors import DataError, SpecError, UserCodeError
 
-Image = pytest.importorskip("PIL.Image")
 ROWS, V, B = 24, 4, 2
 
 

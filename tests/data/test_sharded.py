@@ -189,14 +189,15 @@ def test_a_moved_virtual_worker_reads_one_row_group_of_each_of_its_streams_again
     order = order_of(sizes)
     left, came = FakeRowGroups(sizes), FakeRowGroups(sizes)
     old, new = opened(left, order), opened(came, order)
-    new._stream.last_step = last + 40  # before a stream's end, which lies where another one began
+    new._stream.end_after(last + 40)  # before a stream's end, which lies where another one began
     old.read_ahead(1, range(V))
     for step in range(1, last + 1):
         for v in range(V):
             old.batch(step, v)
     new.read_ahead(last + 1, [2])
-    while last + 1 not in new._stream._micro_batches._planned._steps:
-        pass  # what is taken before it is planned is read for itself
+    made = new._stream._micro_batches
+    made.extend()  # what is taken before it is planned is read for itself
+    assert last + 1 in made._planned._steps
     for step in range(last + 1, last + 41):
         check(new.batch(step, 2), expected(order, came, step, 2))
     done = {g for step in range(1, last + 1) for g in order.locate(step, 2)[0].tolist()}
@@ -219,6 +220,9 @@ def test_changed_share_locates_no_row_that_stays_again():
     locate = data._stream.locate
     data._stream.locate = lambda steps, v: located.append(steps.start) or locate(steps, v)
     data.read_ahead(1, [1, 2])
+    while made.extend():
+        pass
+    assert located, "there is room for more of the two that stay"
     assert all(step >= planned_to for step in located)
     check(data.batch(1, 2), expected(data._order, data._stream._row_groups, 1, 2))
     data.close()
