@@ -27,6 +27,7 @@ ON_A_DEVICE = "tests/train/test_simulated_device.py"
 WAITS_ONCE = (
     f"{ON_A_DEVICE}::test_step_waits_once_for_the_device_whatever_its_buckets_leaves_and_buffers"
 )
+CONNECTION_TESTS = "tests/distributed/test_device_connection.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +88,15 @@ DEVICE_MUTANTS = [
     ),
     DeviceMutant(
         "an abort blocks who asks for it",
-        "DeviceConnection.abort",
-        "abort_in_background(communicator.abort)",
-        "communicator.abort()",
+        "DeviceConnection._end",
+        "abort_in_background(abort)",
+        "abort()",
         module=CONNECTION,
         caught_by=f"{TRANSPORT_TESTS}::test_no_lock_is_held_while_an_abort_hangs",
     ),
     DeviceMutant(
         "an abort may last for ever",
-        "abort_in_background",
+        "end_process",
         "os._exit(_EXIT_CODE)",
         "pass",
         module="elastic_dp.distributed.abort_limit",
@@ -104,7 +105,7 @@ DEVICE_MUTANTS = [
     DeviceMutant(
         "a planned end aborts in the training thread",
         "DeviceTransport.come_to_rest",
-        "if self._unconfirmed:\n    self.abort()",
+        "if self._unconfirmed:\n    self.abort()\n    until = time.monotonic() + REST_LIMIT_S",
         "self._connection.abort()",
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_a_planned_end_does_not_abort_in_the_training_thread",
@@ -112,18 +113,120 @@ DEVICE_MUTANTS = [
     DeviceMutant(
         "connecting begins without the others",
         "DeviceConnection._connect",
-        "not self._wait_for_presence(store)",
-        "False",
+        "self._wait_for_presence(store, check)",
+        "True",
         module=CONNECTION,
-        caught_by=f"{TRANSPORT_TESTS}::test_connecting_names_who_is_absent",
+        caught_by=f"{CONNECTION_TESTS}::test_connecting_names_who_is_absent",
     ),
     DeviceMutant(
         "connecting may last for ever",
-        "DeviceConnection.check",
-        "time.monotonic() < self._deadline",
+        "DeviceConnection.failure",
+        "time.monotonic() < self._deadline()",
         "True",
         module=CONNECTION,
-        caught_by=f"{TRANSPORT_TESTS}::test_connecting_ends_by_an_abort_and_after_its_time",
+        caught_by=f"{CONNECTION_TESTS}::test_connecting_ends_by_an_abort_and_after_its_time",
+    ),
+    DeviceMutant(
+        "an abort waits for a library that connects",
+        "DeviceConnection._connect_members",
+        "communicator.connect(check)",
+        "self._communicator = communicator\ncommunicator.connect(check)",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::test_connecting_that_blocks_an_abort_ends_no_process",
+    ),
+    DeviceMutant(
+        "a communicator that did not connect is never aborted",
+        "DeviceConnection._connect_members",
+        "_abort_here(communicator)",
+        "pass",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::test_connecting_ends_by_an_abort_and_after_its_time",
+    ),
+    DeviceMutant(
+        "an error of NCCL while it connects is a fault of the device",
+        "DeviceConnection._connect",
+        "fault_of(failed)",
+        "fault_of(error)",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::test_connecting_that_fails_ends_no_generation",
+    ),
+    DeviceMutant(
+        "connecting is tried once",
+        "DeviceTransport.agree",
+        "self._connection.try_again()",
+        "0.0",
+        module=TRANSPORT,
+        caught_by=f"{TRANSPORT_TESTS}::"
+        "test_members_agree_to_try_again_and_use_what_stands_on_all_of_them",
+    ),
+    DeviceMutant(
+        "an attempt begins before the members have agreed",
+        "DeviceConnection._next_attempt",
+        "self._changed.wait_for(lambda: self._aborted or self._attempt > last)",
+        "self._attempt += 1",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::test_connecting_is_tried_again_after_pauses_that_grow",
+    ),
+    DeviceMutant(
+        "connecting has the time that a group has to form",
+        "GenerationGroups.formed",
+        'connect_devices(self.main, self._meeting("devices"), names=names)',
+        'connect_devices(self.main, self._meeting("devices"), 0.5)',
+        module="elastic_dp.train.generations.generation_groups",
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_forms",
+    ),
+    DeviceMutant(
+        "an abort frees what a launch uses",
+        "DeviceConnection._end",
+        "self._in_use.acquire(timeout=_LAUNCH_LIMIT_S)",
+        "False",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::test_abort_waits_for_a_launch_and_none_begins_after_it",
+    ),
+    DeviceMutant(
+        "an abort waits for a launch that only it can end",
+        "DeviceConnection._end",
+        "self._in_use.acquire(timeout=_LAUNCH_LIMIT_S)",
+        "self._in_use.acquire()",
+        module=CONNECTION,
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_abort_does_not_wait_long_for_a_launch_that_only_it_can_end",
+    ),
+    DeviceMutant(
+        "a device that no abort frees is waited for",
+        "DeviceTransport.come_to_rest",
+        "time.monotonic() > until",
+        "False",
+        module=TRANSPORT,
+        caught_by=f"{TRANSPORT_TESTS}::test_device_that_no_abort_frees_ends_the_process",
+    ),
+    DeviceMutant(
+        "a host that polls its device does not see that a peer is gone",
+        "DeviceTransport.switch",
+        "self._group.watch_peer()",
+        "pass",
+        module=TRANSPORT,
+        caught_by="tests/distributed/test_peer_watch.py::"
+        "test_peer_that_dies_while_the_host_waits_for_its_device_is_noticed_at_once",
+    ),
+    DeviceMutant(
+        "a thread keeps a group in which nothing happens any more",
+        "ProcessGroup.close",
+        "self._watch is not None",
+        "False",
+        module="elastic_dp.distributed.process_group",
+        caught_by="tests/distributed/test_peer_watch.py::"
+        "test_peers_that_leave_say_goodbye_so_that_no_thread_keeps_the_group",
+    ),
+    DeviceMutant(
+        "the first all-to-all of a step connects",
+        "NcclCommunicator.connect",
+        "self.all_to_all(taken, given, sizes, sizes).wait()",
+        "pass",
+        module="elastic_dp.device.nccl_communicator",
+        caught_by=f"{CONNECTION_TESTS}::"
+        "test_nccl_connects_for_each_kind_of_collective_before_a_step_uses_it",
     ),
     DeviceMutant(
         "NCCL blocks while it connects",
@@ -131,7 +234,7 @@ DEVICE_MUTANTS = [
         "options.config.blocking = 0",
         "pass",
         module="elastic_dp.device.nccl_communicator",
-        caught_by=f"{TRANSPORT_TESTS}::"
+        caught_by=f"{CONNECTION_TESTS}::"
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
     DeviceMutant(
@@ -140,7 +243,7 @@ DEVICE_MUTANTS = [
         "options.global_ranks_in_group = list(range(world_size))",
         "pass",
         module="elastic_dp.device.nccl_communicator",
-        caught_by=f"{TRANSPORT_TESTS}::"
+        caught_by=f"{CONNECTION_TESTS}::"
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
     DeviceMutant(
@@ -203,6 +306,24 @@ DEVICE_MUTANTS = [
         module="elastic_dp.device.host_copies",
         caught_by="tests/device/test_host_copies.py::"
         "test_copy_from_a_device_orders_streams_and_does_not_wait",
+    ),
+    DeviceMutant(
+        "the first snapshot goes to memory that is not registered",
+        "Uploader.prepare",
+        "self._one.submit(self.snapshot.register)",
+        "pass",
+        module="elastic_dp.checkpoint.uploader",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_the_memory_of_snapshots_is_registered_before_the_first_one",
+    ),
+    DeviceMutant(
+        "memory for snapshots is made ready at the first one",
+        "StepBoundaryCheckpoints.take_if_requested",
+        "self._checkpointer.prepare(self._state)",
+        "pass",
+        module="elastic_dp.train.checkpointing.step_boundary_checkpoints",
+        caught_by="tests/device/test_host_copies.py::"
+        "test_snapshots_are_prepared_for_after_the_first_step",
     ),
     DeviceMutant(
         "a worker without its GPU trains on the CPU",

@@ -54,7 +54,8 @@ def told_when_switched(train):
                 of_device = transport(ctx)
                 if of_device is not None and session.world_size > 1:
                     over = session.control._over
-                    eventually(lambda: of_device.connected or over())
+                    tried = of_device.connecting_failure
+                    eventually(lambda: of_device.connected or tried() or over())
                     if of_device.switched and session.world_size == ctx.config.get("size"):
                         with open(ctx.config["switched"], "w", encoding="utf-8") as file:
                             file.write("0")  # a fault may happen after it in any generation
