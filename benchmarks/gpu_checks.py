@@ -25,7 +25,6 @@ from torch.nn import functional as F
 
 from benchmarks.models import GPT
 from elastic_dp.checkpoint.snapshot import Snapshot
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import prepare_environment
 from elastic_dp.config import (
     CheckpointConfig,
@@ -38,6 +37,7 @@ from elastic_dp.coordinator.messages import DrainNoticed
 from elastic_dp.data import open_data
 from elastic_dp.device.accelerator import Accelerator, CudaAccelerator
 from elastic_dp.distributed.nccl_environment import set_nccl_environment
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.train.exactness.machine_kind import machine_kind
@@ -317,8 +317,8 @@ def drain_one(run: ProcessRun) -> None:
         time.sleep(0.02)
     membership = run.controller.coordinator.membership
     if membership is not None:
-        leaver = membership.members[-1].worker
-        run.controller.post(DrainNoticed(leaver, time.monotonic() + 60.0))
+        drained = membership.members[-1].worker
+        run.controller.post(DrainNoticed(drained, time.monotonic() + 60.0))
 
 
 def faults(setup: Setup) -> dict[str, Any]:
@@ -377,7 +377,8 @@ def overhead(setup: Setup) -> dict[str, Any]:
 
 
 def ddp_step_s(setup: Setup, device: torch.device, steps: int) -> float:
-    """As one would write it without this package: gradients are accumulated by autograd."""
+    """Time DDP as one would write it without this package: gradients are accumulated by
+    autograd."""
     rows, size = Rows(), setup.pick(16, 2)
     backend = "nccl" if setup.on_gpu else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -557,7 +558,7 @@ def launch_aside(setup: Setup, device: torch.device) -> None:
 
 
 def free_bytes(setup: Setup) -> int:
-    """Of the device; a simulated one has the host's."""
+    """Return the free memory of the device; a simulated one has the host's."""
     return torch.cuda.mem_get_info()[0] if setup.on_gpu else -memory_used()
 
 

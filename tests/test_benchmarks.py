@@ -31,7 +31,7 @@ SPOILT = {
     ),
     step_overhead: (
         lambda found: found[2].update(interval=[1.04, 1.06]),
-        "0.9M exact, 1 virtual workers each: 1.03 of DDP's time",
+        "0.9M exact, 1 virtual worker each: 1.03 of DDP's time",
     ),
     picture: (
         lambda found: found["with kills"].update(loss=2.070057928562165),

@@ -34,7 +34,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[str]:
-    """Of shell blocks and of `code` in the text, without comments."""
+    """Return the commands of shell blocks and of `code` in the text, without comments."""
     lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
     lines += re.findall(r"`((?:elastic-dp|make|python -m) [^`\n]*)`", text)
     return [line.partition("  #")[0].strip() for line in lines if line.strip()]

@@ -104,7 +104,7 @@ class FsspecBackend:
         return f"{self._before}{path}{self._after}"
 
     def _make_folder(self, path: str) -> None:
-        """Where folders are real (sftp, hdfs) a write does not make them."""
+        """Make the folder, which a write does not do where folders are real (sftp, hdfs)."""
         if not isinstance(self._system, AsyncFileSystem):
             self._system.makedirs(self._system._parent(path), exist_ok=True)
 

@@ -245,8 +245,8 @@ def _botocore_files() -> bool:
 
 
 def _check_encoding(path: str, encoding: str) -> None:
-    """Of an answer with a weak ETag. If a proxy encoded it, its bytes are not those of the object.
-    An object that was stored with an encoding has a strong ETag, and its bytes are right."""
+    """Check an answer with a weak ETag. If a proxy encoded it, its bytes are not the object's. An
+    object that was stored with an encoding has a strong ETag, and its bytes are right."""
     if encoding != "identity":
         raise StorageError(
             f"{path} came as {encoding}, with a weak ETag: a proxy compresses what the store "

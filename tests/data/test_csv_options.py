@@ -55,7 +55,7 @@ def converted(source: Path, options: dict[str, Any] | None) -> DataConfig:
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_csv_with_options_has_the_same_rows_for_any_fleet_and_converted(
+def test_csv_with_options_has_the_same_rows_for_any_number_of_workers_and_converted(
     kind, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(text_format, "GROUP_BYTES", 300)

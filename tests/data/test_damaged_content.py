@@ -247,7 +247,7 @@ def test_json_row_of_many_lists_is_read(tmp_path):
 
 
 def test_columns_that_nest_too_deep_for_readers_of_parquet_are_refused_by_convert(tmp_path):
-    """It wrote files that none of them opens."""
+    """Convert wrote files that none of them opens."""
     (tmp_path / "a.jsonl").write_text('{"a": ' + "[" * 60 + "]" * 60 + "}")
     with pytest.raises(DataError, match=r"read again as parquet.*format='arrow'"):
         convert(str(tmp_path), str(tmp_path / "to"))
@@ -354,7 +354,7 @@ def test_tar_member_that_ends_as_the_key_is_named_is_refused(tmp_path):
     "size", [b"-1", b"-1000", b"\xff" * 11 + b"\0"], ids=["small", "back", "binary"]
 )
 def test_tar_member_of_a_size_below_zero_is_refused(size, tmp_path):
-    """It was an empty value, or was read again for ever."""
+    """The member was an empty value, or was read again forever."""
     member = tarfile.TarInfo("0.txt")
     header = bytearray(member.tobuf())
     header[124:136] = size.ljust(12, b"\0")

@@ -48,7 +48,7 @@ def names(index: Index) -> list[str]:
 
 
 def ids(wanted: DataConfig) -> list[int]:
-    """As a worker reads them, which lists nothing."""
+    """Read the ids as a worker does, which lists nothing."""
     index = read_index(wanted)
     groups = ShardRowGroups(wanted, index, [Store(u, wanted.storage_options) for u in wanted.urls])
     found = [groups.read(number)[0]["id"] for number in range(len(index.rows))]
@@ -457,11 +457,11 @@ def test_no_shard_in_many_folders_below_is_said_after_a_few_looks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "mended"),
+    ("pattern", "fixed"),
     [("**.parquet", "**/*.parquet"), ("part**", "part*"), ("a**b/*.parquet", "a*b/*.parquet")],
 )
-def test_two_stars_in_a_name_are_refused_with_the_pattern_that_was_meant(pattern, mended, tmp_path):
+def test_two_stars_in_a_name_are_refused_with_the_pattern_that_was_meant(pattern, fixed, tmp_path):
     put(tmp_path / "part.parquet")
     with pytest.raises(DataError, match=r"'\*\*' is part of a name") as error:
         read_index(config(f"{tmp_path}/{pattern}"))
-    assert f"write '{tmp_path}/{mended}'" in str(error.value)
+    assert f"write '{tmp_path}/{fixed}'" in str(error.value)

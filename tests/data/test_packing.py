@@ -1,5 +1,5 @@
 """Packing while training: each token of each document in one packed row of an epoch, with its
-position and document; the same rows for any fleet, under a kill and over a resume."""
+position and document; the same rows for any number of workers, under a kill and over a resume."""
 
 from __future__ import annotations
 

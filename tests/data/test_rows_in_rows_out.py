@@ -1,4 +1,4 @@
-"""Of every kind of file: rows in are rows out, by id and value: read in place and converted, in
+"""Rows in are rows out, for every kind of file, by id and value: read in place and converted, in
 training's order and in an evaluation, dealt to one worker and to three; and once with processes,
 one of which is killed."""
 

@@ -46,7 +46,7 @@ def config(url: str | Path | list[str]) -> DataConfig:
 
 
 def ids(url: str | Path | list[str]) -> list[int]:
-    """Of all rows that a job would read, sorted; and all sources have one weight."""
+    """Return the ids of all rows that a job would read, sorted; and all sources have one weight."""
     wanted = config(url)
     index = read_index(wanted)
     assert index.weights is None
@@ -131,8 +131,8 @@ def test_delta_table_in_a_list_of_folders_is_refused(delta):
 
 
 def deletion_vector(rows: list[int]) -> dict:
-    """Of a file: an inline one, as the protocol of Delta lays it out: a 64-bit Roaring bitmap in
-    Z85."""
+    """Return the deletion vector of a file: an inline one, as the protocol of Delta lays it out: a
+    64-bit Roaring bitmap in Z85."""
     bitmap = struct.pack("<iiHHI", 12346, 1, 0, len(rows) - 1, 16)
     bitmap += struct.pack(f"<{len(rows)}H", *rows)
     content = struct.pack("<iqi", 1681511377, 1, 0) + bitmap

@@ -766,7 +766,7 @@ def webdataset_cut(folder):
 
 
 def gnu_tar(folder: Path, *options: str) -> None:
-    """Of files that hold text, of which one is a link to another."""
+    """Write a tar of files that hold text, of which one is a link to another."""
     source = folder / "files"
     source.mkdir()
     for i in IDS:
@@ -800,7 +800,7 @@ def tar_joined(folder):
 
 
 def spark(folder: Path, parts: list[list[int]]) -> None:
-    """As Spark's committer leaves it; the files by pyarrow."""
+    """Write a folder as Spark's committer leaves it; the files are pyarrow's."""
     for number, ids in enumerate(parts):
         name = f"part-{number:05}-9d4e1e0c-c000.snappy.parquet"
         write(

@@ -84,7 +84,7 @@ def test_deep_inspection_names_the_file_with_a_row_that_cannot_be_decoded(damage
 
 
 def test_deep_inspection_cannot_see_another_value_in_a_page_without_a_checksum(tmp_path):
-    """As docs/guarantees.md says."""
+    """docs/guarantees.md says so."""
     damaged_parquet(tmp_path, checksum=False)
     found = inspect(str(tmp_path), deep=True)
     assert found.rows == 1000 and "unreadable" not in [finding.name for finding in found.findings]

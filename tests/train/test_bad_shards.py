@@ -1,5 +1,5 @@
-"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way by every
-fleet."""
+"""A row group that cannot be decoded, and `on_bad_shard="skip"`: left out in the same way for any
+number of workers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train(ctx: Any) -> None:
     ctx.log(ctx.evaluate(cross_entropy, ctx.config["eval"]))
 
 
-def test_every_fleet_leaves_out_the_same_rows(tmp_path):
+def test_any_number_of_workers_leaves_out_the_same_rows(tmp_path):
     config = points(tmp_path)
     evaluation = dataclasses.replace(config, micro_batch_size=10)
     calm = local(job(config, config={"eval": evaluation}), train)
@@ -112,7 +112,7 @@ def first_step_with(config: DataConfig, row_group: int, virtual_workers: int) ->
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_more_bad_rows_than_the_limit_end_every_fleet_at_the_same_step(workers, tmp_path):
+def test_more_bad_rows_than_the_limit_end_any_group_at_the_same_step(workers, tmp_path):
     config = dataclasses.replace(points(tmp_path), max_bad_fraction=0.01)
     spec = job(config, workers=workers, min_workers=workers, config={"eval": config})
     step = first_step_with(config, 5, spec.scaling.num_virtual_workers)

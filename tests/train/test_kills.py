@@ -259,8 +259,8 @@ def test_kill_of_a_member_ahead_while_another_is_behind_has_the_local_digest(lat
 
 @pytest.mark.parametrize(("point", "step"), [("sending_state", 22), ("receiving_state", 21)])
 def test_killed_half_way_through_the_hand_over_to_one_behind(point, step, tmp_path):
-    """As above; then rank 1, at 22, gives rank 0 what step 22 has changed. If it dies in that, rank
-    0 makes step 22 itself."""
+    """The setting is that of the test above; then rank 1, at 22, gives rank 0 what step 22 has
+    changed. If it dies in that, rank 0 makes step 22 itself."""
     dead = tmp_path / "dead"
     faults = (
         WorkerFault("before_forward", 23, rank=2, once=str(tmp_path / "first")),

@@ -203,7 +203,7 @@ def test_joiner_loads_the_kernels_of_the_device_before_it_joins(tmp_path):
 
 @pytest.mark.slow
 def test_worker_whose_communicator_reports_a_lost_peer_goes_on(tmp_path):
-    """It leaves the generation by itself, before it is told to."""
+    """The worker leaves the generation by itself, before it is told to."""
     spec = job(tmp_path, steps=30)
     before = (str(tmp_path / "switched"),)
     fault = WorkerFault("gather", rank=1, world_size=3, once=str(tmp_path / "dead"), after=before)

@@ -22,8 +22,8 @@ STEPS, BODY_S = 50, 0.05
 
 
 def drain(run):
-    leaver = run.controller.coordinator.membership.members[-1].worker
-    run.controller.post(DrainNoticed(leaver, time.monotonic() + 60.0))
+    drained = run.controller.coordinator.membership.members[-1].worker
+    run.controller.post(DrainNoticed(drained, time.monotonic() + 60.0))
 
 
 def spec_for(tmp_path):
@@ -61,7 +61,7 @@ def test_members_that_stay_after_a_drain_live_on_for_three_minutes(tmp_path):
 
 
 def with_torchs_defaults(train):
-    """As if nobody had set the variables of `nccl_environment`."""
+    """Train as if nobody had set the variables of `nccl_environment`."""
 
     def unset(ctx):
         for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):

@@ -208,7 +208,7 @@ def _take_footer(
 
 
 def _num_rows(metadata: pq.FileMetaData) -> int:
-    """As training counts them. A damaged footer may hold another number for the whole file."""
+    """Count the rows as training does: a damaged footer may hold another number for the file."""
     return sum(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
 
 

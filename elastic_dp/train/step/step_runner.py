@@ -198,12 +198,10 @@ class StepRunner:
         self.pass_point("before_commit", step)
         self.control.commit()
         self.pass_point("after_commit", step)
-        self.state.bad_row_groups |= header.bad
+        self.state.skip_row_groups(header.bad)
         self.data.mark_bad(header.bad)
-        record = self._apply(step, results, weight, finite, header.used, buffers)
-        record.late = header.keeps_late
-        if header.keep and not header.keeps_late:
-            record.kept = True
+        record = self._apply(step, results, weight, finite, header, buffers)
+        if record.kept:
             self.control.checkpoint_agreed()
         return record
 
@@ -373,22 +371,15 @@ class StepRunner:
         results: Mapping[int, MicroBatchResult],
         weight: float,
         finite: bool,
-        used: Sequence[int],
+        header: StepHeader,
         buffers: Mapping[int, torch.Tensor | bytes],
     ) -> StepRecord:
         self.report("apply")
         state = self.state
-        record = StepRecord(
-            number=step,
-            epoch=self.data.epoch_of(step),
-            epoch_end=self.data.ends_epoch(step),
-            loss=mean([(one.loss, one.weight) for one in results.values()]),
-            weight=weight,
-            metrics=_mean_metrics(results.values()),
-            lr=float(state.optimizer.param_groups[0]["lr"]),
-        )
+        lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
+        grad_norm: float | None = None
         seed_everything(body_seed(self.seed, step))
-        self._gradients, self._norm = self.gradients.assign(used), None
+        self._gradients, self._norm = self.gradients.assign(header.used), None
         self.buffers.commit(buffers)
         if finite:
             if self.clip_norm is not None:
@@ -396,17 +387,28 @@ class StepRunner:
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
-                    record.grad_norm = float(norm)
+                    grad_norm = float(norm)
             self.pass_point("optimizer", step)
             state.optimizer.step()
             if state.scheduler is not None:
                 state.scheduler.step()
         if state.loss_scale is not None:
-            state.loss_scale.update(overflow=not finite)
+            state.loss_scale.step_ended(overflow=not finite)
         # A member that takes the step over has no gradients for its body, so no member's body has.
         self.gradients.drop()
-        state.record = record
-        state.note_commit()
+        record = StepRecord(
+            number=step,
+            epoch=self.data.epoch_of(step),
+            epoch_end=self.data.ends_epoch(step),
+            loss=mean([(one.loss, one.weight) for one in results.values()]),
+            weight=weight,
+            metrics=_mean_metrics(results.values()),
+            lr=lr,
+            grad_norm=grad_norm,
+            kept=header.keep and not header.keeps_late,
+            late=header.keeps_late,
+        )
+        state.commit(record)
         self.pass_point("after_step", step)
         return record
 
@@ -419,13 +421,16 @@ class StepRunner:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
-    def grad_norm(self) -> float | None:
-        """Returns the norm of the last committed step's gradients, or None if they are gone."""
-        if self._gradients is None:
-            return None
-        if self._norm is not None:
-            return float(self._norm)
-        return float(torch.nn.utils.get_total_norm(self._gradients))
+    def complete_record(self) -> None:
+        """Adds the norm of the last committed step's gradients to its record, unless it is there
+        or they are gone. It is computed when it is first read, or before the gradients go."""
+        record = self.state.record
+        if record is None or record.grad_norm is not None or self._gradients is None:
+            return
+        norm = self._norm
+        if norm is None:
+            norm = torch.nn.utils.get_total_norm(self._gradients)
+        record.add_grad_norm(float(norm))
 
 
 def _mean_metrics(results: Any) -> dict[str, float]:

@@ -300,7 +300,7 @@ def _arrow(rng: random.Random) -> Damaged:
 
 
 def _arrow_regions(content: bytearray) -> list[tuple[int, int]]:
-    """Of metadata: each message's and the footer's."""
+    """Return the regions of metadata: each message's and the footer's."""
     found = []
     at = content.find(b"\xff\xff\xff\xff")
     while 0 <= at < len(content) - 8:
