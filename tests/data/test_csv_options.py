@@ -104,7 +104,8 @@ def test_null_words_are_null_in_numbers_and_text_in_place_and_converted(tmp_path
     )
     wanted = {"x": [1, 9, 3], "s": [None, "b", "NA"], "n": ["NA", "c", "d"]}
     assert in_place(config) == wanted
-    assert in_place(dataclasses.replace(converted(tmp_path / "in", options), fill_nulls={"x": 9}))
+    parts = converted(tmp_path / "in", options)
+    assert in_place(dataclasses.replace(parts, fill_nulls={"x": 9})) == wanted
     plain = dataclasses.replace(config, csv_options=None, fill_nulls=None)
     assert in_place(plain)["x"] == ["1", "-", "3"]
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_dp.data.columns.column_types import lossless
+from elastic_dp.data.columns.null_views import clear_null_views
 from elastic_dp.data.columns.schema import Columns, refuse_names_that_are_no_text
 from elastic_dp.data.discovery.partitions import Partitions
 from elastic_dp.data.discovery.saved_datasets import STATE, named_files
@@ -128,7 +129,7 @@ def _rows(
         for batch in batches_of(name, schema):
             with reading(name, files.options):
                 batch.validate(full=True)  # Arrow itself does not check offsets
-                plain = plain_batch(batch, schema, name)
+                plain = plain_batch(clear_null_views(batch), schema, name)
             yield plain
 
     return rows_of_files(names, schema, plain_batches, columns, partitions)
