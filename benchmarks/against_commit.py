@@ -212,6 +212,8 @@ def main() -> int:
                 results[commit].setdefault(part, {})[case] = case_found
                 if not options.no_write:
                     keep(commit, part, case, case_found)
+    if not results[commit]:
+        parser.error("no case has that text")
     return exit_code(targets(results))
 
 
