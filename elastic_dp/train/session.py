@@ -388,7 +388,7 @@ class Session:
         payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
         state_group = self._groups.formed()
         if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
-            self.step_runner.forget_finished()
+            self.step_runner.forget_finished()  # and its memory, before there is more to hold
         formed_at = time.time()
         taken = 0
         if plan.role is TransferRole.RESTORE:
@@ -408,7 +408,8 @@ class Session:
             self._read_ahead(membership, self.position.step + 1)
         assert self._groups.main is not None
         shares = [member.ranges for member in members]
-        self.step_runner.open(self._groups.main, shares, membership.topology)
+        lineage_id = self.progress.lineage_id
+        self.step_runner.open(self._groups.main, shares, membership.topology, lineage_id)
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 

@@ -6,29 +6,17 @@ environment variable DEVICE_MUTANT names, before anything imports it.
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 from tests import patience
-from tests.simulation.mutants import Mutant, replaced
+from tests.module_mutants import ModuleMutant, take_out
 
 TRANSPORT = "elastic_dp.distributed.device_transport"
 CONNECTION = "elastic_dp.distributed.device_connection"
 TRANSPORT_TESTS = "tests/distributed/test_device_transport.py"
 
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceMutant(Mutant):
-    module: str
-    caught_by: str  # file::test
-
-
 DEVICE_MUTANTS = [
-    DeviceMutant(
+    ModuleMutant(
         "an output is read before its event",
         "DeviceTransport.read",
         "self.synchronize()",
@@ -36,7 +24,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_an_output_is_not_read_on_the_host_before_its_event",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an aborted collective is read",
         "DeviceTransport._check",
         "self._group.check()",
@@ -44,7 +32,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_an_aborted_collective_is_not_read",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a failure of the communicator is not noticed",
         "DeviceTransport._check",
         "raise CollectiveFailed(failure)",
@@ -53,7 +41,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{TRANSPORT_TESTS}::"
         "test_failure_of_the_communicator_is_noticed_while_the_host_waits",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "operations are kept for a generation",
         "DeviceTransport.synchronize",
         "self._unconfirmed.clear()",
@@ -61,7 +49,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_operations_do_not_pile_up_over_a_thousand_steps",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "staging memory is used once",
         "StagingMemory.give_back",
         "self._free.setdefault(flat.numel(), []).append(flat)",
@@ -69,7 +57,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_staging_memory_is_used_again",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "gradient memory is new in each generation",
         "GradientBufferPool.give_back",
         "self._free += memory",
@@ -77,7 +65,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.distributed.cross_worker_reduction",
         caught_by=f"{TRANSPORT_TESTS}::test_gradient_memory_is_the_same_after_fifty_generations",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an abort blocks who asks for it",
         "DeviceConnection.abort",
         "abort_in_background(communicator.abort)",
@@ -85,7 +73,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{TRANSPORT_TESTS}::test_no_lock_is_held_while_an_abort_hangs",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "an abort may last for ever",
         "abort_in_background",
         "os._exit(_EXIT_CODE)",
@@ -93,7 +81,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.distributed.abort_limit",
         caught_by=f"{TRANSPORT_TESTS}::test_a_worker_whose_abort_does_not_end_exits",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a planned end aborts in the training thread",
         "DeviceTransport.come_to_rest",
         "if self._unconfirmed:\n    self.abort()",
@@ -101,7 +89,7 @@ DEVICE_MUTANTS = [
         module=TRANSPORT,
         caught_by=f"{TRANSPORT_TESTS}::test_a_planned_end_does_not_abort_in_the_training_thread",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "connecting begins without the others",
         "DeviceConnection._connect",
         "not self._wait_for_presence(store)",
@@ -109,7 +97,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{TRANSPORT_TESTS}::test_connecting_names_who_is_absent",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "connecting may last for ever",
         "DeviceConnection.check",
         "time.monotonic() < self._deadline",
@@ -117,7 +105,7 @@ DEVICE_MUTANTS = [
         module=CONNECTION,
         caught_by=f"{TRANSPORT_TESTS}::test_connecting_ends_by_an_abort_and_after_its_time",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "NCCL blocks while it connects",
         "NcclCommunicator.__init__",
         "options.config.blocking = 0",
@@ -126,7 +114,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{TRANSPORT_TESTS}::"
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "NCCL does not know the ranks of its group",
         "NcclCommunicator.__init__",
         "options.global_ranks_in_group = list(range(world_size))",
@@ -135,7 +123,7 @@ DEVICE_MUTANTS = [
         caught_by=f"{TRANSPORT_TESTS}::"
         "test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "weights made on the device ignore the seed",
         "open_gpu_generators",
         "torch.cuda.init()",
@@ -144,7 +132,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/train/test_worker_run.py::"
         "test_initial_weights_made_on_a_device_follow_the_seed",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "the precision of products is not of the kind",
         "gpu_kind",
         'f"fp32 {backend.matmul.fp32_precision}/{conv}/{rnn}"',
@@ -153,7 +141,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/train/exactness/test_machine_kind.py::"
         "test_kind_of_a_gpu_changes_with_each_setting_that_chooses_its_kernels",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a replay of a graph writes gradients that wait",
         "graphs_are_replayed",
         "_TREES in sys.modules",
@@ -162,7 +150,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/distributed/test_gradient_reducer.py::"
         "test_gradients_in_the_memory_of_a_cuda_graph_are_copied_while_they_wait",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "torch's watchdog ends survivors",
         "set_nccl_environment",
         "environment[name] = value",
@@ -171,7 +159,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/distributed/test_nccl_environment.py::"
         "test_set_nccl_environment_with_a_value_that_ends_survivors_overrides_and_says_so",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a fault of the device is an error of the code",
         "_kind_of",
         "isinstance(error, torch.AcceleratorError) or _DEVICE.search(text)",
@@ -179,7 +167,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.device.faults",
         caught_by="tests/device/test_faults.py::test_fault_of_a_device_is_a_device_fault",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a joiner without memory joins",
         "suppress_errors_of_code",
         "fault_of(error) is not None",
@@ -187,7 +175,7 @@ DEVICE_MUTANTS = [
         module="elastic_dp.device.faults",
         caught_by="tests/device/test_faults.py::test_suppress_errors_of_code_lets_faults_through",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a step writes what a snapshot still copies",
         "HostCopies.copy",
         "current.wait_event(done)",
@@ -196,7 +184,7 @@ DEVICE_MUTANTS = [
         caught_by="tests/device/test_host_copies.py::"
         "test_copy_from_a_device_orders_streams_and_does_not_wait",
     ),
-    DeviceMutant(
+    ModuleMutant(
         "a worker without its GPU trains on the CPU",
         "pick_device",
         "gpu is not None",
@@ -206,18 +194,6 @@ DEVICE_MUTANTS = [
         "test_pick_device_with_a_gpu_that_is_not_there_raises",
     ),
 ]
-
-
-def take_out(mutant: DeviceMutant) -> None:
-    """Imports the mutant's module without the guard."""
-    spec = importlib.util.find_spec(mutant.module)
-    assert spec is not None and spec.origin is not None and mutant.module not in sys.modules
-    module = importlib.util.module_from_spec(spec)
-    tree = replaced(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), mutant)
-    sys.modules[mutant.module] = module
-    exec(compile(tree, spec.origin, "exec"), vars(module))
-    package, _, name = mutant.module.rpartition(".")
-    setattr(sys.modules[package], name, module)
 
 
 if "DEVICE_MUTANT" in os.environ:

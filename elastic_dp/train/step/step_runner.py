@@ -85,6 +85,7 @@ class StepRunner:
     speed: ComputeSpeed
     _group: ProcessGroup | None = None
     _shares: list[Share] = field(default_factory=list)
+    _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
     # The gradients of the last committed step, until they are dropped.
     _gradients: list[torch.Tensor] | None = None
     # What is finished of a step that was aborted; see finished_work.py.
@@ -101,9 +102,11 @@ class StepRunner:
         self,
         group: ProcessGroup,
         shares: Sequence[Share],
-        topology: Sequence[Sequence[int]] = (),
+        topology: Sequence[Sequence[int]],
+        lineage_id: int,
     ) -> None:
         self._group, self._shares = group, list(shares)
+        self._lineage_id = lineage_id
         self._header, self._values = RecordGather(group), RecordGather(group)
         self.gradients.open(group, shares, self.virtual_workers, self.exact, topology)
         self.speed.open()
@@ -254,6 +257,8 @@ class StepRunner:
         """Forgets what was finished of another step, or from other inputs."""
         inputs = StepInputs(
             step,
+            self._lineage_id,
+            self.exact,
             expected,
             self.state.loss_scale.scale if self.state.loss_scale else None,
             frozenset(self.state.bad_row_groups),
