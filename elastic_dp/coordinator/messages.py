@@ -72,6 +72,9 @@ class WorkerStopped:
     at_head: bool = True
     lineage_id: int = 0  # `Membership.lineage_id` of the generation in which it got its state
     mismatch: ReplicaMismatch | None = None  # why training cannot continue from this state
+    # Subtrees of virtual workers (first..last-1) whose sums it has finished in the step after
+    # `position`, and keeps for the next attempt.
+    finished: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -437,6 +437,7 @@ class Session:
                 at_head=not self.loop.in_body,
                 lineage_id=self.progress.lineage_id,
                 mismatch=self.weights.mismatch,
+                finished=self.step_runner.finished_nodes(self.position.step + 1),
             )
         )
 

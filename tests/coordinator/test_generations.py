@@ -20,6 +20,57 @@ def test_a_loss_aborts_the_rest_and_the_most_advanced_is_the_source() -> None:
     assert scenario.coordinator.membership.source == "w3"
 
 
+def ranges_of(scenario: Scenario) -> list[tuple[tuple[int, int], ...]]:
+    return [member.ranges for member in scenario.coordinator.membership.members]
+
+
+def test_loss_leaves_what_survivors_have_finished_where_it_is() -> None:
+    scenario = trio(min_workers=2, virtual_workers=12)
+    assert ranges_of(scenario) == [((0, 4),), ((4, 8),), ((8, 12),)]
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4, finished=((4, 8),))
+    scenario.stopped("w3", step=4, finished=((8, 12),))
+    assert ranges_of(scenario) == [((0, 2), (4, 8)), ((2, 4), (8, 12))]
+
+
+def test_loss_before_anything_is_finished_gives_contiguous_ranges() -> None:
+    scenario = trio(min_workers=2, virtual_workers=12)
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4)
+    scenario.stopped("w3", step=4)
+    assert ranges_of(scenario) == [((0, 6),), ((6, 12),)]
+
+
+def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> None:
+    """The size is 2 now, and w2 and w3 were past the last step when they heard of it."""
+    scenario = trio(min_workers=2, virtual_workers=12, steps_ahead=0)
+    scenario.hear("w1", "w2", "w3", step=4)
+    scenario.tell(m.SizeRequested(2))
+    assert scenario.of(m.EndGeneration) and not scenario.of(m.AbortGeneration)
+    for worker, finished in (("w1", ((0, 4),)), ("w2", ((4, 8),)), ("w3", ())):
+        scenario.stopped(worker, step=4, finished=finished)
+    assert scenario.members == ["w1", "w2"]
+    assert ranges_of(scenario) == [((0, 4), (8, 10)), ((4, 8), (10, 12))]
+
+
+def test_member_behind_the_source_has_finished_nothing() -> None:
+    """It receives the step in which it has."""
+    scenario = trio(min_workers=2, virtual_workers=12)
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4, finished=((4, 8),))
+    scenario.stopped("w3", step=5)
+    assert ranges_of(scenario) == [((0, 6),), ((6, 12),)]
+
+
+def test_virtual_workers_that_two_have_finished_stay_with_one_of_them() -> None:
+    """The second one took them from the first, and was lost in the same step as the third."""
+    scenario = trio(min_workers=2, virtual_workers=12)
+    scenario.lost("w1")
+    scenario.stopped("w2", step=4, finished=((4, 8), (8, 10)))
+    scenario.stopped("w3", step=4, finished=((8, 10), (10, 12)))
+    assert ranges_of(scenario) == [((4, 10),), ((0, 4), (10, 12))]
+
+
 def test_a_stop_unasked_aborts_the_rest() -> None:
     scenario = trio()
     scenario.stopped("w2", step=3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_dp.coordinator import messages as m
@@ -26,6 +27,31 @@ class Violation(AssertionError):
 def must(condition: object, text: str) -> None:
     if not condition:
         raise Violation(text)
+
+
+def fitting(nodes: Sequence[tuple[int, int]], size: int, taken: set[int]) -> int:
+    """The virtual workers of those subtrees that fit, in order, into a share of this size, without
+    those that are taken."""
+    used: set[int] = set()
+    for first, last in nodes:
+        node = {*range(first, last)}
+        used |= node if len(used | node) <= size and not node & taken else set()
+    taken |= used
+    return len(used)
+
+
+def most_to_run(
+    shares: Sequence[Sequence[tuple[int, int]]], finished: Sequence[Sequence[tuple[int, int]]]
+) -> int:
+    """The most virtual workers of one rank that are in no finished subtree within its share."""
+    return max(
+        sum(
+            not any(low <= a <= v < b <= high for a, b in nodes)
+            for low, high in share
+            for v in range(low, high)
+        )
+        for share, nodes in zip(shares, finished, strict=True)
+    )
 
 
 class Invariants:
@@ -301,6 +327,7 @@ class Invariants:
         dealt = sorted(v for member in members for v in member.virtual_workers)
         must(dealt == list(range(self.world.rules.virtual_workers)), f"dealt {dealt}")
         self.dealt_by_speed(members, by)
+        self.finished_stays(members, by)
         has_state = [member for member in members if member.has_state]
         if has_state:
             top = max(member.position for member in has_state)
@@ -380,6 +407,31 @@ class Invariants:
         fast_first = sorted((s, n) for s, n in zip(known, sizes, strict=True) if s)
         for (fast, more), (slow, fewer) in itertools.pairwise(fast_first):
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
+
+    def finished_stays(self, members: tuple[m.Member, ...], by: SimController) -> None:
+        """Nobody must run more than where each keeps what it has finished, nor more than with
+        contiguous ranges. Whoever is behind receives the step, and has finished nothing."""
+        top = max((member.position for member in members if member.has_state), default=None)
+        finished: list[tuple[tuple[int, int], ...]] = []
+        for member in members:
+            has = member.has_state and member.position == top
+            told = by.coordinator._registry.workers[member.worker].finished_nodes if has else ()
+            really = self.world.workers[member.worker].finished_of_next_step
+            must(set(told) <= {*really}, f"{member.worker} has finished {really}, not {told}")
+            finished.append(told)
+        if not any(finished):
+            must(all(len(member.ranges) == 1 for member in members), f"in pieces: {members}")
+            return
+        self.marks["finished work kept"] += 1
+        sizes = [member.num_virtual_workers for member in members]
+        contiguous = [[one] for one in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+        taken: set[int] = set()  # two may have finished the same one after the other
+        stays = [n - fitting(nodes, n, taken) for n, nodes in zip(sizes, finished, strict=True)]
+        most = most_to_run([member.ranges for member in members], finished)
+        must(
+            most <= min(max(stays), most_to_run(contiguous, finished)),
+            f"one runs {most}: {members}, finished {finished}",
+        )
 
     def dealt_anew(self, by: SimController) -> None:
         """A running generation ends for another split: not soon after the last time, and on what

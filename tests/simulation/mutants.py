@@ -34,6 +34,7 @@ WORKERS = "tests.simulation.workers"
 SCENARIOS = (
     "test_startup",
     "test_generations",
+    "test_retained_ranges",
     "test_leases",
     "test_leadership",
     "test_scaling",
@@ -182,6 +183,42 @@ self._form(self._assign(source, now), now)""",
         "self.run.in_flight and (not (self.inside and self.not_finished))",
         "self.run.phase is Phase.ENDING or (self.run.in_flight and (not (self.inside and "
         "self.not_finished)))",
+    ),
+    Mutant(
+        "what is finished is forgotten",
+        "WorkerState.stopped",
+        "self.finished_nodes = event.finished",
+        "pass",
+    ),
+    Mutant(
+        "who is at the end of the run has finished a step beyond it",
+        "WorkerState.finish",
+        "self.at_head, self.finished_nodes = (True, ())",
+        "self.at_head = True",
+    ),
+    Mutant(
+        "who receives a step has finished some of it",
+        "membership",
+        "worker.has_state and worker.position == truth",
+        "worker.has_state",
+    ),
+    Mutant(
+        "what two have finished is dealt twice",
+        "_retain",
+        "taken.isdisjoint(node)",
+        "True",
+    ),
+    Mutant(
+        "a subtree larger than the share stays",
+        "_retain",
+        "len(leaves) + len(node) <= size",
+        "True",
+    ),
+    Mutant(
+        "half a finished subtree is worth something",
+        "_to_run",
+        "any((low <= first and last <= high for low, high in share))",
+        "any((low <= first < high for low, high in share))",
     ),
     Mutant(
         "void workers can be the source",

@@ -276,7 +276,6 @@ class MembershipPlanner:
             config.forming_timeout_s,
             lineage.lineage_id,
             restore=lineage.checkpoint_step is not None,
-            previous=self._generation.aborted_shares,
         )
         joins = {worker.has_state for worker in assignment.members} == {True, False}
         if joins:

@@ -119,6 +119,14 @@ class StepRunner:
         self.buffers.undo()
         self._group = None
 
+    def finished_nodes(self, step: int) -> tuple[Node, ...]:
+        """Returns the subtrees of virtual workers that this worker has finished of an aborted
+        attempt at `step`."""
+        finished = self._finished
+        if finished is None or finished.inputs.step != step:
+            return ()
+        return tuple(sorted(finished.nodes))
+
     def forget_finished(self) -> None:
         """Forgets what is finished of an aborted step: the state is about to change."""
         self._finished = None
