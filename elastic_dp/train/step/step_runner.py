@@ -86,8 +86,8 @@ class StepRunner:
     _group: ProcessGroup | None = None
     _shares: list[Share] = field(default_factory=list)
     _lineage_id: int = 0  # of the state; see `Membership.lineage_id`
-    # The gradients of the last committed step, until they are dropped.
-    _gradients: list[torch.Tensor] | None = None
+    # The gradients of the last committed step by parameter, until they are dropped.
+    _gradients: list[torch.Tensor | None] | None = None
     # What is finished of a step that was aborted; see finished_work.py.
     _finished: FinishedWork | None = None
     _results: dict[int, MicroBatchResult] = field(default_factory=dict)
@@ -401,7 +401,8 @@ class StepRunner:
             lr=float(state.optimizer.param_groups[0]["lr"]),
         )
         seed_everything(body_seed(self.seed, step))
-        self._gradients, self._norm = self.gradients.assign(used), None
+        self.gradients.assign(used)
+        self._gradients, self._norm = [p.grad for p in state.parameters.values()], None
         self.buffers.commit(buffers)
         if finite:
             if self.clip_norm is not None:
@@ -428,9 +429,14 @@ class StepRunner:
         parameters = list(self.state.parameters.values())
         if self.state.norm_over == PARAMETERS:
             return torch.nn.utils.clip_grad_norm_(parameters, limit)
-        norm = gradient_norm(self._units, [p.grad for p in parameters])
+        norm = self._norm_of([p.grad for p in parameters])
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
+
+    def _norm_of(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        if self.state.norm_over == PARAMETERS:
+            return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        return gradient_norm(self._units, gradients)
 
     def grad_norm(self) -> float | None:
         """Returns the norm of the last committed step's gradients, or None if they are gone."""
@@ -438,7 +444,7 @@ class StepRunner:
             return None
         if self._norm is not None:
             return float(self._norm)
-        return float(torch.nn.utils.get_total_norm(self._gradients))
+        return float(self._norm_of(self._gradients))
 
 
 def _mean_metrics(results: Any) -> dict[str, float]:
