@@ -312,6 +312,21 @@ class FormGeneration:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareGroup:
+    """To every one of `workers`: connect as the process group of `generation`, in the background.
+
+    The workers will most likely be its members, by rank, and may still be in the generation before.
+    It is only a preparation: FormGeneration says who the members are, and by `Membership.prepared`
+    whether they are these. If they are others, what was prepared is thrown away.
+    """
+
+    generation: int
+    number: int  # counts the preparations of one generation, from 1
+    workers: tuple[WorkerId, ...]
+    forming_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndGeneration:
     """Planned end: leave after `after_step` or, if that has passed, at the next boundary.
 
@@ -441,6 +456,7 @@ Command = (
     | ClaimGeneration
     | FindCheckpoint
     | FormGeneration
+    | PrepareGroup
     | EndGeneration
     | AbortGeneration
     | RenewLease

@@ -21,6 +21,7 @@ import torch
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import (
     Membership,
+    PrepareGroup,
     Signature,
     TrainingPosition,
     WorkerFinished,
@@ -31,7 +32,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.data.pipeline.global_generators import seed_everything
 from elastic_dp.device.faults import fault_of
-from elastic_dp.distributed.process_group import ProcessGroup
+from elastic_dp.distributed.process_group import ProcessGroup, Rendezvous
 from elastic_dp.errors import GroupError, Interrupted, LoopError
 from elastic_dp.sampling.seeds import body_seed
 from elastic_dp.train.checkpointing.job_match import job_identity
@@ -165,6 +166,12 @@ class Session:
             self.progress.lineage_id,
             asked,
         )
+
+    def prepare(self, command: PrepareGroup, rendezvous: Rendezvous) -> None:
+        """Starts to connect for a generation that this worker will most likely be in. The control
+        thread calls it."""
+        if self.loop.opened:
+            self._groups.prepare(command, rendezvous)
 
     # ------------------------------------------------------------------------------------- life
 

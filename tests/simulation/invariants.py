@@ -60,6 +60,7 @@ class Invariants:
         self.beginnings: dict[int, dict[int, str]] = {}  # founded in -> step -> the state after it
         self.beginning = 0  # the one that counts
         self.memberships: dict[int, Membership] = {}
+        self.prepared: dict[tuple[int, int], tuple[str, ...]] = {}  # by generation and number
         self.first_commit: dict[int, float] = {}  # generation -> when
         self.newest_committing = 0
         self.left_at: dict[int, dict[str, float]] = {}  # generation -> worker -> when
@@ -291,6 +292,8 @@ class Invariants:
                 self.started.add(worker)
             case m.ClaimGeneration(generation=generation):
                 must(self.claims.get(generation) is not by, f"{generation} claimed twice by one")
+            case m.PrepareGroup():
+                self.preparation(command, by)
             case m.FindCheckpoint(at_most=at_most):
                 must(at_most == by.at_most, f"looks up to {at_most}, and was told {by.at_most}")
             case m.FormGeneration(membership=membership):
@@ -328,6 +331,10 @@ class Invariants:
         must(dealt == list(range(self.world.rules.virtual_workers)), f"dealt {dealt}")
         self.dealt_by_speed(members, by)
         self.finished_stays(members, by)
+        if membership.prepared:
+            self.marks["prepared"] += 1
+            told = self.prepared.get((generation, membership.prepared))
+            must(told == tuple(s.worker for s in members), f"{told} connect, not {members}")
         has_state = [member for member in members if member.has_state]
         if has_state:
             top = max(member.position for member in has_state)
@@ -407,6 +414,16 @@ class Invariants:
         fast_first = sorted((s, n) for s, n in zip(known, sizes, strict=True) if s)
         for (fast, more), (slow, fewer) in itertools.pairwise(fast_first):
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
+
+    def preparation(self, command: m.PrepareGroup, by: SimController) -> None:
+        """Of a number that is claimed and not announced, among workers that may become members."""
+        generation, workers = command.generation, command.workers
+        must(self.claims.get(generation) is by, f"{command} without its claim")
+        must(generation not in self.memberships, f"{command} of a generation that is announced")
+        gone = {*workers} & (by.buried | by.dismissed)
+        must(not gone, f"{gone} are gone, and are told to connect")
+        must((generation, command.number) not in self.prepared, f"{command} for the second time")
+        self.prepared[generation, command.number] = workers
 
     def finished_stays(self, members: tuple[m.Member, ...], by: SimController) -> None:
         """Nobody must run more than where each keeps what it has finished, nor more than with

@@ -119,10 +119,65 @@ MUTANTS = [
         "announced without a claim",
         "MembershipPlanner.plan_next_generation",
         """self.run.apply(Transition.CLAIM_SENT)
-self._leadership.claim(self._generation.number, now)""",
+if not self._leadership.claiming:
+    self._leadership.claim(self._generation.number, now)""",
         """self._leadership.granted(self._leadership.claiming)
 self._leadership.claimed = self._generation.number + 1
 self._form(self._assign(source, now), now)""",
+    ),
+    Mutant(
+        "claimed only when all have left",
+        "Coordinator._advance_phase",
+        "self._planner.claim_ahead(now)",
+        "pass",
+    ),
+    Mutant(
+        "one number is claimed at each event",
+        "MembershipPlanner.claim_ahead",
+        "not self._has_number and (not self._leadership.claiming)",
+        "True",
+    ),
+    Mutant(
+        "claimed twice when all have left",
+        "MembershipPlanner.plan_next_generation",
+        "not self._leadership.claiming",
+        "True",
+    ),
+    Mutant(
+        "members connect before their number is claimed",
+        "MembershipPlanner.prepare_ahead",
+        "seen == self._looked_at or not self._has_number or (not generation.must_stop)",
+        "seen == self._looked_at or not generation.must_stop",
+    ),
+    Mutant(
+        "members connect before anybody has left",
+        "MembershipPlanner.prepare_ahead",
+        "seen == self._looked_at or not self._has_number or (not generation.must_stop)",
+        "seen == self._looked_at or not self._has_number",
+    ),
+    Mutant(
+        "members connect once, whoever comes or goes",
+        "MembershipPlanner.prepare_ahead",
+        "seen == self._looked_at or not self._has_number or (not generation.must_stop)",
+        "seen[0] == self._looked_at[0] or not self._has_number or (not generation.must_stop)",
+    ),
+    Mutant(
+        "others connect than were prepared",
+        "MembershipPlanner._prepared",
+        "made.number if same else 0",
+        "made.number",
+    ),
+    Mutant(
+        "a preparation of an earlier number counts",
+        "MembershipPlanner._prepared",
+        "made is None or made.generation != self._leadership.claimed",
+        "made is None",
+    ),
+    Mutant(
+        "who must leave is told to connect",
+        "likely_members",
+        "len(members) > size or any((worker.draining for worker in members))",
+        "False",
     ),
     Mutant("a lost claim is ignored", "Coordinator._dispatch", "self._stand_down(event)", "pass"),
     Mutant(

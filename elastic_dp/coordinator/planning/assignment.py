@@ -96,6 +96,7 @@ def membership(
     timeout_s: float,
     lineage_id: int,
     restore: bool,
+    prepared: int,
 ) -> Membership:
     """Return the membership of `generation`, in which faster workers run more virtual workers.
 
@@ -119,7 +120,22 @@ def membership(
         ]
     )
     source = assignment.source.id
-    return Membership(generation, members, source, timeout_s, lineage_id, restore, topology)
+    return Membership(
+        generation, members, source, timeout_s, lineage_id, restore, topology, prepared
+    )
+
+
+def likely_members(
+    members: Collection[WorkerState], ready: Iterable[WorkerState], size: int
+) -> list[WorkerState]:
+    """Return who will most likely be the members, by rank, once all `members` have stopped.
+
+    Empty where that depends on what they say then: whether one must leave, and which.
+    """
+    if len(members) > size or any(worker.draining for worker in members):
+        return []
+    joining = [*ready][: size - len(members)]
+    return order_by_location([*members], joining)
 
 
 def members_to_exclude(
