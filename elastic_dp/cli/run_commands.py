@@ -27,8 +27,8 @@ from elastic_dp.cli.run_options import (
     Json,
     Name,
     StoragePath,
-    attach_to,
     connect_to,
+    find_live_run,
     find_run,
 )
 from elastic_dp.cli.store_options import StorageOption
@@ -122,11 +122,13 @@ def scale(
     min_workers: Annotated[
         int | None, typer.Option(help="The minimum number of workers. Default: unchanged.")
     ] = None,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
     """Change the maximum, or the minimum, number of workers of a run."""
-    found = attach_to(name, address)
+    found = find_live_run(name, address, storage_path, storage_option)
     status = found.status()
     found.scale(size, min_workers=min_workers)
     present = status["world_size"]
@@ -144,11 +146,13 @@ def drain(
     name: Name,
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `status` names it.")],
     within_s: Annotated[float | None, typer.Option(help="Seconds until it must be gone.")] = None,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
     """Let one worker leave once it is replaced."""
-    attach_to(name, address).drain(worker, within_s)
+    find_live_run(name, address, storage_path, storage_option).drain(worker, within_s)
     _print_reply({"name": name, "worker": worker}, f"{worker} leaves once it is replaced", as_json)
 
 
@@ -156,13 +160,15 @@ def stop(
     name: Name,
     reason: Annotated[str, typer.Option(help="Stored with the result.")] = "asked by an operator",
     wait: Annotated[bool, typer.Option(help="Wait for the end and print the result.")] = False,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
     """End a run after one of its next steps, with a checkpoint. Running it again continues from
     there.
     """
-    found = attach_to(name, address)
+    found = find_live_run(name, address, storage_path, storage_option)
     found.stop(reason)
     if not wait:
         _print_reply(
@@ -173,9 +179,15 @@ def stop(
     _print_reply(asdict(result), f"{name} ended after step {result.step}: {result.reason}", as_json)
 
 
-def checkpoint(name: Name, address: Address = None, as_json: Json = False) -> None:
+def checkpoint(
+    name: Name,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
     """Make a checkpoint of one of the next steps."""
-    attach_to(name, address).checkpoint()
+    find_live_run(name, address, storage_path, storage_option).checkpoint()
     _print_reply({"name": name}, "a checkpoint of one of the next steps will be made", as_json)
 
 
@@ -184,6 +196,8 @@ def restart(
     job: _Job,
     arguments: _Arguments = None,
     set_: _Set = None,
+    storage_path: StoragePath = None,
+    storage_option: StorageOption = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:
@@ -194,7 +208,7 @@ def restart(
     from elastic_dp.cluster.overrides import Overrides
 
     Overrides(set_ or [])  # told before anything is stopped
-    found = attach_to(name, address)
+    found = find_live_run(name, address, storage_path, storage_option)
     has_owner = _ray_has_owner()
     found.stop("to be started again")
     ended = found.result()

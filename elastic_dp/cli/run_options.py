@@ -76,5 +76,23 @@ def find_run(
     return ended
 
 
+def find_live_run(
+    name: str, address: str | None, storage_path: str | None, storage_option: list[str] | None
+) -> Run:
+    """Return the run, which must be live. Raises ClusterError, which says how an ended run ended if
+    its storage path is given.
+    """
+    from elastic_dp.cluster.run_handle import Run
+
+    found = find_run(name, address, storage_path, storage_option)
+    if isinstance(found, Run):
+        return found
+    status = found.status()
+    raise ClusterError(
+        f"{name} is not live: {status['reason']}. Run its script again to continue from step "
+        f"{status['step']}"
+    )
+
+
 def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr)

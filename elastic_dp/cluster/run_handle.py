@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads
 from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
-from elastic_dp.cluster.worker_logs import read_logs
+from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
 from elastic_dp.storage import Store, redact_url
@@ -174,16 +175,23 @@ class Run:
     ) -> Iterator[tuple[str, str]]:
         """Yield (worker, line) of what the running workers, or one of them, have printed.
 
-        These are the last `tail` lines of each stream, and with `follow` also new lines until the
-        run ends. After the end of the run, what its folder holds of all workers.
+        These are the last `tail` lines of each stream. With `follow` also new lines until the run
+        ends, and then what its folder has beyond them. After the end of the run, what its folder
+        holds of all workers.
         """
         if self._end is not None:
             yield from read_logs(Store(self._url), worker, tail)
             return
         after: dict[str, dict[str, int]] = {}
-        while not after or (follow and self._goes_on(_FOLLOW_S)):
+        given: Counter[tuple[str, str]] = Counter()
+        while True:
             printed = self._printed(after)
-            if worker is not None and worker not in printed and not after:
+            if (
+                worker is not None
+                and worker not in printed
+                and not after
+                and (printed or not follow)
+            ):
                 raise SpecError(
                     f"worker is {worker!r}, must be one that is up: "
                     f"{', '.join(printed) or 'none'}; what "
@@ -192,13 +200,18 @@ class Run:
             for each, streams in printed.items():
                 if worker in (None, each):
                     for _, text in streams.values():
-                        lines = text.splitlines()
-                        yield from ((each, line) for line in (lines if after else lines[-tail:]))
+                        found = [(each, line) for line in text.splitlines()]
+                        given.update(found)
+                        yield from found if each in after else found[-tail:]
             after |= {
                 each: {s: end for s, (end, _) in got.items()} for each, got in printed.items()
             }
-            if not after:
+            if not follow:
                 return
+            if not self._goes_on(_FOLLOW_S):
+                break
+        with contextlib.suppress(SpecError):  # a worker that has no file there
+            yield from not_given(read_logs(Store(self._url), worker, tail), given)
 
     def result(self, *, progress: ProgressPrinter | None = None) -> Result:
         """Wait for the end and return the result. Raises UserCodeError, another TrainError, or

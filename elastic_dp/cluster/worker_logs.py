@@ -31,7 +31,8 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from elastic_dp.errors import SpecError, StorageError
@@ -46,9 +47,9 @@ _FILE = re.compile(r"(.+?)(\.last)?\.log")
 
 
 def read_logs(
-    store: Store, worker: str | None = None, tail: int = 100
+    store: Store, worker: str | None = None, tail: int | None = 100
 ) -> Iterator[tuple[str, str]]:
-    """Yield (worker, line) from a run's folder: the last `tail` lines of each file.
+    """Yield (worker, line) from a run's folder: the last `tail` lines of each file, or all of them.
 
     Lines of `w2.last.log` are yielded as `w2.last`. Raises SpecError for a worker without a file.
     """
@@ -65,8 +66,24 @@ def read_logs(
         if worker in (None, match[1]):
             with contextlib.suppress(ObjectMissing):  # deleted since it was listed
                 text = bytes(store.read_all(_path(store, match[0]))).decode(errors="replace")
-                for line in text.splitlines()[-tail:]:
+                for line in text.splitlines()[-tail if tail else None :]:
                     yield match[0].removesuffix(".log"), line
+
+
+def not_given(
+    lines: Iterable[tuple[str, str]], given: Counter[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a run's folder that a reader does not have.
+
+    `w2.last.log` may repeat lines of `w2.log`, which are not yielded twice.
+    """
+    left, known = given.copy(), set(given)
+    for name, line in lines:
+        if left[name, line] > 0:
+            left[name, line] -= 1
+        elif name == (worker := name.removesuffix(".last")) or (worker, line) not in known:
+            yield name, line
+        known.add((name, line))
 
 
 class WorkerLogUploader:

@@ -10,8 +10,6 @@ import contextlib
 import heapq
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.cluster.runs.run_record import read_result
@@ -19,11 +17,8 @@ from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
 from elastic_dp.report.report_model import Report
 from elastic_dp.storage import ObjectMissing, ObjectRewritten, StorageURL, Store
-from elastic_dp.storage.json_files import path_in
-from elastic_dp.telemetry.journal import journal_lines
+from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail
 
-_FILES = ("events", "metrics")
-_CHUNK_BYTES = 4 * 2**20
 _TIMEOUT_S = 15.0  # of one request
 _LOOK_S = 5.0  # between two looks at what is not in the journal: the checkpoints and the result
 
@@ -65,7 +60,7 @@ class RunFolder:
 
     def _forget(self) -> None:
         self._builder = ReportBuilder(self._name)
-        self._tails = [_JournalTail(self._store, file) for file in _FILES]
+        self._tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
 
     def _read(self) -> bool:
         files, line = [tail.lines() for tail in self._tails], None
@@ -82,36 +77,6 @@ class RunFolder:
             if (result := read_result(self._url)) is not None:
                 self._result = StoredEnd(result.step, result.reason, result.inexact_because)
         self._looked_at = time.monotonic()
-
-
-class _JournalTail:
-    """One file of a journal, from which each line is read once."""
-
-    def __init__(self, store: Store, file: str) -> None:
-        self._store, self._file = store, file
-        self._path = path_in(store, f"{file}.jsonl")
-        self._offset = 0
-        self._rest = b""  # of a line that was not complete
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that have been added.
-
-        Raises ObjectRewritten or ObjectMissing if it is not the file that was read before.
-        """
-        entry = self._store.look_up(self._path)
-        size = 0 if entry is None else entry.size
-        if size < self._offset:
-            raise ObjectRewritten(f"{self._path} is shorter than before")
-        while self._offset < size:
-            end = min(size, self._offset + _CHUNK_BYTES)
-            content = bytes(self._store.read(self._path, self._offset, end))
-            self._offset = end
-            whole, newline, rest = content.rpartition(b"\n")
-            if not newline:
-                self._rest += rest
-                continue
-            text, self._rest = self._rest + whole, rest
-            yield from journal_lines(self._file, text.decode(errors="replace").split("\n"))
 
 
 def read_report(name: str, url: StorageURL, now: float) -> Report:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,8 +87,9 @@ class AccessRules:
 class AccessCheck:
     """The middleware. It also sets the headers of every answer, and no error leaves it."""
 
-    def __init__(self, app: _App, rules: AccessRules) -> None:
-        self._app, self._rules = app, rules
+    def __init__(self, app: _App, rules: AccessRules, print_error: Callable[[], None]) -> None:
+        """`print_error` prints the exception that is being handled, without credentials."""
+        self._app, self._rules, self._print_error = app, rules, print_error
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +112,7 @@ class AccessCheck:
         try:
             await self._app(scope, receive, answer)
         except Exception:  # a bug of ours: told here, and not to whoever asked
-            traceback.print_exc(file=sys.stderr)
+            self._print_error()
             if not begun:
                 await _refuse(answer, 500, "this server has failed; its terminal says why")
 

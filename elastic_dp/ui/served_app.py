@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -69,7 +67,7 @@ def served_app(
             Route("/api/runs/{run}/stream", server.stream, methods=read),
             Route("/api/runs/{run}/{verb}", server.ask, methods=post),
         ],
-        middleware=[Middleware(AccessCheck, rules=rules)],
+        middleware=[Middleware(AccessCheck, rules=rules, print_error=runs.print_error)],
         exception_handlers={HTTPException: _refused, ElasticError: server.failed},
     )
 
@@ -197,7 +195,7 @@ class _Server:
         except ElasticError:
             raise
         except Exception as error:  # whatever Ray raises
-            traceback.print_exc(file=sys.stderr)
+            self._runs.print_error()
             what = f"the run's controller does not answer: {type(error).__name__}"
             raise HTTPException(503, what) from error
 

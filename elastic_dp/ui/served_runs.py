@@ -5,8 +5,10 @@ A report is built when somebody asks for it. Clients of one run share its report
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -106,6 +108,10 @@ class ServedRuns:
     def clean(self, text: str) -> str:
         """Return a text without credentials."""
         return redact(text, self._path.options)
+
+    def print_error(self) -> None:
+        """Print the exception that is being handled to standard error, without credentials."""
+        print(self.clean(traceback.format_exc()), file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------------------------ private
 

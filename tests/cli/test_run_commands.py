@@ -29,6 +29,21 @@ def test_every_verb_prints_json_where_it_is_asked_to():
         assert any("--json" in parameter.opts for parameter in verbs[name].params), name
 
 
+STEERING = {"scale": ["2"], "drain": ["w1"], "checkpoint": [], "stop": [], "restart": [__file__]}
+
+
+@pytest.mark.parametrize("verb", STEERING)
+def test_verb_that_steers_a_run_which_has_ended_says_how_it_ended(verb, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run.json").write_text("{}")
+    write_result(str(tmp_path / "mine"), Result("mine", "", 7, "enough", "0", True), RunLimits())
+    words = [verb, "mine", *STEERING[verb], "--storage-path", str(tmp_path)]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 2, said.output
+    assert "mine is not live: finished after step 7: enough" in said.stderr
+    assert "to continue from step 7" in said.stderr
+
+
 def test_status_of_a_misspelt_run_suggests_the_one_that_is_meant(tmp_path):
     url = str(tmp_path / "resnet-a")
     (tmp_path / "resnet-a").mkdir()

@@ -37,7 +37,7 @@ class Asked:
 )
 def test_the_end_and_its_checkpoint_are_one_request(monkeypatch, words):
     run = Asked()
-    monkeypatch.setattr(run_commands, "attach_to", lambda *_: run)
+    monkeypatch.setattr(run_commands, "find_live_run", lambda *_: run)
     monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: False)
     again = []
     monkeypatch.setattr(
@@ -54,7 +54,7 @@ def test_restart_of_a_run_whose_ray_is_its_drivers_goes_on_with_a_ray_of_its_own
     import ray
 
     run, left, given = Asked(), [], []
-    monkeypatch.setattr(run_commands, "attach_to", lambda *_: run)
+    monkeypatch.setattr(run_commands, "find_live_run", lambda *_: run)
     monkeypatch.setattr(run_commands, "_ray_has_owner", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: left.append(run.asked[:]))
     monkeypatch.setenv("RAY_ADDRESS", "1.2.3.4:6379")
@@ -104,12 +104,31 @@ def test_followed_logs_end_when_the_run_ends(monkeypatch, tmp_path):
 
     def ask(method, *args):
         if method == "printed":
-            return {"w1": {"out": (4, "one\n")}}
+            return {"w1": {"out": (4, "" if args[0] else "one\n")}}
         write_result(url, result_of(url), RunLimits())  # and another driver takes it
         raise ClusterError("the controller is gone")
 
     monkeypatch.setattr(run, "_ask", ask)
     assert list(run.logs(follow=True)) == [("w1", "one")]
+
+
+def test_followed_logs_wait_for_the_first_worker_and_end_with_what_the_folder_has(
+    monkeypatch, tmp_path
+):
+    run = Run(spec_of(), str(tmp_path), controller=object())
+    answers = [{}, {"w1": {"out": (4, "one\n")}}, {"w1": {"out": (8, "two\n")}, "w2": {}}]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "w1.log").write_text("one\ntwo\ntwo\n")
+    (tmp_path / "logs" / "w2.log").write_text("only here\n")
+
+    def ask(method, *args):
+        if method == "printed":
+            return answers.pop(0)
+        return None if answers else "the outcome"
+
+    monkeypatch.setattr(run, "_ask", ask)
+    lines = [("w1", "one"), ("w1", "two"), ("w1", "two"), ("w2", "only here")]
+    assert list(run.logs(follow=True)) == lines
 
 
 def test_the_result_of_a_run_that_had_ended_is_its_own(tmp_path):

@@ -6,11 +6,11 @@ import uuid
 import pytest
 
 from elastic_dp.coordinator.messages import CheckpointRequested, SizeRequested, StopRequested
-from elastic_dp.report import report_reader
 from elastic_dp.report.report_model import EventKind, RunPhase
 from elastic_dp.report.report_reader import RunFolder, read_report
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import path_in
+from elastic_dp.telemetry import journal_tail
 from elastic_dp.telemetry.goodput import goodput_of
 from elastic_dp.telemetry.journal import Journal, read_events
 from elastic_dp.testing import ProcessRun
@@ -45,7 +45,7 @@ def test_report_of_a_folder_that_grows_is_that_of_the_whole_folder(tmp_path):
 
 
 def test_folder_on_a_store_whose_objects_are_rewritten_is_followed(monkeypatch):
-    monkeypatch.setattr(report_reader, "_CHUNK_BYTES", 512)  # several reads of one object
+    monkeypatch.setattr(journal_tail, "_CHUNK_BYTES", 512)  # several reads of one object
     where = StorageURL(f"memory://{uuid.uuid4().hex}/night")
     store, lines = Store(where), night()
     growing = RunFolder("night", where)

@@ -256,6 +256,14 @@ def test_error_of_a_run_is_told_without_credentials(error, status, told, steered
     assert steered.post("/api/runs/night/stop", {}) == (status, {"error": told})
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_error_of_ray_is_printed_without_credentials(steered, controls, capfd):
+    controls.error = RuntimeError("no answer from s3://key:passed@host/x")
+    assert steered.post("/api/runs/night/stop", {})[0] == 503
+    printed = capfd.readouterr().err
+    assert "RuntimeError: no answer from s3://host/x" in printed and "passed" not in printed
+
+
 def test_store_that_does_not_answer_is_told_without_its_secrets(tmp_path):
     secret = "SECRETSECRET"
     options = {"key": "AKIA", "secret": secret, "endpoint_url": "http://127.0.0.1:9"}

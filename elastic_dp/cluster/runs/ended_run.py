@@ -8,8 +8,10 @@ train: a run that ends releases it.
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,11 +19,14 @@ from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.run_handle import status_of, status_without_controller
 from elastic_dp.cluster.runs.run_record import read_result, run_url
-from elastic_dp.cluster.worker_logs import read_logs
+from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.errors import ClusterError
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import read_events
+from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail
 from elastic_dp.wording import did_you_mean
+
+_FOLLOW_S = 1.0  # between two looks at the folder
 
 
 class EndedRun:
@@ -43,8 +48,7 @@ class EndedRun:
                 f"no run named {name!r} is at {self._store.url}: it has no run.json"
                 + did_you_mean(name, names_at(where))
             )
-        newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
-        self.holder = newest.holder if newest is not None and newest.state == "held" else ""
+        self.holder = self._read_holder()
 
     @property
     def may_be_live(self) -> bool:
@@ -69,16 +73,45 @@ class EndedRun:
         )
 
     def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Return every event, command and metric, by time. `follow` changes nothing: there are no
-        more.
+        """Yield every event, command and metric, by time. With `follow`, also those that a cluster
+        adds, as long as one holds the lease.
         """
-        return read_events(self.url)
+        return self._follow_events() if follow else read_events(self.url)
 
     def logs(
         self, worker: str | None = None, *, tail: int = 100, follow: bool = False
     ) -> Iterator[tuple[str, str]]:
-        """Return (worker, line) of what all workers printed."""
-        return read_logs(self._store, worker, tail)
+        """Yield (worker, line) of what all workers printed. With `follow`, also what is added, as
+        long as a cluster holds the lease.
+        """
+        if not follow:
+            yield from read_logs(self._store, worker, tail)
+            return
+        is_live, lines = bool(self._read_holder()), list(read_logs(self._store, worker, None))
+        given, left = Counter(lines), Counter(name for name, _ in lines)
+        for name, line in lines:
+            if left[name] <= tail:
+                yield name, line
+            left[name] -= 1
+        while is_live:
+            time.sleep(_FOLLOW_S)
+            is_live = bool(self._read_holder())  # before the lines, so none is missed at the end
+            lines = list(not_given(read_logs(self._store, worker, None), given))
+            given.update(lines)
+            yield from lines
+
+    def _follow_events(self) -> Iterator[dict[str, Any]]:
+        tails = [JournalTail(self._store, file) for file in JOURNAL_FILES]
+        is_live = True
+        while is_live:
+            is_live = bool(self._read_holder())  # before the lines, so none is missed at the end
+            yield from heapq.merge(*(tail.lines() for tail in tails), key=lambda line: line["time"])
+            if is_live:
+                time.sleep(_FOLLOW_S)
+
+    def _read_holder(self) -> str:
+        newest = Holder(self._store, Lease("", ""), time.monotonic, time.time).newest()
+        return newest.holder if newest is not None and newest.state == "held" else ""
 
 
 def names_at(store: Store) -> list[str]:
