@@ -308,7 +308,7 @@ class Coordinator:
             self._changes.plan_end_if_needed(now)
         if run.phase is Phase.ENDING:
             self._planner.claim_ahead(now)
-            self._planner.prepare_ahead(now)
+            self._planner.prepare_ahead()
         if run.phase is Phase.GATHERING:
             self._planner.plan_next_generation(now)
         self._replenish(now)

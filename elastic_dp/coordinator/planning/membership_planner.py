@@ -154,7 +154,7 @@ class MembershipPlanner:
         if not self._has_number and not self._leadership.claiming:
             self._leadership.claim(self._generation.number, now)
 
-    def prepare_ahead(self, now: float) -> None:
+    def prepare_ahead(self) -> None:
         """Let those who will most likely be the next members connect while some of them still leave
         the present generation, say because they are inside a long micro-batch.
         """
