@@ -126,7 +126,7 @@ def test_members_who_are_others_than_was_likely_connect_when_the_generation_form
     assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.prepared == 0
 
 
-def test_nobody_connects_before_it_is_known_who_stays() -> None:
+def test_members_connect_only_when_it_is_known_who_stays() -> None:
     """At a planned end nobody is told before one has left; and one of these three must go."""
     scenario = trio(steps_ahead=0)
     scenario.tell(m.SizeRequested(2))
