@@ -126,6 +126,17 @@ def test_members_who_are_others_than_was_likely_connect_when_the_generation_form
     assert scenario.members == ["w1", "w3"] and scenario.coordinator.membership.prepared == 0
 
 
+def test_preparation_of_an_earlier_generation_does_not_count() -> None:
+    """The same two form another one: the first failed before it was formed."""
+    scenario = trio(min_workers=2)
+    scenario.lost("w2")
+    for worker in ("w1", "w3", "w1", "w3"):
+        scenario.stopped(worker, step=4)
+    membership = scenario.coordinator.membership
+    assert (membership.generation, scenario.members) == (3, ["w1", "w3"])
+    assert membership.prepared == 0
+
+
 def test_members_connect_only_when_it_is_known_who_stays() -> None:
     """At a planned end nobody is told before one has left; and one of these three must go."""
     scenario = trio(steps_ahead=0)
