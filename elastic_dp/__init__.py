@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from elastic_dp.checkpoint.exporting import load_state
     from elastic_dp.cluster.run_handle import Run
     from elastic_dp.cluster.runs.attach import attach
-    from elastic_dp.cluster.runs.run_record import Result
     from elastic_dp.cluster.trainer import ElasticTrainer
     from elastic_dp.config import (
         CheckpointConfig,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         MapStyleData,
         ScalingConfig,
     )
+    from elastic_dp.run_record import Result
     from elastic_dp.train.context import Step, TrainContext
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 _HOMES = {
     "ElasticTrainer": "elastic_dp.cluster.trainer",
-    "Result": "elastic_dp.cluster.runs.run_record",
+    "Result": "elastic_dp.run_record",
     "Run": "elastic_dp.cluster.run_handle",
     "Step": "elastic_dp.train.context",
     "TrainContext": "elastic_dp.train.context",

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from elastic_dp.checkpoint import uploader
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.config import FailureConfig, JobSpec, MapStyleData, ScalingConfig
 from elastic_dp.coordinator.messages import Event, SizeRequested, WorkerId, WorkerLocation
 from elastic_dp.data import open_data
 from elastic_dp.data.discovery.index import Index
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.testing.process_worker_group import ProcessRun
 from elastic_dp.testing.simulated_device import SimulatedDevice
 from elastic_dp.train.fault_injection import WorkerFault
@@ -116,7 +116,7 @@ def goes_on(run: ProcessRun) -> None:
 
 
 def lines_of(run: ProcessRun) -> list[dict[str, Any]]:
-    """Its record. Of a copy, which is made in one go: it may go on meanwhile."""
+    """Return the lines of its journal, from a copy, since the run may go on meanwhile."""
     return [line for *_, line in list(run.journal._kept)]
 
 

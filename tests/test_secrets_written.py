@@ -22,9 +22,9 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_dp import DataConfig, ElasticTrainer, ScalingConfig, cli
-from elastic_dp.cluster.runs.run_record import RunRecord
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.errors import ElasticError
+from elastic_dp.run_record import RunRecord
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.process_worker_group import ProcessRun
 from tests.patience import PATIENCE_S

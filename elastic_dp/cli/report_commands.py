@@ -105,7 +105,7 @@ def ui(
     ELASTIC_DP_UI_TOKEN sets the token; otherwise --control makes one and prints it.
     """
     from elastic_dp.cluster.runs.ended_run import EndedRun
-    from elastic_dp.cluster.runs.run_record import run_url
+    from elastic_dp.run_record import run_url
     from elastic_dp.ui.access import AccessRules
     from elastic_dp.ui.run_control import RayControls
     from elastic_dp.ui.served_runs import ServedRuns
@@ -136,7 +136,7 @@ def ui(
 
 
 def _live_url(name: str, address: str | None) -> StorageURL:
-    from elastic_dp.cluster.runs.discovery import find
+    from elastic_dp.cluster.runs.live_runs import find
 
     connect_to(address)
     live = find(name)

@@ -239,7 +239,7 @@ def _run(
     job: Path, arguments: list[str], texts: list[str], address: str | None, as_json: bool
 ) -> int:
     from elastic_dp.cluster.overrides import Overrides, overriding
-    from elastic_dp.cluster.runs.run_record import read_result
+    from elastic_dp.run_record import read_result
 
     overrides = Overrides(texts)
     if address is not None:

@@ -14,7 +14,6 @@ from elastic_dp.cli.run_options import connect_to, find_run
 from elastic_dp.cli.store_options import storage_options
 from elastic_dp.cluster.runs.ended_run import EndedRun, names_at
 from elastic_dp.cluster.runs.run_history import total_steps_of
-from elastic_dp.cluster.runs.run_record import run_url
 from elastic_dp.errors import ElasticError
 from elastic_dp.report.report_model import Report
 from elastic_dp.report.report_reader import RunFolder
@@ -23,6 +22,7 @@ from elastic_dp.report.run_overview import (
     overview_of_report,
     overview_of_status,
 )
+from elastic_dp.run_record import run_url
 from elastic_dp.storage import Store, redact_url
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ClusterRuns:
         connect_to(address)
 
     def look(self) -> list[SeenRun]:
-        from elastic_dp.cluster.runs.discovery import runs
+        from elastic_dp.cluster.runs.live_runs import runs
 
         return [_seen(row["name"], row) for row in runs()]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.runs.run_record import Result
 from elastic_dp.errors import CheckpointError, Interrupted, StorageError
+from elastic_dp.run_record import Result
 from elastic_dp.storage import Store, redact_url
 
 AGAIN = "run the same command again to go on"

@@ -38,6 +38,9 @@ class Overrides:
                 raise SpecError(f"--set {text!r} must be FIELD=VALUE, as in scaling.max_workers=8")
             self._changes[tuple(name.split("."))] = value
 
+    def created(self, url: str) -> None:
+        self.urls.append(url)
+
     def applied(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Return `job`, the arguments of an ElasticTrainer, with the overrides applied."""
         hints = {**typing.get_type_hints(JobSpec), "storage_path": str}

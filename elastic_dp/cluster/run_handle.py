@@ -17,10 +17,10 @@ from typing import Any
 import elastic_dp.errors as errors
 from elastic_dp.cluster import console
 from elastic_dp.cluster.logger_threads import LoggerThreads
-from elastic_dp.cluster.runs.run_record import Result, RunOutcome, read_result
 from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import ClusterError, ModelError, SpecError, UserCodeError
+from elastic_dp.run_record import Result, RunOutcome, read_result
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.progress import ProgressPrinter
@@ -351,6 +351,7 @@ def status_without_controller(phase: str, reason: str, step: int, **known: Any) 
         "generation": 0,
         "world_size": 0,
         "size": 0,
+        "size_limit": None,
         "min_workers": 0,
         "exact": None,
         "inexact_because": (),

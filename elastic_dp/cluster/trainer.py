@@ -22,15 +22,6 @@ from elastic_dp.cluster.logger_threads import LoggerThreads, catch_up
 from elastic_dp.cluster.overrides import active_overrides
 from elastic_dp.cluster.run_handle import Run
 from elastic_dp.cluster.runs.run_history import StartRecord, last_start
-from elastic_dp.cluster.runs.run_record import (
-    Result,
-    RunLimits,
-    RunRecord,
-    run_url,
-    stored_result,
-    virtual_workers_of,
-    write_result,
-)
 from elastic_dp.cluster.worker import pick_device, prepare_environment
 from elastic_dp.config import (
     CheckpointConfig,
@@ -46,6 +37,15 @@ from elastic_dp.device.gpu import is_gpu
 from elastic_dp.distributed.nccl_environment import set_default_environment
 from elastic_dp.errors import Interrupted, RunMismatch, SpecError
 from elastic_dp.module_pickling import pickle_with_modules
+from elastic_dp.run_record import (
+    Result,
+    RunLimits,
+    RunRecord,
+    run_url,
+    stored_result,
+    virtual_workers_of,
+    write_result,
+)
 from elastic_dp.storage import StorageURL, Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.telemetry.progress import ProgressPrinter
@@ -135,7 +135,7 @@ class ElasticTrainer:
         self.storage_path: str = job.pop("storage_path")
         self._storage_options = dict(storage_options or {})
         self.spec = JobSpec(**job)
-        overrides.urls.append(self.url)
+        overrides.created(self.url)
         self.loggers = tuple(loggers)
         self.runtime_env = dict(runtime_env or {})
 
@@ -256,14 +256,12 @@ class ElasticTrainer:
             journal.command(Explain(text))
             say(text)
 
-        run = LocalRun(self.spec, data, device, on_say=tell, url=self.url)
-        run.check = partial(self._record(data).check_or_write, self.url, data.index)
-
         def show(record: dict[str, Any]) -> None:
             journal.metrics(record["step"], {k: v for k, v in record.items() if k != "step"})
             progress.show(record)
 
-        run.on_log = show
+        check = partial(self._record(data).check_or_write, self.url, data.index)
+        run = LocalRun(self.spec, data, device, on_log=show, on_say=tell, url=self.url, check=check)
         try:
             session = run.run(self.train)
         except KeyboardInterrupt:

@@ -1,4 +1,9 @@
-"""Checks of single fields. Each raises SpecError with the field's name."""
+"""Checks of single fields. Each raises SpecError with the field's name.
+
+By hand and not by pydantic: its messages name the field and the type, these say what to do; configs
+stay plain frozen dataclasses, which pickle and compare; and the command line starts without its
+import.
+"""
 
 from __future__ import annotations
 

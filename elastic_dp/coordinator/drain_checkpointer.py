@@ -51,7 +51,12 @@ class Write:
     writers: tuple[WorkerId, ...]
 
 
-CheckpointDecision = Unneeded | Committed | Write
+@dataclass(frozen=True, slots=True)
+class AwaitCommit:
+    """The write was requested, and nothing has changed since."""
+
+
+CheckpointDecision = Unneeded | Committed | Write | AwaitCommit
 
 
 class DrainCheckpointer:
@@ -67,7 +72,7 @@ class DrainCheckpointer:
         self._due: list[WorkerState] = []
         self._due_of: tuple[object, ...] = ()
         self._due_until = -math.inf
-        self._blocked_in: tuple[object, ...] = ()  # likewise for `blocks`
+        self._blocked_in: tuple[object, ...] = ()  # likewise for `decide`
         self._blocked_until = -math.inf
         self._last_write = Write(0, ())
         self._repeat_at = math.inf
@@ -140,37 +145,13 @@ class DrainCheckpointer:
     def _last_deadline(self, due: list[WorkerState]) -> float:
         return max([worker.leave_at for worker in due]) + self.run.config.drain_margin_s
 
-    def blocks(self, due: list[WorkerState], now: float) -> bool:
-        """Return whether the next generation must wait for a commit.
+    def decide(self, due: list[WorkerState], now: float) -> CheckpointDecision:
+        """Return what the next generation must wait for. Changes nothing.
 
-        All members have stopped, and without `due` too few workers are left. If the state is
-        committed, this releases them.
+        All members have stopped, and without `due` too few workers are left.
         """
-        situation = (*self._situation(), self.committed_step, len(due))
-        if situation == self._blocked_in and now < self._blocked_until:
-            return True
-        match self._decide(due, now):
-            case Unneeded():
-                return False
-            case Committed(step):
-                for worker in due:
-                    reason = f"its node goes away, and the state after step {step} is committed"
-                    self._registry.release(worker, reason, now)
-                return False
-            case Write() as write:
-                self._request_write(write, now)
-        self._blocked_in, self._blocked_until = (
-            situation,
-            min(self._repeat_at, self._last_deadline(due)),
-        )
-        self.run.timers.wake(self._blocked_until)
-        who = first_few(worker.id for worker in due)
-        self.run.set_reason(
-            f"{who} must leave; waiting for the commit of the state after step {write.step}"
-        )
-        return True
-
-    def _decide(self, due: list[WorkerState], now: float) -> CheckpointDecision:
+        if self._commit_situation(due) == self._blocked_in and now < self._blocked_until:
+            return AwaitCommit()
         holders = (*self._generation.members.values(), *self._registry.retained.values())
         top = max([worker.position for worker in holders if worker.has_state], default=START)
         writers = tuple([w.id for w in holders if w.has_state and w.position == top and w.at_head])
@@ -180,7 +161,28 @@ class DrainCheckpointer:
             return Committed(self.committed_step)
         return Write(top.step, writers)
 
-    def _request_write(self, write: Write, now: float) -> None:
+    def release(self, due: list[WorkerState], step: int, now: float) -> None:
+        """Release the workers that had to leave: the state after `step` is committed."""
+        for worker in due:
+            reason = f"its node goes away, and the state after step {step} is committed"
+            self._registry.release(worker, reason, now)
+
+    def request_write(self, write: Write, due: list[WorkerState], now: float) -> None:
+        """Tell the writers, and look again when something changes or they should be told again."""
+        self._tell_writers(write, now)
+        self._blocked_in = self._commit_situation(due)
+        self._blocked_until = min(self._repeat_at, self._last_deadline(due))
+        self.run.timers.wake(self._blocked_until)
+        who = first_few(worker.id for worker in due)
+        self.run.set_reason(
+            f"{who} must leave; waiting for the commit of the state after step {write.step}"
+        )
+
+    def _commit_situation(self, due: list[WorkerState]) -> tuple[object, ...]:
+        """Return a key that changes whenever another decision may follow before the time."""
+        return (*self._situation(), self.committed_step, len(due))
+
+    def _tell_writers(self, write: Write, now: float) -> None:
         if write != self._last_write or now >= self._repeat_at:
             self._last_write = write
             self._repeat_at = now + self.run.config.drain_margin_s / 3

@@ -110,18 +110,8 @@ def convert(
         loaded = open_tokenizer(tokenizer, end_of_text) if isinstance(tokenizer, str) else tokenizer
         packing = Packing(loaded, pack)
         schema, batches = packing.schema, packing.batches(open_documents(found, wanted))
-    if not len(schema):
-        raise DataError(f"{redact_url(source)!r} has no columns")
     format = format or ("arrow" if packing else "parquet")
-    empty = [field.name for field in schema if _has_lists_of_no_items(field.type)]
-    if empty and format == "parquet":
-        raise DataError(
-            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, "
-            "which Parquet cannot give "
-            "back; leave it out by columns="
-        )
-    if format == "parquet":
-        refuse_columns_parquet_cannot_give_back(schema)
+    _check_schema(schema, format, source)
     to = Destination(destination, storage_options)
     with to.writing():
         writer = ShardWriter(
@@ -142,6 +132,22 @@ def convert(
     return _count(
         writer, packing, found.skipped + count_skipped((), reasons={NO_ROWS: without_rows})
     )
+
+
+def _check_schema(schema: pa.Schema, format: Format, source: str) -> None:
+    """Raises DataError if files of `format` cannot give back every column."""
+    if not len(schema):
+        raise DataError(f"{redact_url(source)!r} has no columns")
+    if format != "parquet":
+        return
+    empty = [field.name for field in schema if _has_lists_of_no_items(field.type)]
+    if empty:
+        raise DataError(
+            f"column {empty[0]!r} of {redact_url(source)!r} holds lists of the fixed size 0, "
+            "which Parquet cannot give "
+            "back; leave it out by columns="
+        )
+    refuse_columns_parquet_cannot_give_back(schema)
 
 
 def _filled(batch: pa.RecordBatch, values: Mapping[str, Any]) -> pa.RecordBatch:

@@ -315,10 +315,9 @@ class GradientReducer:
             self._used[index] = 1
             if self.sequential:
                 return  # `after_leaf` and `send` take it when it is complete
-            if sums.fired[index]:
+            if not sums.fire(index):
                 self.late, parameter.grad = True, None
                 return
-            sums.fired[index] = 1
             if not self._is_last:
                 sums.add(index, gradient)
                 parameter.grad = None

@@ -51,6 +51,12 @@ class LocalReduction:
         self._copies = graphs_are_replayed()
         self.merges, self._node = merges, node
 
+    def fire(self, index: int) -> bool:
+        """Marks that a parameter has received its gradient. Returns False if it had before."""
+        first = not self.fired[index]
+        self.fired[index] = 1
+        return first
+
     def add(self, index: int, gradient: torch.Tensor | None) -> None:
         """Adds the gradient of this leaf, whose tensor the caller gives up. Raises ModelError."""
         value = self.merged(index, gradient)

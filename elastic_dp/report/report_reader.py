@@ -12,10 +12,10 @@ import threading
 import time
 
 from elastic_dp.checkpoint.catalog import Catalog
-from elastic_dp.cluster.runs.run_record import read_result
 from elastic_dp.errors import FileDamaged, RunMismatch
 from elastic_dp.report.report_builder import ReportBuilder, StoredEnd
 from elastic_dp.report.report_model import Report
+from elastic_dp.run_record import read_result
 from elastic_dp.storage import ObjectMissing, ObjectRewritten, StorageURL, Store
 from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail
 

@@ -23,7 +23,6 @@ from typing import Any
 import cloudpickle
 
 from elastic_dp.cluster.controller.controller import Controller
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker import Request, Worker, WorkerJob, prepare_environment
 from elastic_dp.cluster.worker_logs import print_to_file, print_whatever_fits
 from elastic_dp.config import JobSpec
@@ -37,6 +36,7 @@ from elastic_dp.coordinator.messages import (
 )
 from elastic_dp.device.accelerator import install
 from elastic_dp.distributed.process_group import Rendezvous
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.testing.simulated_device import SimulatedAccelerator, SimulatedDevice
 from elastic_dp.threads import background

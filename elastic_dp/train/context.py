@@ -16,6 +16,7 @@ from elastic_dp.train.session import Session
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.step.evaluation import EvaluationBatches, evaluate
 from elastic_dp.train.step.micro_batch import LossFn
+from elastic_dp.train.training_parts import StepsArguments
 
 _OF_A_LINE = frozenset({"time", "event", "command"})  # keys of every line of the journal
 
@@ -38,15 +39,19 @@ class Step:
 
     @property
     def grad_norm(self) -> float:
+        """The 2-norm of the gradient of the mean loss over the global batch, before clipping.
+
+        Computed when it is first read. Raises LoopError after the step's own loop body, when the
+        gradients are gone, unless it was read there or `clip_norm` needed it.
+        """
+        if self._session.state.record is self._record and self._session.loop.in_body:
+            self._session.step_runner.complete_record()
         if self._record.grad_norm is None:
-            if self._session.state.record is self._record and self._session.loop.in_body:
-                self._record.grad_norm = self._session.step_runner.grad_norm()
-            if self._record.grad_norm is None:
-                raise LoopError(
-                    f"grad_norm of step {self.number} is read too late: its gradients are "
-                    "gone; read it in "
-                    "the step's own loop body"
-                )
+            raise LoopError(
+                f"grad_norm of step {self.number} is read too late: its gradients are "
+                "gone; read it in "
+                "the step's own loop body"
+            )
         return self._record.grad_norm
 
     def __repr__(self) -> str:
@@ -87,6 +92,8 @@ class TrainContext:
 
     @property
     def device(self) -> torch.device:
+        """Where this worker trains: its GPU, or the CPU. Move the model there before the loop;
+        tensors of a batch are there already."""
         return self._session.device
 
     @property
@@ -96,22 +103,25 @@ class TrainContext:
 
     @property
     def seed(self) -> int:
+        """The `seed` of the data's config, which also seeds `random`, NumPy and torch for each
+        micro-batch and each loop body."""
         return self._session.spec.data.seed
 
     @property
     def total_steps(self) -> int:
         """The number of steps of the run by `max_steps` and `epochs`; 0 if only time limits it."""
-        self._session.loop.read_total_steps = True
+        self._session.loop.total_steps_was_read()
         return self._session.total_steps
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of steps in one pass over the data, at least 1."""
         return self._session.data.steps_per_epoch
 
     @property
     def is_source(self) -> bool:
         """Whether the run starts from this worker's initial weights; other workers receive them."""
-        self._session.loop.read_is_source = True
+        self._session.loop.is_source_was_read()
         return self._session.is_source
 
     # --------------------------------------------------------------------------------- loop
@@ -127,18 +137,27 @@ class TrainContext:
         precision: str | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Iterator[Step]:
-        """The training loop: each committed step once, in order, whatever happens to the fleet.
+        """The training loop: each committed step once, in order, whatever happens to the workers.
 
-        `loss_fn(model, batch)` returns the mean loss of one micro-batch, or (loss, weight), or
-        (loss, weight, metrics); it may run more than once for a step and must be pure.
+        `loss_fn(model, batch)` returns the mean loss of one micro-batch as a real tensor with one
+        element, or (loss, weight), or (loss, weight, metrics); it may run more than once for a step
+        and must be pure. `batch` is a dict of tensors on `ctx.device`, of shape (rows, ...) and the
+        dtype of their column, or what `collate_fn` returned; rows are `micro_batch_size`, or fewer
+        at the end of an epoch. `weight` (default: the rows) is a number of 0 to 1e30, of
+        which only ratios matter; `metrics` maps names to numbers, means over the micro-batch.
         `scheduler.step()` is called after each optimizer step; gradients are gone when the body
-        begins (see `Step.grad_norm`). `precision`: None, "bf16" or "fp16" autocast. `state`: what
-        the loop's body changes, as objects with `state_dict` and `load_state_dict`; joiners take it
-        over.
+        begins (see `Step.grad_norm`). `clip_norm`: the largest 2-norm of the gradient. `precision`:
+        None, "bf16" or "fp16" autocast. `state`: what the loop's body changes, as objects with
+        `state_dict` and `load_state_dict`; joiners take it over.
+
+        Raises SpecError, ModelError or StateError for arguments that cannot be used, LoopError for
+        a second call or a body that changes what the step owns, LossError for what the loss
+        function returns, DataError for data that cannot be read, and what user code raises.
         """
         session = self._session
         try:
-            session.open(model, optimizer, loss_fn, scheduler, clip_norm, precision, state)
+            given = (model, optimizer, loss_fn, scheduler, clip_norm, precision, state or {})
+            session.open(StepsArguments(*given))
             while (record := session.next_step()) is not None:
                 yield Step(record, session)
         except StopIteration as error:  # a generator must not raise it
@@ -161,13 +180,24 @@ class TrainContext:
 
         `fn` is called like a loss function, with `model` (default: the trained one) in evaluation
         mode and without gradients. Returns {"eval_loss": …} and one "eval_<name>" for each metric
-        that `fn` returns.
+        that `fn` returns: floats, added up in double precision in the order of the rows, each
+        micro-batch by its weight.
+
+        Call it on every worker, in the loop or after it; raises LoopError before it, LossError
+        inside a loss function or for what `fn` returns, ModelError for another `model` than a
+        module, SpecError or DataError for `data`.
         """
         self._refuse_in_loss("ctx.evaluate")
         return evaluate(self._session, fn, self._opened(data), model)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Records metrics for this step. Call it on every worker: they are recorded once."""
+        """Records metrics for this step. Call it on every worker: they are recorded once.
+
+        `metrics` maps names to numbers, strings, None, lists and mappings of these; a tensor or an
+        array with one element becomes a number, a larger one nested lists of its shape, anything
+        else its `str`. Raises LoopError for no mapping, or a name that a record has itself
+        ("time", "event", "command", "step"), and LossError inside a loss function.
+        """
         session, step = self._session, self._session.position.step
         self._refuse_in_loss("ctx.log")
         if not isinstance(metrics, Mapping):
@@ -184,8 +214,8 @@ class TrainContext:
         session.link.log(*session.progress.logs(), plain)
 
     def _is_in_loss(self) -> bool:
-        state = getattr(self._session, "state", None)  # missing before the loop
-        return state is not None and state.loop_body_guard.is_in_loss
+        session = self._session
+        return session.loop.opened and session.state.loop_body_guard.is_in_loss
 
     def _tell_if_in_loss(self, name: str) -> None:
         """Warns about a value that differs between workers, or changes with their number."""
@@ -229,6 +259,7 @@ class TrainContext:
         at once.
 
         `metrics` are logged, as by `ctx.log`, and stored with the checkpoint.
+        Raises what `ctx.log` raises.
         """
         self._refuse_in_loss("ctx.checkpoint")
         if metrics is not None:
@@ -237,7 +268,11 @@ class TrainContext:
             self._session.checkpoints.request()
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the present step, on every worker. A call on one worker is enough."""
+        """Ends the run after the present step, on every worker. A call on one worker is enough.
+
+        `reason` is the `Result.reason`. Returns at once, also inside a loss function: the loop over
+        `steps` ends by itself, as soon as all workers have agreed on its last step.
+        """
         self._session.control.stop(reason)
 
 

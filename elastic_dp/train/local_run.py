@@ -115,8 +115,8 @@ class LocalRun:
         if self.spec.max_time_s is not None:
             limit.start()
         try:
-            with DeterministicKernels(self.spec.exact) as determinism, self._interruptible(session):
-                session.inexact_because = determinism.because
+            kernels = DeterministicKernels(self.spec.exact, session.inexact_because)
+            with kernels, self._interruptible(session):
                 call_train_function(train, session)
                 with contextlib.suppress(Released):
                     session.serve_until_released()

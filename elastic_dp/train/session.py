@@ -12,9 +12,8 @@ User code sees none of this: `next_step` returns each committed step once, in or
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -57,19 +56,15 @@ from elastic_dp.train.generations.worker_control import (
     WorkerControl,
 )
 from elastic_dp.train.generations.worker_progress import WorkerProgress
-from elastic_dp.train.loop_guard.loop_guard import LoopGuard
-from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
 from elastic_dp.train.phase_reporter import PhaseReporter
-from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
+from elastic_dp.train.state.state_payload import StatePayload
 from elastic_dp.train.state.step_record import StepRecord
 from elastic_dp.train.state.train_state import TrainState
 from elastic_dp.train.state.weight_comparison import WeightComparison
 from elastic_dp.train.step.batch_source import BatchSource
-from elastic_dp.train.step.compute_speed import ComputeSpeed
-from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
-from elastic_dp.train.step.precision import new_loss_scale
 from elastic_dp.train.step.step_runner import RetryStep, StepRunner, StopAgreed
 from elastic_dp.train.step.trial_run import TrialRun
+from elastic_dp.train.training_parts import StepsArguments, TrainingParts
 from elastic_dp.train.user_loop import UserLoop
 
 _LOOK_AGAIN_S = 0.02
@@ -143,7 +138,19 @@ class Session:
     @property
     def skipped(self) -> tuple[str, ...]:
         """The names of the row groups that the run skips because they cannot be decoded."""
-        return self._skipped.names()
+        return self._parts.skipped.names()
+
+    @property
+    def state(self) -> TrainState:
+        return self._parts.state
+
+    @property
+    def weights(self) -> WeightComparison:
+        return self._parts.weights
+
+    @property
+    def step_runner(self) -> StepRunner:
+        return self._parts.step_runner
 
     def report(self, phase: str) -> None:
         self.reporter.report(phase)
@@ -175,58 +182,20 @@ class Session:
 
     # ------------------------------------------------------------------------------------- life
 
-    def open(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss_fn: LossFn,
-        scheduler: Any,
-        clip_norm: float | None,
-        precision: str | None,
-        user_state: Mapping[str, Any] | None,
-    ) -> None:
+    def open(self, given: StepsArguments) -> None:
+        """Builds what the loop needs and tries it out. Raises what `ctx.steps` raises."""
         if self.loop.opened:
             raise LoopError("ctx.steps was called twice; a train function has one loop")
-        check_steps_arguments(
-            model, optimizer, loss_fn, scheduler, clip_norm, precision, user_state or {}
-        )
-        loss_scale = new_loss_scale(precision)
-        self.state = TrainState(model, optimizer, scheduler, loss_scale, user_state or {})
-        self._skipped = SkippedRowGroups(self.state, self.data)
-        compared = self.spec.failure.compare_weights_every if self.spec.exact else None
-        self.weights = WeightComparison(self.state.parameters, compared)
-        self.faults.watch(list(self.state.parameters.values()))
-        by_speed = self.spec.scaling.balance == "measured"
-        speed = ComputeSpeed(self.device, self.status.write_speed if by_speed else None)
-        exact, seed = self.spec.exact, self.spec.data.seed
-        virtual_workers = self.spec.scaling.num_virtual_workers
-        report = self.reporter.report
-        micro_batches = MicroBatchRunner(
-            self.state,
-            loss_fn,
+        self._parts = TrainingParts.build(
+            given,
+            self.spec,
             self.data,
             self.device,
-            seed,
-            speed,
-            report,
-            exact=exact,
-            precision=precision,
-        )
-        self.step_runner = StepRunner(
-            self.state,
-            self.weights,
-            micro_batches,
-            self.data,
-            virtual_workers,
-            exact,
-            clip_norm,
-            seed,
             self.control,
-            report,
-            self.reporter.pass_point,
-            speed,
+            self.reporter,
+            self.status.write_speed,
         )
-        self._loop_guard = LoopGuard(self.state, self.step_runner.buffers, loss_fn)
+        self.faults.watch(list(self.state.parameters.values()))
         self._transfer = StateTransfer(
             self.state,
             self.step_runner.buffers,
@@ -242,37 +211,29 @@ class Session:
         software = software_versions(self.device, self.code)
         layout, lines = self.state.layout()
         self._signature = Signature(layout, self.data.fingerprint, kind, software, lines)
-        self.state.kinds = [kind]
+        self.state.computed_by(kind)
         if self.checkpoints is not None:
             self._open_checkpoints(self.checkpoints)
-        self.loop.opened = True
+        self.loop.open()
         can_source = self._can_source  # as of now: the probe may take long
-        self.step_runner.gradients.preallocate(virtual_workers)
-        trial = TrialRun(
-            self.state,
-            loss_fn,
-            self.data,
-            micro_batches,
-            self.step_runner.gradients,
-            self.step_runner.buffers,
-            virtual_workers,
-            self.device,
-            report,
-            exact=exact,
-        )
+        self._try_out(self._parts.trial)
+        self.link.post(WorkerReady(self.worker, self._signature, can_source))
+
+    def _try_out(self, trial: TrialRun) -> None:
+        """Runs a micro-batch before the first step, and undoes it."""
+        self.step_runner.gradients.preallocate(self.spec.scaling.num_virtual_workers)
         if self.is_source:
             trial.probe(self.inexact_because, self.link.say)
         else:
             self._groups.load_kernels()
             self.state.preallocate()
             trial.warm_up()
-        self.link.post(WorkerReady(self.worker, self._signature, can_source))
 
     def next_step(self) -> StepRecord | None:
         """Returns the next committed step, or None after the last. Raises Released when
         released."""
-        self._loop_guard.body_ended(self._warn)
-        self.loop.in_body = False
+        self._parts.loop_guard.body_ended(self._warn)
+        self.loop.body_ended()
         self._checkpoint_if_requested()
         if self.control.interrupted:
             raise Interrupted(128 + self.control.interrupted)
@@ -282,7 +243,7 @@ class Session:
                 return self._body_begins(caught_up)
             if self.position.ended:
                 self._checkpoint_if_requested()
-                self.loop.exhausted = True
+                self.loop.steps_ended()
                 self.progress.loop_left()
                 self.report("body")
                 return None
@@ -359,7 +320,7 @@ class Session:
         if isinstance(reason, GroupError) and fault_of(reason) is not None:
             raise reason
         if self.loop.in_body:
-            self._finish_record()
+            self.step_runner.complete_record()
         self.step_runner.close()
         generation = self.control.leave()
         self._groups.leave()
@@ -387,9 +348,8 @@ class Session:
         self.weights.compare_among(tuple(member.worker for member in members))
         plan = plan_state_transfer(membership, self.worker, self.position)
         source = members[membership.rank(membership.source)]
-        if (
-            plan.role is not TransferRole.RESTORE
-        ):  # rows of virtual workers that come here, meanwhile
+        if plan.role is not TransferRole.RESTORE:
+            # rows of virtual workers that come here, meanwhile
             self._read_ahead(membership, source.position.step + 1)
         self._groups.start(plan.ranks)
         payload = self._transfer.payload() if plan.role is TransferRole.SEND else None  # meanwhile
@@ -397,19 +357,7 @@ class Session:
         if plan.role in (TransferRole.RECEIVE, TransferRole.RESTORE):
             self.step_runner.forget_finished()  # and its memory, before there is more to hold
         formed_at = time.time()
-        taken = 0
-        if plan.role is TransferRole.RESTORE:
-            assert self.checkpoints is not None
-            alone = ProcessGroup(None, 0, 1, self.device)
-            self._transfer.restore(state_group or alone, self.checkpoints)
-        if plan.role is TransferRole.RESTORE or membership.source == self.worker:
-            self.progress.has_initial_state(membership.lineage_id)
-        if payload is not None:
-            assert state_group is not None
-            self._transfer.send(state_group, payload)
-        if plan.role is TransferRole.RECEIVE:
-            assert state_group is not None
-            taken = self._transfer.receive(state_group, membership.lineage_id)
+        taken = self._get_state(membership, plan.role, state_group, payload)
         copied_at = time.time()
         if plan.role is TransferRole.RESTORE:
             self._read_ahead(membership, self.position.step + 1)
@@ -420,15 +368,31 @@ class Session:
         self.timings.append(GenerationTiming(membership.generation, formed_at, copied_at, taken))
         self.report("compute")
 
+    def _get_state(
+        self,
+        membership: Membership,
+        role: TransferRole,
+        group: ProcessGroup | None,
+        payload: StatePayload | None,
+    ) -> int:
+        """Restores, sends or receives the state, or neither. `group`: of those that send or
+        receive. Returns the number of bytes received."""
+        if role is TransferRole.RESTORE:
+            assert self.checkpoints is not None
+            alone = ProcessGroup(None, 0, 1, self.device)
+            self._transfer.restore(group or alone, self.checkpoints)
+        if role is TransferRole.RESTORE or membership.source == self.worker:
+            self.progress.has_initial_state(membership.lineage_id)
+        if payload is not None:
+            assert group is not None
+            self._transfer.send(group, payload)
+        if role is TransferRole.RECEIVE:
+            assert group is not None
+            return self._transfer.receive(group, membership.lineage_id)
+        return 0
+
     def _read_ahead(self, membership: Membership, next_step: int) -> None:
         self.data.read_ahead(next_step, membership.members[self.rank].virtual_workers)
-
-    def _finish_record(self) -> None:
-        """Computes the gradient norm, which is otherwise computed when first read, before a
-        transfer."""
-        record = self.state.record
-        if record is not None and record.grad_norm is None:
-            record.grad_norm = self.step_runner.grad_norm()
 
     def _post_stopped(
         self, generation: int, reason: str, unreachable: tuple[WorkerId, ...] = ()
@@ -451,10 +415,12 @@ class Session:
     # -------------------------------------------------------------------------------- steps
 
     def _committed(self, record: StepRecord) -> None:
-        left_out = self._skipped.not_reported_yet()
+        left_out = self._parts.skipped.not_reported_yet()
         if left_out and self.rank == 0:  # the whole list follows at the end
             names = ", ".join(left_out)
             self.link.say(f"from step {record.number} on without what cannot be decoded: {names}")
+        for text in self._groups.news_of_devices():
+            self._warn(text)
         is_last = bool(self.total_steps and record.number >= self.total_steps)
         self.progress.step_committed(record.number, is_last=is_last)
 
@@ -462,7 +428,7 @@ class Session:
         self.loop.body_begins()
         # Not in the commit: a member that takes the step over runs this body, too.
         seed_everything(body_seed(self.spec.data.seed, record.number))
-        self._loop_guard.body_begins()
+        self._parts.loop_guard.body_begins()
         self.report("body")
         self.pass_point("body")
         return record

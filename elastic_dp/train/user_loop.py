@@ -19,5 +19,22 @@ class UserLoop:
         self.failure = self.failure or error
         return self.failure
 
+    def open(self) -> None:
+        self.opened = True
+
     def body_begins(self) -> None:
         self.in_body = True
+
+    def body_ended(self) -> None:
+        self.in_body = False
+
+    def steps_ended(self) -> None:
+        self.exhausted = True
+
+    def is_source_was_read(self) -> None:
+        """The code may depend on whether its weights count."""
+        self.read_is_source = True
+
+    def total_steps_was_read(self) -> None:
+        """The code may depend on the length of the run."""
+        self.read_total_steps = True

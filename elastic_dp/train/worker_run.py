@@ -29,8 +29,7 @@ def run_worker(train: TrainFunction, session: Session) -> str:
 
     An exception of user code is posted, not raised.
     """
-    with DeterministicKernels(session.spec.exact) as determinism:
-        session.inexact_because = determinism.because
+    with DeterministicKernels(session.spec.exact, session.inexact_because):
         try:
             try:
                 call_train_function(train, session)

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from elastic_dp.cluster.runs.run_record import run_url
 from elastic_dp.errors import StorageError
 from elastic_dp.report.report_reader import RunFolder
+from elastic_dp.run_record import run_url
 from elastic_dp.storage import StorageURL, Store
 from elastic_dp.storage.json_files import path_in
 from elastic_dp.storage.redact import redact

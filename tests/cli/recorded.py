@@ -3,7 +3,7 @@
 import json
 import time
 
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
+from elastic_dp.run_record import Result, RunLimits, write_result
 from tests.report.journals import T0, command, event, night
 from tests.report.test_report_reader import write
 

@@ -20,12 +20,12 @@ from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cli import entry_point
 from elastic_dp.cluster.runs import ended_run as ended_run_module
 from elastic_dp.cluster.runs.ended_run import EndedRun
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, read_index
 from elastic_dp.dataprep import convert, inspect
 from elastic_dp.dataprep.inspection import findings
 from elastic_dp.errors import DataError
+from elastic_dp.run_record import Result, RunLimits, write_result
 from elastic_dp.storage import Store
 from tests.checkpoint.states import save, train_state
 
@@ -74,7 +74,7 @@ def test_inspect_has_no_findings_for_what_convert_writes(tmp_path):
     assert result.plan.all_bytes == pytest.approx(2 * result.plan.virtual_worker_bytes, abs=1)
 
 
-def test_large_row_groups_and_the_command_that_mends_them(tmp_path):
+def test_large_row_groups_and_the_command_that_fixes_them(tmp_path):
     folder = shard(tmp_path / "set", {"tokens": tokens(4096)}, rows=4096)
     large, few = sorted(
         found(folder, "large_row_groups", "few_row_groups"), key=lambda f: -len(f.message)

@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError
+from elastic_dp.run_record import Result, RunLimits, write_result
 
 VERBS = {
     *("run", "list", "status", "events", "logs", "scale", "drain", "checkpoint"),

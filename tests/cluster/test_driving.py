@@ -10,8 +10,8 @@ import elastic_dp as edp
 from elastic_dp import cli
 from elastic_dp.cli import run_commands
 from elastic_dp.cluster.run_handle import Run
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, write_result
 from elastic_dp.errors import ClusterError, SpecError
+from elastic_dp.run_record import Result, RunLimits, write_result
 from tests.runs import spec_of
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from elastic_dp.cluster.run_handle import Run, error_of
-from elastic_dp.cluster.runs.run_record import Result, RunOutcome
 from elastic_dp.config import MapStyleData
 from elastic_dp.coordinator.messages import DrainNoticed, SizeRequested, StopRequested
 from elastic_dp.data import open_data
@@ -21,6 +20,7 @@ from elastic_dp.errors import (
     StorageError,
     UserCodeError,
 )
+from elastic_dp.run_record import Result, RunOutcome
 from elastic_dp.storage.error_classes import ObjectMissing
 from elastic_dp.train.local_run import LocalRun
 from tests.patience import eventually

@@ -25,6 +25,9 @@ def test_losses_at_once_are_one_incident() -> None:
     for name in names[1:]:
         scenario.lost(name)
     assert not scenario.ever(m.FailRun)
+    scenario.stopped("w1")
+    assert scenario.coordinator.phase == "forming", scenario.coordinator.reason
+    assert scenario.members == ["w1"]
 
 
 def test_user_errors_fail_the_run_once() -> None:

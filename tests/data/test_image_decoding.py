@@ -1,4 +1,5 @@
-"""Images decoded to pixels: the same ones for any fleet, in threads and in processes."""
+"""Images decoded to pixels: the same ones for any number of workers, in threads and in
+processes."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 from elastic_dp.config import DataConfig
 from elastic_dp.data import open_data, open_evaluation
 from elastic_dp.errors import DataError, SpecError, UserCodeError
 
-Image = pytest.importorskip("PIL.Image")
 ROWS, V, B = 24, 4, 2
 
 

@@ -50,7 +50,7 @@ def expected(order, groups: FakeRowGroups, step: int, v: int) -> list[int]:
 
 
 def check(batch, ids: list[int]) -> None:
-    """And then written to, as a loss function may: nobody else is to see that."""
+    """Check rows, then write to them, as a loss function may: nobody else may see that."""
     assert batch["id"].tolist() == ids
     assert torch.equal(batch["tokens"][:, 0].to(torch.int64), batch["id"] * 100)
     assert batch["tokens"].shape == (len(ids), WIDTH)
@@ -125,7 +125,7 @@ def test_few_rows_of_a_row_group_do_not_keep_it():
     data.close()
 
 
-def test_several_epochs_in_one_portion_share_no_memory():
+def test_several_epochs_in_one_chunk_share_no_memory():
     groups = FakeRowGroups([B * V], mapped=False)
     data = opened(groups, shuffle="none", epochs=20)
     data.read_ahead(1, range(V))
@@ -189,14 +189,15 @@ def test_a_moved_virtual_worker_reads_one_row_group_of_each_of_its_streams_again
     order = order_of(sizes)
     left, came = FakeRowGroups(sizes), FakeRowGroups(sizes)
     old, new = opened(left, order), opened(came, order)
-    new._stream.last_step = last + 40  # before a stream's end, which lies where another one began
+    new._stream.end_after(last + 40)  # before a stream's end, which lies where another one began
     old.read_ahead(1, range(V))
     for step in range(1, last + 1):
         for v in range(V):
             old.batch(step, v)
     new.read_ahead(last + 1, [2])
-    while last + 1 not in new._stream._micro_batches._planned._steps:
-        pass  # what is taken before it is planned is read for itself
+    made = new._stream._micro_batches
+    made.extend()  # what is taken before it is planned is read for itself
+    assert last + 1 in made._planned._steps
     for step in range(last + 1, last + 41):
         check(new.batch(step, 2), expected(order, came, step, 2))
     done = {g for step in range(1, last + 1) for g in order.locate(step, 2)[0].tolist()}
@@ -219,6 +220,9 @@ def test_changed_share_locates_no_row_that_stays_again():
     locate = data._stream.locate
     data._stream.locate = lambda steps, v: located.append(steps.start) or locate(steps, v)
     data.read_ahead(1, [1, 2])
+    while made.extend():
+        pass
+    assert located, "there is room for more of the two that stay"
     assert all(step >= planned_to for step in located)
     check(data.batch(1, 2), expected(data._order, data._stream._row_groups, 1, 2))
     data.close()
@@ -454,7 +458,7 @@ def test_a_bad_row_group_fails_exactly_the_micro_batches_that_need_it():
 
 
 @pytest.mark.parametrize("shuffle", ["none", "rows", "full"])
-def test_skipping_leaves_out_the_same_rows_whatever_the_fleet(shuffle):
+def test_skipping_leaves_out_the_same_rows_for_any_workers(shuffle):
     groups = FakeRowGroups([16] * 8, bad=[2, 5])
     order = order_of(groups.rows, shuffle=shuffle)
     data = opened(groups, shuffle=shuffle, on_bad_shard="skip")

@@ -12,7 +12,6 @@ from tests.patience import eventually
 from tests.ray import clusters
 from tests.ray.jobs import FOR_EVER, is_whole, pid_of_controller, trainer, wait_for
 
-pytest.importorskip("tensorboard")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 

@@ -1,10 +1,12 @@
-"""A headless Chromium for tests of the page; without it, or Playwright, they are skipped."""
+"""A headless Chromium for tests of the page; without it they are skipped."""
 
 import contextlib
 import os
 import shutil
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
 
 from tests.patience import PATIENCE_S
 
@@ -13,11 +15,10 @@ SIZES = {"light": (1280, 1150), "dark": (390, 844)}  # a wide screen, and a phon
 
 @contextlib.contextmanager
 def chromium():
-    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright")
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium")
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         arguments = ["--no-sandbox"] if os.getuid() == 0 else []
         browser = driver.chromium.launch(executable_path=found, args=arguments)
         yield browser
@@ -44,8 +45,7 @@ class Watched:
 
     def faults(self):
         """The accessibility faults that axe finds."""
-        axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe")
-        found = axe.Axe().run(self.page).response["violations"]
+        found = Axe().run(self.page).response["violations"]
         return [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
 
     def fits(self):

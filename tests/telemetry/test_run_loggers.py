@@ -202,7 +202,6 @@ def drivers(make, folder):
 
 
 def test_tensorboard_has_each_step_once_and_the_events(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     drivers(lambda: TensorBoardLogger(tmp_path / "tb"), tmp_path / "run")
@@ -221,7 +220,6 @@ def test_tensorboard_has_each_step_once_and_the_events(tmp_path):
 
 @pytest.mark.slow
 def test_mlflow_has_each_step_once_and_the_events(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -242,7 +240,7 @@ def test_mlflow_has_each_step_once_and_the_events(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_offline_has_each_step_once_and_the_events(tmp_path):
-    wandb = pytest.importorskip("wandb")
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
     drive(
@@ -285,7 +283,7 @@ def leveldb_log(content):
 
 
 class FakeWandbRun:
-    """As a run of `wandb` that is resumed: `step` is the one after the last row."""
+    """A fake of a run of `wandb` that is resumed: `step` is the one after the last row."""
 
     def __init__(self, server):
         self.server, self.summary = server, server["summary"]
@@ -301,7 +299,8 @@ class FakeWandbRun:
 
 
 def test_wandb_resumes_its_run_and_has_each_step_once(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
+    import wandb
+
     server = {"rows": {}, "summary": {}, "codes": []}
     inits = []
 
@@ -320,6 +319,5 @@ def test_wandb_resumes_its_run_and_has_each_step_once(tmp_path, monkeypatch):
 
 
 def test_wandb_refuses_the_arguments_that_resume_needs():
-    pytest.importorskip("wandb")
     with pytest.raises(SpecError, match="WandbLogger got id, resume"):
         WandbLogger(id="mine", resume="must")

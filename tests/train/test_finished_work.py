@@ -153,7 +153,7 @@ def test_lost_worker_around_a_change_of_the_loss_scale_only_its_leaves_run_again
 CHANGES: dict[str, Callable[[StepRunner], None]] = {
     "lineage": lambda runner: setattr(runner, "_lineage_id", 3),
     "mode": lambda runner: setattr(runner, "exact", False),
-    "loss scale": lambda runner: runner.state.loss_scale.update(overflow=True),
+    "loss scale": lambda runner: setattr(runner.state, "loss_scale", LossScale(2.0)),
     "bad row groups": lambda runner: runner.state.bad_row_groups.add(3),
     "layout": lambda runner: setattr(runner.gradients, "parameters", (1,)),
 }

@@ -24,7 +24,6 @@ ALL = "examples,coverage,fuzzing,stateful"
     ],
 )
 def test_api_answers_generated_requests_as_it_describes(authorization, examples, phases, tmp_path):
-    pytest.importorskip("schemathesis", reason="no schemathesis")
     write(tmp_path / "mine", night())
     (tmp_path / "mine" / "run.json").write_text("{}")
     controls = Recorded()

@@ -29,7 +29,6 @@ from elastic_dp.cluster.runs.controller_state import (
     pending_requests,
     time_left_s,
 )
-from elastic_dp.cluster.runs.run_record import RunOutcome
 from elastic_dp.cluster.worker_group import WorkerGroup
 from elastic_dp.cluster.worker_logs import CrashLogWriter
 from elastic_dp.config import JobSpec
@@ -63,6 +62,7 @@ from elastic_dp.coordinator.messages import (
 from elastic_dp.distributed.process_group import Rendezvous, open_rendezvous_store
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreServer
 from elastic_dp.errors import ElasticError
+from elastic_dp.run_record import RunOutcome
 from elastic_dp.storage import Store, redact_url
 from elastic_dp.telemetry.journal import Journal
 from elastic_dp.train.controller_link import WrittenParts
@@ -184,7 +184,8 @@ class Controller:
             "reason": coordinator.reason or self.outcome.reason,
             "generation": coordinator.generation,
             "world_size": 0 if membership is None else len(membership.members),
-            "size": coordinator.size,
+            "size": coordinator.requested_size,
+            "size_limit": coordinator.size_limit,
             "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
             "step": self.report.step,
             "exact": self.spec.exact and not because,
@@ -196,6 +197,11 @@ class Controller:
             "led_s": max(0.0, now - self.state_store.state.started_at),
             **self.newest_events.status(now),
         }
+
+    def requested_sizes(self) -> tuple[int, int]:
+        """Return the minimum and the number of workers that the job, or its operator, asks for."""
+        least = self.state_store.state.min_workers or self.spec.scaling.min_workers
+        return least, self.coordinator.requested_size
 
     @property
     def store_retries(self) -> int:
@@ -269,7 +275,7 @@ class Controller:
         clock = time.monotonic
         left_s = time_left_s(self.state_store.state, self.spec.max_time_s)
         ends_at = None if self.spec.max_time_s is None else clock() + left_s
-        self.times.begin(self.coordinator.size, takes_over=self.state_store.inherited)
+        self.times.begin(self.coordinator.requested_size, takes_over=self.state_store.inherited)
         if self.state_store.inherited:
             self._execute_all(self._take_over(found))
         else:

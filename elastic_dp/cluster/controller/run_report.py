@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_dp.cluster.runs.controller_state import ControllerState
-from elastic_dp.cluster.runs.run_record import Result, RunLimits, RunOutcome, write_result
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import FailRun, FinishRun, StandDown
+from elastic_dp.run_record import Result, RunLimits, RunOutcome, write_result
 from elastic_dp.train.exactness.machine_kind import why_inexact
 from elastic_dp.train.interruption import TIME_IS_UP
 
@@ -45,7 +45,7 @@ class RunReport:
 
     def skip(self, row_groups: Sequence[str]) -> None:
         """Record skipped row groups. Each worker that finishes sends all of them."""
-        self.outcome.skipped = tuple(row_groups)
+        self.outcome.skip(row_groups)
 
     def end(self, command: FinishRun | FailRun | StandDown, generations: int) -> RunOutcome:
         outcome = self.outcome
@@ -53,29 +53,24 @@ class RunReport:
             case FinishRun(position=position, digest=digest, reason=reason, digests_differ=differ):
                 if differ:
                     self.add_inexact(["workers finished with different weights"])
-                outcome.step, outcome.digest, outcome.reason = position.step, digest, reason
-                outcome.inexact_because = tuple(self._inexact)
+                inexact = tuple(self._inexact)
+                outcome.finish(position.step, digest, reason, inexact, generations)
             case FailRun(error=error, traceback=text, worker=worker, facts=facts):
-                outcome.error, outcome.traceback = error, text
-                outcome.error_worker, outcome.error_facts = worker, facts
-                outcome.reason = "failed"
+                outcome.fail(error, text, worker, facts, generations)
             case StandDown(reason=reason):
-                outcome.error = outcome.reason = reason
-        outcome.generations = generations
+                outcome.stand_down(reason, generations)
         return outcome
 
     def fail_by_bug(self, error: str, traceback: str) -> None:
         """Record a bug of this package: the run ends instead of blocking."""
-        self.outcome.error, self.outcome.traceback = error, traceback
+        self.outcome.fail_by_bug(error, traceback)
 
     def close(self, state: ControllerState, generations: int, metrics: Mapping[str, Any]) -> None:
         """Complete the outcome when everything has ended; it has a result unless the run failed."""
         outcome = self.outcome
-        outcome.wall_s = time.time() - state.started_at
-        outcome.workers_lost = state.lost
-        outcome.generations = max(outcome.generations, generations)
+        outcome.close(time.time() - state.started_at, state.lost, generations)
         if outcome.error is None:
-            outcome.result = self._result(metrics)
+            outcome.complete(self._result(metrics))
 
     def write_result(self, state: ControllerState) -> None:
         """Write the result to the run's folder. Raises what the store raises.

@@ -22,7 +22,7 @@ from elastic_dp.cluster.controller.controller import Controller
 from elastic_dp.cluster.ray import worker_placement
 from elastic_dp.cluster.ray.node_avoidance import NodeAvoidance
 from elastic_dp.cluster.ray.worker_actor import WorkerActor
-from elastic_dp.cluster.runs.discovery import NAMESPACE
+from elastic_dp.cluster.runs.live_runs import NAMESPACE
 from elastic_dp.cluster.worker import Request, WorkerJob, prepare_environment
 from elastic_dp.config import JobSpec
 from elastic_dp.coordinator.messages import Cause, ReleaseWorker, WorkerId, WorkerLost
@@ -162,6 +162,19 @@ class RayWorkerGroup:
                 known[worker] = actor["Address"]["NodeID"]
         self._nodes = known
         return known
+
+    def held_nodes(self) -> list[str]:
+        """Return the node of each worker that holds a place there, also if its process is still
+        starting.
+        """
+        placed = self.nodes()
+        tables = [
+            ray._private.state.state.actor_table(actor._actor_id.hex())
+            for worker, actor in self.actors().items()
+            if worker not in placed
+        ]
+        starting = [table["Address"]["NodeID"] for table in tables if table and table["Pid"]]
+        return [*placed.values(), *starting]
 
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
         """Return the workers for which Ray has no process yet: they wait for a node, or their

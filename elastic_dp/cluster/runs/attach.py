@@ -18,7 +18,7 @@ import ray
 from elastic_dp.cluster.console import warn_at_call
 from elastic_dp.cluster.ray import cluster_connection, worker_placement
 from elastic_dp.cluster.run_handle import Run, ask
-from elastic_dp.cluster.runs.discovery import (
+from elastic_dp.cluster.runs.live_runs import (
     CONTROLLER,
     NAMESPACE,
     PATIENCE_S,
@@ -27,9 +27,9 @@ from elastic_dp.cluster.runs.discovery import (
     names,
 )
 from elastic_dp.cluster.runs.ray_kv_state import StoredJob, forget, store_job
-from elastic_dp.cluster.runs.run_record import RunLimits, read_result, run_url
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.errors import ClusterError
+from elastic_dp.run_record import RunLimits, read_result, run_url
 from elastic_dp.storage import StorageURL
 from elastic_dp.wording import did_you_mean
 

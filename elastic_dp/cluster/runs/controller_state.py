@@ -73,6 +73,11 @@ class ControllerStateStore:
         """Whether another controller led the run before."""
         return self.state.term > 1
 
+    def inherit(self, state: ControllerState, term: int) -> None:
+        """Take over the state that the controller of an earlier term has left."""
+        self.state = state
+        self.state.term = term
+
     def claim(self, generation: int) -> bool:
         """Create the generation's key. Return False if another controller has created it."""
         return True
@@ -84,6 +89,12 @@ class ControllerStateStore:
         """Update the state by a message; `save` writes it if it has changed."""
         with self._lock:
             self._changed |= _update(self.state, message)
+
+    def begin(self, now: float) -> None:
+        """Record that the run leaves the queue: its time counts from `now`."""
+        with self._lock:
+            self.state.started_at, self._changed = now, True
+        self.save()
 
     def count_loss(self) -> None:
         """Count a worker that was lost before the end without being released."""

@@ -18,9 +18,9 @@ from typing import Any
 from elastic_dp.checkpoint.catalog import Catalog
 from elastic_dp.checkpoint.lease import Holder, Lease
 from elastic_dp.cluster.run_handle import status_of, status_without_controller
-from elastic_dp.cluster.runs.run_record import read_result, run_url
 from elastic_dp.cluster.worker_logs import not_given, read_logs
 from elastic_dp.errors import ClusterError
+from elastic_dp.run_record import read_result, run_url
 from elastic_dp.storage import Store
 from elastic_dp.telemetry.journal import read_events
 from elastic_dp.telemetry.journal_tail import JOURNAL_FILES, JournalTail

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from ray.experimental import internal_kv
 
-from elastic_dp.cluster.runs.controller_state import ControllerState, ControllerStateStore
-from elastic_dp.cluster.runs.run_record import RunRecord
+from elastic_dp.cluster.runs.controller_state import ControllerStateStore
+from elastic_dp.run_record import RunRecord
 
 if TYPE_CHECKING:  # they import torch, and the command line asks here who owns a cluster
     from elastic_dp.data import Index
@@ -80,8 +80,7 @@ class RayKvStateStore(ControllerStateStore):
         self._run, self._me = run, secrets.token_hex(8).encode()
         terms = _numbers(run, "facts/")
         if terms:
-            self.state: ControllerState = pickle.loads(_get(run, f"facts/{terms[-1]}"))
-            self.state.term = terms[-1] + 1
+            self.inherit(pickle.loads(_get(run, f"facts/{terms[-1]}")), terms[-1] + 1)
         self.save()
         for term in terms:
             internal_kv._internal_kv_del(_key(run, f"facts/{term}"))

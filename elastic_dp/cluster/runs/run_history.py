@@ -13,9 +13,9 @@ import platform
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_dp.cluster.runs.run_record import RunLimits
 from elastic_dp.config import JobSpec
 from elastic_dp.errors import FileDamaged, RunMismatch
+from elastic_dp.run_record import RunLimits
 from elastic_dp.storage import Store
 from elastic_dp.storage.json_files import make, read_json, write_json
 from elastic_dp.train.exactness.code_fingerprint import code_fingerprint

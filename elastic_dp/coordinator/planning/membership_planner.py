@@ -10,11 +10,17 @@ until the others have made a step.
 
 import math
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import chain
 
 from elastic_dp.coordinator import messages as m
 from elastic_dp.coordinator import run_termination
-from elastic_dp.coordinator.drain_checkpointer import DrainCheckpointer
+from elastic_dp.coordinator.drain_checkpointer import (
+    AwaitCommit,
+    Committed,
+    DrainCheckpointer,
+    Write,
+)
 from elastic_dp.coordinator.generation import Generation
 from elastic_dp.coordinator.leadership import Leadership
 from elastic_dp.coordinator.messages import WorkerId
@@ -44,6 +50,29 @@ class Blocked:
 
     reason: str = ""
     until: float = math.inf
+
+
+class StateOfRun(Enum):
+    """Where the training state is while no generation trains."""
+
+    HELD = auto()  # by a worker
+    UNKNOWN = auto()  # by none, and the search for a checkpoint is not complete
+    COMMITTED = auto()  # in a checkpoint alone
+    INITIAL = auto()  # no step was made: a checkpoint counts, or the initial weights
+    LOST = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The run ends before its first step. `step`: of the checkpoint that is its result."""
+
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All members have finished."""
 
 
 class MembershipPlanner:
@@ -189,19 +218,37 @@ class MembershipPlanner:
 
     def plan_next_generation(self, now: float) -> None:
         """While no generation trains: claim the next generation, form it, or end the run."""
-        if not self._has_state_or_checkpoint(now):
-            return
-        established = self._lineage.established
-        source = None if established else self._admission.find_initial_source(now)
-        if self._end_if_done(now):
-            return
+        lineage = self._lineage
+        match self._state_of_run():
+            case StateOfRun.UNKNOWN:
+                self._search_checkpoint()
+                return
+            case StateOfRun.LOST:
+                run_termination.fail_without_state(self._registry, lineage.at_most, now)
+                return
+            case StateOfRun.COMMITTED:
+                self._go_back()
+        source = None if lineage.established else self._admission.find_initial_source(now)
+        match self._end_of_run():
+            case Stopped(step, reason):
+                run_termination.stop_before_first_step(self._registry, step, reason, now)
+                return
+            case Finished():
+                finished = [*self._generation.members.values()]
+                run_termination.finish(self._registry, finished, now)
+                return
         due = self._checkpointer.due(now) if self.run.config.checkpointing else []
         if due and self._available - len(due) < self.run.min_members:
-            if self._checkpointer.blocks(due, now):
-                return
-            if due[0].stage is Stage.LEAVING:
-                self.plan_next_generation(now)
-                return
+            match self._checkpointer.decide(due, now):
+                case AwaitCommit():
+                    return
+                case Write() as write:
+                    self._checkpointer.request_write(write, due, now)
+                    return
+                case Committed(step):
+                    self._checkpointer.release(due, step, now)
+                    self.plan_next_generation(now)
+                    return
         blocked = self._blocked(source, now)
         if blocked is not None:
             if blocked.reason:
@@ -219,42 +266,38 @@ class MembershipPlanner:
         if self.run.phase is Phase.CLAIMING:
             self.run.apply(Transition.CLAIM_GRANTED)
 
-    def _has_state_or_checkpoint(self, now: float) -> bool:
-        """Return whether a worker has state, or a search for a checkpoint is complete.
-
-        Otherwise the answer must be waited for, or the run has ended.
-        """
+    def _state_of_run(self) -> StateOfRun:
+        """Return where the state is. Changes nothing."""
         lineage = self._lineage
         holders = chain(self._generation.members.values(), self._registry.retained.values())
         if any(worker.has_state for worker in holders):  # usually the first worker has
-            return True
+            return StateOfRun.HELD
         if not lineage.searched:
-            if lineage.search():
-                self.run.emit(m.FindCheckpoint(lineage.at_most))
-            self.run.set_reason("looking for a checkpoint")
-            return False
-        if lineage.established and lineage.checkpoint_step is None:
-            run_termination.fail_without_state(self._registry, lineage.at_most, now)
-            return False
-        if lineage.established:
-            step = lineage.checkpoint_step
-            self.run.explain(
-                f"every worker with the training state is lost; going back to step {step}"
-            )
-            self._admission.start_from_checkpoint()
-        return True
+            return StateOfRun.UNKNOWN
+        if not lineage.established:
+            return StateOfRun.INITIAL
+        return StateOfRun.LOST if lineage.checkpoint_step is None else StateOfRun.COMMITTED
 
-    def _end_if_done(self, now: float) -> bool:
-        """End the run if it was stopped before the first step, or if all members have finished."""
+    def _search_checkpoint(self) -> None:
+        if self._lineage.search():
+            self.run.emit(m.FindCheckpoint(self._lineage.at_most))
+        self.run.set_reason("looking for a checkpoint")
+
+    def _go_back(self) -> None:
+        step = self._lineage.checkpoint_step
+        self.run.explain(f"every worker with the training state is lost; going back to step {step}")
+        self._admission.start_from_checkpoint()
+
+    def _end_of_run(self) -> Stopped | Finished | None:
+        """Return whether the run was stopped before the first step, or all members have finished.
+        Changes nothing.
+        """
         lineage, generation = self._lineage, self._generation
         if self.run.stop is not None and not lineage.established:
-            step, reason = lineage.checkpoint_step, self.run.stop.reason
-            run_termination.stop_before_first_step(self._registry, step, reason, now)
-            return True
+            return Stopped(lineage.checkpoint_step, self.run.stop.reason)
         if generation.members and not generation.not_finished:
-            run_termination.finish(self._registry, [*generation.members.values()], now)
-            return True
-        return False
+            return Finished()
+        return None
 
     @property
     def _available(self) -> int:

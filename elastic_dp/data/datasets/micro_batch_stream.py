@@ -108,6 +108,10 @@ class MicroBatchStream(ABC):
             },
         }
 
+    def end_after(self, step: int) -> None:
+        """Nothing is read ahead for steps after `step`. Otherwise the stream has no end."""
+        self.last_step = step
+
     def read_ahead(self, step: int, virtual_workers: Sequence[int]) -> None:
         self._start_processes()
         self._micro_batches.read_ahead(step, virtual_workers)

@@ -81,7 +81,7 @@ class StreamingDataset(_DelegatesToStream):
             stores=stores,
         )
         if config.epochs is not None:
-            self._stream.last_step = config.epochs * order.steps_per_epoch
+            self._stream.end_after(config.epochs * order.steps_per_epoch)
 
     def epoch_of(self, step: int) -> int:
         return self._order.epoch_of(step)
@@ -146,7 +146,7 @@ class StreamingEvaluation(_DelegatesToStream):
             threads=threads,
             stores=stores,
         )
-        self._stream.last_step = 0
+        self._stream.end_after(0)
 
     def rows(self, index: int) -> int:
         return self._order.rows(index + 1, 0)
@@ -166,7 +166,7 @@ class StreamingEvaluation(_DelegatesToStream):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         if indices:
-            self._stream.last_step = max(indices) + 1
+            self._stream.end_after(max(indices) + 1)
             self._stream.read_ahead(min(indices) + 1, [0])
 
 

@@ -220,6 +220,15 @@ class MicroBatchPlan:
                 self._let_go(chunk)
         return stale
 
+    def take(self, step: int, virtual_worker: int) -> MicroBatch | None:
+        """Removes a micro-batch for which the caller waits; None if it is not planned."""
+        micro_batch = self.find(step, virtual_worker)
+        if micro_batch is not None:
+            assert micro_batch.chunk is not None
+            micro_batch.chunk.awaited = True
+            self.discard([micro_batch])
+        return micro_batch
+
     def pass_to(self, step: int) -> list[Key]:
         """Removes the micro-batches of earlier steps. Returns as `discard`."""
         passed = range(self.step, step)

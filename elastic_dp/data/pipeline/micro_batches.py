@@ -165,12 +165,10 @@ class MicroBatches:
         with self._lock:
             self._start()
             stale = self._planned.pass_to(step) if step > self._planned.step else []
-            micro_batch = self._planned.find(step, virtual_worker)
+            micro_batch = self._planned.take(step, virtual_worker)
             if micro_batch is not None:
                 chunk = micro_batch.chunk
                 assert chunk is not None
-                chunk.awaited = True
-                self._planned.discard([micro_batch])
                 if stale or not chunk.left or not chunk.made:
                     self._work.notify()
                 if chunk.made and not stale:

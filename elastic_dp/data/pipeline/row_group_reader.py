@@ -160,9 +160,9 @@ class RowGroupReader:
             self._work.notify()
 
     def _wait_for(self, key: Key, needed: list[ResidentRowGroup]) -> list[ResidentRowGroup]:
-        """Those of `needed` that are in memory, at least one."""
+        """Return those of `needed` that are in memory, at least one."""
         moves = self._moves
-        self._resident.waiting.add(key)
+        self._resident.begin_waiting(key)
         try:
             while True:
                 if self._closed or moves != self._moves:
@@ -177,7 +177,7 @@ class RowGroupReader:
                 self._work.notify()
                 self._arrived.wait()
         finally:
-            self._resident.waiting.discard(key)
+            self._resident.end_waiting(key)
 
     def _raise_unless_bad(self, group: ResidentRowGroup) -> None:
         """Raises the error of a failed read, and forgets it: the next read may succeed. A BadShard

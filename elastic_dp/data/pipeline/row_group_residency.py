@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from elastic_dp.data.columns.arrow_arrays import Column
 from elastic_dp.data.pipeline.row_groups import RowGroups
@@ -36,6 +37,13 @@ class ResidentRowGroup:
     reading: bool = False
     content: Columns | Exception | None = None
     pins: int = 0  # number of consumers that are copying rows from it
+
+
+class Room(Enum):
+    """Whether a row group may be read now. NONE: not until memory is given back."""
+
+    FREE = auto()
+    NONE = auto()
 
 
 @dataclass(slots=True)
@@ -59,7 +67,7 @@ class RowGroupResidency:
         self.budget = MemoryBudget(memory_bytes)
         self.evicted = 0  # row groups dropped although they were still needed
         self._freed = False  # whether memory was freed since the last `look`
-        self.waiting: set[Key] = set()
+        self.waiting: set[Key] = set()  # of which no row group is in memory
         self._groups: dict[int, ResidentRowGroup] = {}
         self._needs: dict[Key, set[int]] = {}
         self._queue: list[tuple[Key, int]] = []  # unread row groups by their first key; a heap
@@ -103,6 +111,12 @@ class RowGroupResidency:
     def forget(self, key: Key) -> None:
         for number in list(self._needs.get(key, ())):
             self._remove(key, number)
+
+    def begin_waiting(self, key: Key) -> None:
+        self.waiting.add(key)
+
+    def end_waiting(self, key: Key) -> None:
+        self.waiting.discard(key)
 
     def pin(self, groups: Sequence[ResidentRowGroup]) -> None:
         """Keeps these in memory while rows are copied from them."""
@@ -173,14 +187,17 @@ class RowGroupResidency:
                 continue
             if key not in group.uses:
                 heapq.heappush(self._queue, (min(group.uses), number))
-            elif self._make_room(size := self._reading_bytes(group), key):
-                group.queued_at, group.reading = None, True
-                self._in_flight += 1
-                self.budget.take(size)
-                return group
-            else:
+                continue
+            size = self._reading_bytes(group)
+            while isinstance(room := self._room(size, key), ResidentRowGroup):
+                self._evict(room)
+            if room is Room.NONE:
                 heapq.heappush(self._queue, (key, number))
                 return None
+            group.queued_at, group.reading = None, True
+            self._in_flight += 1
+            self.budget.take(size)
+            return group
         return None
 
     def landed(self, group: ResidentRowGroup, content: Columns | Exception, nbytes: int) -> None:
@@ -196,18 +213,22 @@ class RowGroupResidency:
     def _reading_bytes(self, group: ResidentRowGroup) -> int:
         return int(self._row_groups.reading_bytes[group.number])
 
-    def _make_room(self, nbytes: int, key: Key) -> bool:
-        """Drops row groups until `nbytes` fit that `key` needs. Returns whether they do."""
-        while self.budget.held + nbytes > self.budget.limit:
-            victim = self._victim(key)
-            if victim is None:
-                return self._never_fits(key)
-            if victim.uses:
-                self.evicted += 1
-                self.unread(victim)
-            else:
-                self._drop(victim)
-        return True
+    def _room(self, nbytes: int, key: Key) -> Room | ResidentRowGroup:
+        """Whether there is room for `nbytes` that `key` needs, or the row group to drop first.
+        Changes nothing."""
+        if self.budget.held + nbytes <= self.budget.limit:
+            return Room.FREE
+        victim = self._victim(key)
+        if victim is not None:
+            return victim
+        return Room.FREE if self._never_fits(key) else Room.NONE
+
+    def _evict(self, victim: ResidentRowGroup) -> None:
+        if victim.uses:
+            self.evicted += 1
+            self.unread(victim)
+        else:
+            self._drop(victim)
 
     def _victim(self, key: Key) -> ResidentRowGroup | None:
         """The row group to drop next for `key`: first one that is not needed; then, if a `take` of

@@ -91,11 +91,10 @@ _NOTED = ".*deterministic"
 
 
 class DeterministicKernels:
-    """Deterministic kernels while open; `because` names every operation that had none."""
+    """Deterministic kernels while open; every operation that had none is added to `because`."""
 
-    def __init__(self, exact: bool) -> None:
-        self.because: list[str] = []
-        self._exact = exact
+    def __init__(self, exact: bool, because: list[str]) -> None:
+        self._exact, self._because = exact, because
         self._restore: Any = None
         self._filter: Any = None
 
@@ -123,7 +122,7 @@ class DeterministicKernels:
 
         def note(message: Any, *args: Any, **kwargs: Any) -> None:
             if "deterministic" in str(message):
-                self.because.append(str(message).split(".")[0][:200])
+                self._because.append(str(message).split(".")[0][:200])
             else:
                 show(message, *args, **kwargs)
 

@@ -13,7 +13,7 @@ class LossScale:
     growth_interval: int = 2000
     steps_since_overflow: int = 0
 
-    def update(self, overflow: bool) -> None:
+    def step_ended(self, overflow: bool) -> None:
         """Adjusts the scale after a step. `overflow`: a gradient was infinite or NaN."""
         if overflow:
             self.scale, self.steps_since_overflow = self.scale * 0.5, 0

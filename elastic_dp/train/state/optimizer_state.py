@@ -51,6 +51,10 @@ class OptimizerState:
         self._watched: list[tuple[str, torch.Tensor, int]] = []
         self.committed: dict[str, Any] = {}
 
+    def replace_committed(self, given: Mapping[str, Any]) -> None:
+        """Takes over what another worker recorded at the commit, on a worker that joins."""
+        self.committed |= given
+
     def note_commit(self) -> None:
         """Records the state at a commit, or after a state transfer: the body starts from it.
 

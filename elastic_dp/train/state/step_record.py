@@ -24,3 +24,6 @@ class StepRecord:
     grad_norm: float | None = None  # None: not computed yet
     kept: bool = False  # the members agreed on a checkpoint of it
     late: bool = False  # the members skip checkpoints: an upload of one of them is late
+
+    def add_grad_norm(self, norm: float) -> None:
+        self.grad_norm = norm

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,18 @@ class TrainState:
         lines.append(f"state {sorted(self.user)}")
         text = "\n".join(lines).encode()
         return hashlib.sha256(text).hexdigest()[:16], zlib.compress(text)
+
+    def commit(self, record: StepRecord) -> None:
+        """Records the outcome of a step that was applied."""
+        self.record = record
+        self.note_commit()
+
+    def skip_row_groups(self, bad: AbstractSet[int]) -> None:
+        self.bad_row_groups |= bad
+
+    def computed_by(self, kind: str) -> None:
+        """Records the kind of this machine, for a run that begins."""
+        self.kinds = [kind]
 
     def note_commit(self) -> None:
         """Records what the body may change, for members that have not run the body yet."""
@@ -221,7 +234,7 @@ class TrainState:
             if tree["body"].get("own") is not None:
                 given = join_aliases(step["own"], step["shared"], self._owners())
                 committed["own"] = given[0]
-            self.optimizers.committed |= committed
+            self.optimizers.replace_committed(committed)
             self.committed_extra = step.get("extra_state", self.committed_extra)
 
     def _owners(self) -> dict[str, torch.Tensor]:

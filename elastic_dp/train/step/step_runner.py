@@ -172,8 +172,8 @@ class StepRunner:
             extremes = self._read_device(step, results)
             lengths = self._launch_header(step, results, stop)
         header = self._collect_headers(step, *lengths)
-        if header.connected and group.on_device is not None:
-            group.on_device.switch()  # what follows in this step is not on the device
+        if group.on_device is not None:  # what follows in this step is not on the device
+            group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
             self.control.commit()
@@ -209,12 +209,10 @@ class StepRunner:
         self.pass_point("before_commit", step)
         self.control.commit()
         self.pass_point("after_commit", step)
-        self.state.bad_row_groups |= header.bad
+        self.state.skip_row_groups(header.bad)
         self.data.mark_bad(header.bad)
-        record = self._apply(step, results, weight, finite, header.used, buffers)
-        record.late = header.keeps_late
-        if header.keep and not header.keeps_late:
-            record.kept = True
+        record = self._apply(step, results, weight, finite, header, buffers)
+        if record.kept:
             self.control.checkpoint_agreed()
         return record
 
@@ -331,6 +329,7 @@ class StepRunner:
         """Sends the header. Returns its numbers of flags for parameters and for buffers."""
         assert self._group is not None
         on_device = self._group.on_device
+        connects = on_device is not None and not on_device.switched
         bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
         header = MemberHeader(
             late=self.gradients.late,
@@ -342,7 +341,8 @@ class StepRunner:
             keeps_late=self.control.checkpoint_late,
             bad=bad - self.state.bad_row_groups,
             weights=self.weights.digest(step - 1),
-            connected=None if on_device is None or on_device.switched else on_device.connected,
+            connected=on_device.connected if on_device is not None and connects else None,
+            why_not=on_device.connecting_failure() if on_device is not None and connects else None,
         )
         self._header.launch(header.to_bytes())
         self.pass_point("header", step)
@@ -386,22 +386,15 @@ class StepRunner:
         results: Mapping[int, MicroBatchResult],
         weight: float,
         finite: bool,
-        used: Sequence[int],
+        header: StepHeader,
         buffers: Mapping[int, torch.Tensor | bytes],
     ) -> StepRecord:
         self.report("apply")
         state = self.state
-        record = StepRecord(
-            number=step,
-            epoch=self.data.epoch_of(step),
-            epoch_end=self.data.ends_epoch(step),
-            loss=mean([(one.loss, one.weight) for one in results.values()]),
-            weight=weight,
-            metrics=_mean_metrics(results.values()),
-            lr=float(state.optimizer.param_groups[0]["lr"]),
-        )
+        lr = float(state.optimizer.param_groups[0]["lr"])  # the scheduler changes it below
+        grad_norm: float | None = None
         seed_everything(body_seed(self.seed, step))
-        self.gradients.assign(used)
+        self.gradients.assign(header.used)
         self._gradients, self._norm = [p.grad for p in state.parameters.values()], None
         self.buffers.commit(buffers)
         if finite:
@@ -410,17 +403,28 @@ class StepRunner:
                 if self._group is not None and self._group.on_device is not None:
                     self._norm = norm  # read with the step's `grad_norm`, for which the host waits
                 else:
-                    record.grad_norm = float(norm)
+                    grad_norm = float(norm)
             self.pass_point("optimizer", step)
             state.optimizer.step()
             if state.scheduler is not None:
                 state.scheduler.step()
         if state.loss_scale is not None:
-            state.loss_scale.update(overflow=not finite)
+            state.loss_scale.step_ended(overflow=not finite)
         # A member that takes the step over has no gradients for its body, so no member's body has.
         self.gradients.drop()
-        state.record = record
-        state.note_commit()
+        record = StepRecord(
+            number=step,
+            epoch=self.data.epoch_of(step),
+            epoch_end=self.data.ends_epoch(step),
+            loss=mean([(one.loss, one.weight) for one in results.values()]),
+            weight=weight,
+            metrics=_mean_metrics(results.values()),
+            lr=lr,
+            grad_norm=grad_norm,
+            kept=header.keep and not header.keeps_late,
+            late=header.keeps_late,
+        )
+        state.commit(record)
         self.pass_point("after_step", step)
         return record
 
@@ -438,13 +442,16 @@ class StepRunner:
             return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
         return gradient_norm(self._units, gradients)
 
-    def grad_norm(self) -> float | None:
-        """Returns the norm of the last committed step's gradients, or None if they are gone."""
-        if self._gradients is None:
-            return None
-        if self._norm is not None:
-            return float(self._norm)
-        return float(self._norm_of(self._gradients))
+    def complete_record(self) -> None:
+        """Adds the norm of the last committed step's gradients to its record, unless it is there
+        or they are gone. It is computed when it is first read, or before the gradients go."""
+        record = self.state.record
+        if record is None or record.grad_norm is not None or self._gradients is None:
+            return
+        norm = self._norm
+        if norm is None:
+            norm = self._norm_of(self._gradients)
+        record.add_grad_norm(float(norm))
 
 
 def _mean_metrics(results: Any) -> dict[str, float]:

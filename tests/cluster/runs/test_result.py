@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load, load_file
 
 import elastic_dp as edp
-from elastic_dp.cluster.runs.run_record import read_result
 from elastic_dp.errors import CheckpointError
+from elastic_dp.run_record import read_result
 from elastic_dp.train.state.train_state import TrainState
 from tests.runs import Points
 from tests.train.jobs import adamw, classifier, cross_entropy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_dp.cluster.runs import run_record
+from elastic_dp import run_record
 from elastic_dp.errors import LeaseLost, RunMismatch
 from elastic_dp.storage import Store
 from elastic_dp.train.checkpointing.job_match import job_identity

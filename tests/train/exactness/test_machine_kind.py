@@ -138,9 +138,10 @@ def test_operation_without_a_deterministic_kernel_is_named_in_each_run_of_a_proc
         warnings.simplefilter(action)
         always = torch.is_warn_always_enabled()
         for _ in range(2):
-            with DeterministicKernels(exact=True) as kernels:
+            because: list[str] = []
+            with DeterministicKernels(exact=True, because=because):
                 for _ in range(3):
                     has_no_deterministic_kernel()
-            assert len(kernels.because) == 1 and kernels.because[0].startswith("put_ does not")
+            assert len(because) == 1 and because[0].startswith("put_ does not")
         assert not [one for one in warnings.filters if "deterministic" in str(one[1])]
         assert torch.is_warn_always_enabled() == always

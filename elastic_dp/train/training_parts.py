@@ -1,0 +1,122 @@
+"""What one call of `ctx.steps` makes of its arguments: the state, and what runs steps on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic_dp.config import JobSpec
+from elastic_dp.train.generations.worker_control import WorkerControl
+from elastic_dp.train.loop_guard.loop_guard import LoopGuard
+from elastic_dp.train.loop_guard.steps_arguments import check_steps_arguments
+from elastic_dp.train.phase_reporter import PhaseReporter
+from elastic_dp.train.state.skipped_row_groups import SkippedRowGroups
+from elastic_dp.train.state.train_state import TrainState
+from elastic_dp.train.state.weight_comparison import WeightComparison
+from elastic_dp.train.step.batch_source import BatchSource
+from elastic_dp.train.step.compute_speed import ComputeSpeed
+from elastic_dp.train.step.micro_batch import LossFn, MicroBatchRunner
+from elastic_dp.train.step.precision import new_loss_scale
+from elastic_dp.train.step.step_runner import StepRunner
+from elastic_dp.train.step.trial_run import TrialRun
+
+
+@dataclass(frozen=True)
+class StepsArguments:
+    """The arguments of `ctx.steps`."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn
+    scheduler: Any = None
+    clip_norm: float | None = None
+    precision: str | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises SpecError, ModelError or StateError for arguments that cannot be used."""
+        check_steps_arguments(
+            self.model,
+            self.optimizer,
+            self.loss_fn,
+            self.scheduler,
+            self.clip_norm,
+            self.precision,
+            self.state,
+        )
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """The parts that work on one model, from the start of the loop to its end."""
+
+    state: TrainState
+    weights: WeightComparison
+    skipped: SkippedRowGroups
+    step_runner: StepRunner
+    loop_guard: LoopGuard
+    trial: TrialRun
+
+    @classmethod
+    def build(
+        cls,
+        given: StepsArguments,
+        spec: JobSpec,
+        data: BatchSource,
+        device: torch.device,
+        control: WorkerControl,
+        reporter: PhaseReporter,
+        write_speed: Callable[[float], None],
+    ) -> TrainingParts:
+        """Checks the arguments and builds the parts. Nothing runs yet."""
+        given.check()
+        loss_scale = new_loss_scale(given.precision)
+        state = TrainState(given.model, given.optimizer, given.scheduler, loss_scale, given.state)
+        compared = spec.failure.compare_weights_every if spec.exact else None
+        weights = WeightComparison(state.parameters, compared)
+        by_speed = spec.scaling.balance == "measured"
+        speed = ComputeSpeed(device, write_speed if by_speed else None)
+        virtual_workers = spec.scaling.num_virtual_workers
+        micro_batches = MicroBatchRunner(
+            state,
+            given.loss_fn,
+            data,
+            device,
+            spec.data.seed,
+            speed,
+            reporter.report,
+            exact=spec.exact,
+            precision=given.precision,
+        )
+        step_runner = StepRunner(
+            state,
+            weights,
+            micro_batches,
+            data,
+            virtual_workers,
+            spec.exact,
+            given.clip_norm,
+            spec.data.seed,
+            control,
+            reporter.report,
+            reporter.pass_point,
+            speed,
+        )
+        trial = TrialRun(
+            state,
+            given.loss_fn,
+            data,
+            micro_batches,
+            step_runner.gradients,
+            step_runner.buffers,
+            virtual_workers,
+            device,
+            reporter.report,
+            exact=spec.exact,
+        )
+        skipped = SkippedRowGroups(state, data)
+        guard = LoopGuard(state, step_runner.buffers, given.loss_fn)
+        return cls(state, weights, skipped, step_runner, guard, trial)
