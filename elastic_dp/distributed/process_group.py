@@ -300,11 +300,9 @@ class Forming:
 
     def abandon(self) -> None:
         """Aborts, and closes the group if it is formed by now."""
-        self.abort()
-        with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        self.abort()  # from now on no group is set
+        if self._group is not None:
+            self._group.close()
 
     def wait(self) -> ProcessGroup:
         self._ended.wait()

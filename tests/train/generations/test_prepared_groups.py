@@ -96,7 +96,7 @@ def test_prepared_group_of_others_is_closed(meet: Rendezvous, closed: list[objec
     members = ("w1", "w3")
     made = forms([groups[worker] for worker in members], members, meet, prepared=0)
     assert [one.world_size for one in made] == [2, 2] and len(closed) == 1
-    assert prepared.forming._group is None
+    assert prepared.forming._group is not None and prepared.forming._group.aborted
 
 
 def test_newer_preparation_takes_the_place_of_the_older_one(meet: Rendezvous) -> None:
