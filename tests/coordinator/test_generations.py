@@ -54,7 +54,7 @@ def test_planned_end_that_cuts_a_step_leaves_what_is_finished_where_it_is() -> N
 
 
 def test_member_behind_the_source_has_finished_nothing() -> None:
-    """It receives the step in which it has."""
+    """A member that is behind receives the step of which it has finished a part."""
     scenario = trio(min_workers=2, virtual_workers=12)
     scenario.lost("w1")
     scenario.stopped("w2", step=4, finished=((4, 8),))
@@ -105,7 +105,7 @@ def test_likely_members_connect_while_members_leave() -> None:
     assert (membership.source, membership.prepared) == ("w3", 1)
 
 
-def test_likely_members_that_change_connect_anew() -> None:
+def test_likely_members_that_change_connect_again() -> None:
     scenario = trio(min_workers=1, forming_timeout_s=30.0)
     scenario.lost("w2")
     scenario.ready("w4")

@@ -70,7 +70,7 @@ def test_share_that_must_shrink_keeps_the_subtrees_that_fit():
 
 
 def test_finished_subtree_that_is_larger_than_the_share_is_worth_nothing():
-    """Its sum cannot be taken apart."""
+    """The sum of a subtree cannot be taken apart."""
     contiguous = ((0, 6), (6, 12), (12, 16))
     assert retain_ranges(contiguous, [((8, 16),), ((0, 8),), ()]) == tuple(
         (one,) for one in contiguous
@@ -84,6 +84,6 @@ def test_contiguous_ranges_stay_where_nothing_of_the_step_is_finished():
 
 
 def test_survivor_that_is_ahead_keeps_what_it_has_finished():
-    """Of four virtual workers each, one has finished all and the other one the first."""
+    """One has finished all of its four virtual workers, the other one the first."""
     shares = retain_ranges(equal_ranges(12, 2), [((0, 1),), ((4, 8),)])
     assert shares == (((0, 4), (8, 10)), ((4, 8), (10, 12)))

@@ -415,7 +415,7 @@ class Invariants:
             must(fewer <= more + 1 or fast == slow, f"{slow} s runs {fewer}, {fast} s runs {more}")
 
     def preparation(self, command: m.PrepareGroup, by: SimController) -> None:
-        """Of a number that is claimed and not announced, among workers that may become members."""
+        """Members connect for a number that is claimed, not announced; none of them is gone."""
         generation, workers = command.generation, command.workers
         must(self.claims.get(generation) is by, f"{command} without its claim")
         must(generation not in self.memberships, f"{command} of a generation that is announced")

@@ -71,7 +71,7 @@ def test_clipped_gradients_have_the_norm_asked_for_and_report_the_one_before():
 
 
 def test_norm_is_the_same_number_with_and_without_clipping():
-    """It is added over units in both, so that it does not depend on who has which gradients."""
+    """The norm is added over units in both, whoever has which gradients."""
 
     def norms(clip_norm):
         found = []
