@@ -448,6 +448,16 @@ def kill_in_step(r: dict[str, Any]) -> Iterator[Row]:
         )
 
 
+def fuzz_data(r: dict[str, Any]) -> Iterator[Row]:
+    yield Row(
+        f"Damaged files of {len(r['kinds'])} kinds, read, converted and inspected: crashes, hangs, "
+        "errors of others and rows that differ",
+        f"{r['findings']} in {r['inputs']:,} files",
+        "0 in 100,000",
+        r["findings"] == 0 and r["inputs"] >= 100_000,
+    )
+
+
 class Section(NamedTuple):
     title: str
     command: str
@@ -492,6 +502,7 @@ SECTIONS = {
         "The coordinator", "benchmarks.coordinator_scale", coordinator_scale
     ),
     "simulation": Section("The simulator", "tests.simulation --seeds 7000000 7100000", simulation),
+    "fuzz_data": Section("Damaged files", "benchmarks.fuzz_data --inputs 100000", fuzz_data),
     "command_line": Section("The command line", "benchmarks.command_line", command_line),
 }
 
