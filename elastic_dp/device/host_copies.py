@@ -6,7 +6,8 @@ device.
   there later may write the sources. Whoever reads the memory waits for it first.
 - The memory is ordinary memory, registered with the driver by `register`, which may take seconds
   and is for a background thread. Torch's pinned memory would be rounded up to a power of two, and
-  allocated while the training waits. Until it is registered, the same copies are slower.
+  allocated while the training waits. Until it is registered, the same copies are slower, and
+  whoever launches them waits: CUDA returns when a copy to ordinary memory has ended.
 """
 
 from __future__ import annotations

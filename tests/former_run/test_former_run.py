@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from elastic_dp.cli import app
-from elastic_dp.cluster.runs.run_record import Result
+from elastic_dp.run_record import Result
 from elastic_dp.train.exactness.machine_kind import machine_kind
 from tests.former_run.job import FORMER_STEPS, train, trainer
 from tests.runs import group, lines_of

@@ -36,6 +36,7 @@ WITH_CHECKPOINTS = (
     "sharing",
     "keeping",
 )  # see test_worker_checkpointer, test_collective_read
+IN_A_STEP = tuple(p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS))
 ENDS = ("WorkerLost", "WorkerFailed")  # of a process
 VICTIMS = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)]
 
@@ -78,7 +79,7 @@ def calm(steps, train):
     return local(job(steps), train)
 
 
-def with_faults(spec, train, faults):
+def with_faults(spec, train, faults, **options):
     """A run that is stopped when all of them have happened, and the group makes steps again."""
 
     def all_happened(run):
@@ -89,7 +90,11 @@ def with_faults(spec, train, faults):
         eventually(lambda: status()["step"] > at + 1 or ended(), status)
 
     return group(
-        spec, train, faults=faults, script=[(1, all_happened), (1, StopRequested("enough"))]
+        spec,
+        train,
+        faults=faults,
+        script=[(1, all_happened), (1, StopRequested("enough"))],
+        **options,
     )
 
 
@@ -111,9 +116,7 @@ def check(outcome, run, train, kills):
         assert metrics == {x["step"]: x["eval_loss"] for x in undisturbed.logged}
 
 
-@pytest.mark.parametrize(
-    "point", [p for p in POINTS if p not in (*WHILE_FORMING, *WITH_CHECKPOINTS)]
-)
+@pytest.mark.parametrize("point", IN_A_STEP)
 def test_kill_at_each_point_has_the_local_digest(point, tmp_path):
     """Each of VICTIMS in turn, the group back at full size in between."""
     train = batch_norm if point == "buffers" else average_and_plateau

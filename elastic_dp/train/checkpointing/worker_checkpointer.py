@@ -104,6 +104,12 @@ class WorkerCheckpointer:
         if self._config.enabled:
             encode(_tree(state, []))
 
+    def prepare(self, state: TrainState) -> None:
+        """Makes ready for the first snapshot, once the optimizer has its state."""
+        if self._config.enabled:
+            with contextlib.suppress(StateError):  # the snapshot itself raises it
+                self._uploader.prepare(_tree(state, []))
+
     @property
     def late(self) -> bool:
         """Whether the last upload takes so long that training skips the next checkpoint."""
