@@ -94,7 +94,7 @@ def test_delta_table_is_refused_with_the_line_that_reads_its_rows(url, delta):
 
 
 def test_delta_table_of_partitions_is_read_with_their_columns_from_its_list(tmp_path):
-    """As the refusal says."""
+    """A list of files as the refusal offers it is read without a warning."""
     table = tmp_path / "table"
     rows = numbers(0, 6, day=[1, 2] * 3, p=["a b", "c"] * 3)
     write_deltalake(table, rows, partition_by=["day", "p"])

@@ -112,8 +112,10 @@ def test_journal_of_an_earlier_commit_is_read_by_events_with_todays_names(runs):
     said = asked("events", "workers", "--storage-path", str(runs))
     lines = [json.loads(line) for line in said.splitlines()]
     events = [line for line in lines if "event" in line]
-    stopped = next(line for line in events if line["event"] == "WorkerStopped")
-    assert stopped["has_state"] is True and stopped["position"] == [3, 0, 0]
+    stopped = [line for line in events if line["event"] == "WorkerStopped"]
+    positions = [line["position"] for line in stopped if line["has_state"]]
+    assert positions == [[3, 0, 0], [6, 1, 0], [6, 1, 0]]  # one survivor, then both at the end
+    assert {line["lineage_id"] for line in stopped if line["has_state"]} == {7}
     assert {"CheckpointCommitted", "WorkerPlaced"} <= {line["event"] for line in events}
     assert not {"place", "whole", "founded", "disagreement", "home"}.intersection(*events)
 
@@ -123,7 +125,7 @@ def test_journal_of_an_earlier_commit_is_read_by_report(runs):
     assert (report["phase"], report["step"], report["lost"]) == ("finished", FORMER_STEPS, 1)
     kinds = [one["kind"] for one in report["events"]]
     assert {kind: kinds.count(kind) for kind in kinds} == {
-        **{"join": 2, "loss": 1, "pause": 1, "checkpoint": 3, "end": 1}
+        **{"join": 2, "loss": 1, "pause": 2, "checkpoint": 3, "end": 1}
     }
     assert [one["name"] for one in report["workers"]] == ["w1", "w2", "w3"]
     assert [step for _, step, *_ in report["curves"]["loss"]] == list(range(1, FORMER_STEPS + 1))

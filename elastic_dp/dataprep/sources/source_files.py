@@ -116,8 +116,8 @@ class Files:
 
     @contextmanager
     def open_mapped(self, name: str) -> Iterator[Any]:
-        """As `open`; a local file is memory mapped, so that a large record batch takes no
-        memory."""
+        """Opens a file as `open` does. A local file is memory mapped, so a large record batch takes
+        no memory."""
         if not self.is_local:
             with self.open(name) as raw:
                 yield raw
