@@ -523,7 +523,7 @@ PARAMETERS = {
     """,
     "ScalingConfig": """
         *min_workers max_workers virtual_workers standby resources_per_worker threads_per_worker
-        stabilization_s market min_on_demand zones label_selector balance
+        stabilization_s market min_on_demand zones label_selector balance priority
     """,
     "CheckpointConfig": """
         *every_steps every_s every num_to_keep keep_every checkpoint_score_attribute

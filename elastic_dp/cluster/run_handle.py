@@ -351,6 +351,7 @@ def status_without_controller(phase: str, reason: str, step: int, **known: Any) 
         "generation": 0,
         "world_size": 0,
         "size": 0,
+        "size_limit": None,
         "min_workers": 0,
         "exact": None,
         "inexact_because": (),

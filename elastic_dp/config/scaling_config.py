@@ -44,6 +44,9 @@ class ScalingConfig:
     - `balance`: "equal", or "measured": a slower worker runs fewer virtual workers if that makes a
       step at least a tenth shorter. If a worker that runs a single virtual worker delays the others
       by a fifth of a step for five minutes, a ready standby replaces it.
+    - `priority`: among the runs of one cluster. If there is not room for all, a run shrinks towards
+      its `min_workers` for one with a higher priority, and grows back. A run whose `min_workers` do
+      not fit waits in a queue.
 
     On nodes with Ray's labels:
 
@@ -68,6 +71,7 @@ class ScalingConfig:
     zones: Sequence[str] = ()
     label_selector: Mapping[str, str] = field(default_factory=dict)
     balance: Literal["equal", "measured"] = "equal"
+    priority: int = 0
 
     def __post_init__(self) -> None:
         none_only_by_default("ScalingConfig", self)
@@ -85,6 +89,11 @@ class ScalingConfig:
         one_of("ScalingConfig.market", self.market, ("any", "spot", "on-demand", "spot-first"))
         one_of("ScalingConfig.balance", self.balance, ("equal", "measured"))
         whole_number("ScalingConfig.min_on_demand", self.min_on_demand, 0)
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise SpecError(
+                f"ScalingConfig.priority is {self.priority!r}, must be a whole number; "
+                "a higher one comes first"
+            )
         if not valid_labels(self.zones):
             raise SpecError(
                 f"ScalingConfig.zones is {self.zones!r}, must be a list of names (valid labels)"

@@ -117,6 +117,16 @@ class Coordinator:
         return self._run.size
 
     @property
+    def requested_size(self) -> int:
+        """The number of members to aim for if no other run of the cluster limits it."""
+        return self._run.requested_size
+
+    @property
+    def size_limit(self) -> int | None:
+        """How many members other runs of the cluster leave room for; None: no limit."""
+        return None if self._run.size == self._run.requested_size else self._run.size
+
+    @property
     def generation(self) -> int:
         """The number of the present generation; 0 before the first."""
         return self._generation.number
@@ -269,6 +279,8 @@ class Coordinator:
                     registry.drain(registry.workers[worker_id], deadline, now)
             case m.SizeRequested():
                 self._size_requested(event, now)
+            case m.SizeLimited():
+                self._size_limited(event, now)
             case m.StopRequested():
                 self._stop_requested(event)
             case m.CheckpointRequested():
@@ -384,6 +396,16 @@ class Coordinator:
         self._run.resize(event.size, least)
         self._admission.resized()
         self._registry.resized(now)
+
+    def _size_limited(self, event: m.SizeLimited, now: float) -> None:
+        before = self._run.size
+        self._run.limit_size(event.most)
+        if self._run.size != before:
+            self._run.explain(
+                f"the size is {self._run.size} now, {self._run.requested_size} wanted: "
+                f"{event.reason}"
+            )
+            self._registry.resized(now)
 
     def _stop_requested(self, event: m.StopRequested) -> None:
         if self._run.stop is not None:

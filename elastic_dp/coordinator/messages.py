@@ -194,6 +194,17 @@ class SizeRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeLimited:
+    """Other runs of the cluster leave room for at most so many workers; None: as many as requested.
+
+    The minimum is never limited.
+    """
+
+    most: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """An operator, a time limit, or the job itself requests the end of the run after the next
     step.
@@ -255,6 +266,7 @@ Event = (
     | WorkerReported
     | DrainNoticed
     | SizeRequested
+    | SizeLimited
     | StopRequested
     | CheckpointRequested
     | CheckpointCommitted

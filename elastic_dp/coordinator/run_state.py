@@ -16,7 +16,8 @@ class RunState:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self.size, self.min_workers = config.size, config.min_workers
+        self.requested_size, self.min_workers = config.size, config.min_workers
+        self.limit: int | None = None  # what other runs of the cluster leave; None: no limit
         self.reason = ""
         self.stop: m.StopRequested | None = None  # the request to end the run, if there was one
         self.timers = Timers()
@@ -33,6 +34,13 @@ class RunState:
         return self._machine.phase in IN_FLIGHT
 
     @property
+    def size(self) -> int:
+        """The number of members to aim for."""
+        if self.limit is None:
+            return self.requested_size
+        return min(self.requested_size, max(self.limit, self.min_workers))
+
+    @property
     def min_members(self) -> int:
         """How many members a generation must have."""
         return 1 if self.stop is not None else min(self.min_workers, self.size)
@@ -42,7 +50,10 @@ class RunState:
         self._machine.apply(transition)
 
     def resize(self, size: int, min_workers: int) -> None:
-        self.size, self.min_workers = size, min_workers
+        self.requested_size, self.min_workers = size, min_workers
+
+    def limit_size(self, most: int | None) -> None:
+        self.limit = most
 
     def request_stop(self, event: m.StopRequested) -> None:
         self.stop = event

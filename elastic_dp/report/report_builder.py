@@ -69,6 +69,8 @@ class ReportBuilder:
         self._began: float | None = None
         self._now = 0.0  # of the last line
         self._led_s = 0.0
+        self._requested = 0  # the size
+        self._limit: int | None = None  # what other runs of the cluster leave of it
         self._step = 0
         self._starts = 0
         self._ended: tuple[RunPhase, str] | None = None
@@ -133,6 +135,10 @@ class ReportBuilder:
     def _leads(self) -> bool:
         return self._starts > 0 and self._ended is None
 
+    @property
+    def _wanted(self) -> int:
+        return self._requested if self._limit is None else min(self._requested, self._limit)
+
     def _phase(self, now: float) -> RunPhase:
         if self._began is None:
             return RunPhase.RUNNING
@@ -166,11 +172,13 @@ class ReportBuilder:
     def _of_run(self, kind: str, now: float, line: Mapping[str, Any]) -> None:
         match kind:
             case "ControllerStarted" if line["takes_over"]:
-                self._group.resize(now, int(line["size"]))
+                self._requested, self._limit = int(line["size"]), None
+                self._group.resize(now, self._wanted)
                 self._add(now, EventKind.TAKEOVER, "a new controller leads the same workers")
             case "ControllerStarted":
                 self._starts += 1
                 self._ended = None
+                self._requested, self._limit = int(line["size"]), None
                 self._workers.begin(now)
                 self._group.begin(now, int(line["size"]))
                 workers = counted(int(line["size"]), "worker")
@@ -178,8 +186,14 @@ class ReportBuilder:
             case "Explain":
                 self._log.decide(Decision(now, _text(line["text"])))
             case "SizeRequested":
-                self._group.resize(now, int(line["size"]))
-                self._add(now, EventKind.SCALE, f"{counted(int(line['size']), 'worker')} asked for")
+                self._requested = int(line["size"])
+                self._group.resize(now, self._wanted)
+                self._add(now, EventKind.SCALE, f"{counted(self._requested, 'worker')} asked for")
+            case "SizeLimited":
+                self._limit = None if line["most"] is None else int(line["most"])
+                self._group.resize(now, self._wanted)
+                what = "" if self._limit is None else f"at most {counted(self._limit, 'worker')}: "
+                self._add(now, EventKind.SCALE, f"{what}{line['reason']}")
             case "StopRequested":
                 self._add(now, EventKind.STOP, f"stop requested: {line['reason']}")
             case "FinishRun":

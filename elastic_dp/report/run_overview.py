@@ -155,14 +155,16 @@ def _health_of_status(status: Mapping[str, Any], loss: float | None) -> tuple[He
             return (Health.FAILED if status.get("failed") else Health.FINISHED), reason
     if not status.get("generation"):
         return Health.STARTING, status.get("waits_for") or reason
-    goodput = status.get("goodput")
+    goodput, limit = status.get("goodput"), status.get("size_limit")
     health, why = _health(
         int(status["world_size"]),
-        int(status["size"]),
+        int(status["size"] if limit is None else limit),
         loss,
         float(status.get("led_s", 0.0)),
         1.0 if goodput is None else goodput,
     )
+    if limit is not None:
+        why = f"{why}, {status['size']} wanted: runs of higher priority come first"
     waits_for = status.get("waits_for")
     return health, f"{why}; it waits for a node: {waits_for}" if waits_for else why
 

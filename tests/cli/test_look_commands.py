@@ -201,6 +201,11 @@ def test_checkpoints_are_found_by_the_name_of_the_run_and_its_storage_path(tmp_p
         ({}, Health.HEALTHY, "2 of 2 workers train"),
         ({"generation": 0, "waits_for": "none has room"}, Health.STARTING, "none has room"),
         ({"size": 3}, Health.CONCERN, "2 of 3 workers train"),
+        (
+            {"size": 8, "size_limit": 2},
+            Health.HEALTHY,
+            "2 of 2 workers train, 8 wanted: runs of higher priority come first",
+        ),
         ({"metrics": {"loss": math.nan}}, Health.CONCERN, "its loss is not finite"),
         ({"goodput": 0.2, "led_s": 5.0}, Health.HEALTHY, "2 of 2 workers train"),
         ({"goodput": 0.2, "led_s": 5e3}, Health.CONCERN, "its goodput is 20 %"),

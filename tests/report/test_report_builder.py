@@ -109,6 +109,16 @@ def test_verdict_of_a_running_run_says_whether_it_is_healthy():
     )
 
 
+def test_run_that_others_limit_wants_no_more_than_they_leave():
+    limit = {"most": 2, "reason": "run 'other' has priority 5, this one 0"}
+    limited = [*night()[:13], event(6, "SizeLimited", **limit)]
+    report = report_of(limited, T0 + 6)
+    assert report.wanted == 2
+    assert report.events[-1].text == "at most 2 workers: run 'other' has priority 5, this one 0"
+    grown = [*limited, event(7, "SizeLimited", most=None, reason="no run limits it")]
+    assert report_of(grown, T0 + 7).wanted == 3
+
+
 def test_run_of_which_nothing_is_heard_is_silent_and_not_running():
     report = report_of(night()[:13], T0 + 400)
     assert report.phase is RunPhase.SILENT

@@ -37,6 +37,7 @@ SCENARIOS = (
     "test_leases",
     "test_leadership",
     "test_scaling",
+    "test_size_limits",
     "test_failures",
     "test_finishing",
     "test_takeover",
@@ -487,6 +488,18 @@ dropped = members_to_exclude(generation.unreachable_pairs, members, needed)""",
         "Coordinator.handle",
         "self._dispatch_when_over(event, now)",
         "self._dispatch(event, now)",
+    ),
+    Mutant(
+        "a limit goes below the minimum",
+        "RunState.size",
+        "max(self.limit, self.min_workers)",
+        "self.limit",
+    ),
+    Mutant(
+        "a limit releases nobody",
+        "Coordinator._size_limited",
+        "self._registry.resized(now)",
+        "pass",
     ),
     Mutant(
         "size without bounds", "Coordinator._size_requested", "not 1 <= event.size <= most", "False"

@@ -183,7 +183,8 @@ class Controller:
             "reason": coordinator.reason or self.outcome.reason,
             "generation": coordinator.generation,
             "world_size": 0 if membership is None else len(membership.members),
-            "size": coordinator.size,
+            "size": coordinator.requested_size,
+            "size_limit": coordinator.size_limit,
             "min_workers": self.state_store.state.min_workers or self.spec.scaling.min_workers,
             "step": self.report.step,
             "exact": self.spec.exact and not because,
@@ -195,6 +196,11 @@ class Controller:
             "led_s": max(0.0, now - self.state_store.state.started_at),
             **self.newest_events.status(now),
         }
+
+    def requested_sizes(self) -> tuple[int, int]:
+        """Return the minimum and the number of workers that the job, or its operator, asks for."""
+        least = self.state_store.state.min_workers or self.spec.scaling.min_workers
+        return least, self.coordinator.requested_size
 
     @property
     def store_retries(self) -> int:
@@ -268,7 +274,7 @@ class Controller:
         clock = time.monotonic
         left_s = time_left_s(self.state_store.state, self.spec.max_time_s)
         ends_at = None if self.spec.max_time_s is None else clock() + left_s
-        self.times.begin(self.coordinator.size, takes_over=self.state_store.inherited)
+        self.times.begin(self.coordinator.requested_size, takes_over=self.state_store.inherited)
         if self.state_store.inherited:
             self._execute_all(self._take_over(found))
         else:

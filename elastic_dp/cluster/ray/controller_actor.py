@@ -24,6 +24,7 @@ from elastic_dp.cluster.ray.capacity_monitor import CapacityMonitor
 from elastic_dp.cluster.ray.drain_watcher import DrainWatcher
 from elastic_dp.cluster.ray.ray_worker_group import RayWorkerGroup
 from elastic_dp.cluster.runs.ray_kv_state import RayKvStateStore, forget, load_job
+from elastic_dp.cluster.sharing.cluster_sharing import ClusterSharing
 from elastic_dp.cluster.worker import WorkerJob
 from elastic_dp.config import DataConfig, JobSpec
 from elastic_dp.coordinator.messages import (
@@ -93,6 +94,15 @@ class ControllerActor:
             lambda: self._controller.status()["workers"],
             lambda text: self._journal.command(Explain(text)),
         )
+        self._sharing = ClusterSharing(
+            self._spec.name,
+            self._spec.scaling,
+            state_store.state.started_at,
+            self._controller.requested_sizes,
+            self._worker_group.held_nodes,
+            self._controller.post,
+            self._controller.say,
+        )
         self._controller.open(self._worker_group)
         # What torch, ray and the job's imports have allocated stays. A full collection that visits
         # it takes 0.1 s longer, so it is frozen; what comes later grows with the workers alone.
@@ -155,7 +165,10 @@ class ControllerActor:
             "avoided_nodes": self._worker_group.node_avoidance.avoided,
             "goodput": self._controller.times.goodput().fraction,
         }
-        return self._controller.status() | own | {"labels": dict(self._spec.labels)}
+        status = self._controller.status() | own | {"labels": dict(self._spec.labels)}
+        if queued := self._sharing.queued_because:
+            status |= {"phase": "queued", "reason": queued}
+        return status
 
     @ray.method(concurrency_group="events")
     def scale(self, size: int, min_workers: int | None = None) -> None:
@@ -222,6 +235,11 @@ class ControllerActor:
         self._controller.post(event)
 
     def _lead(self) -> None:
+        state = self._state_store.state
+        if not (state.here or state.stepped or state.outcome):
+            self._sharing.admit(lambda: state.stop is not None)
+            self._state_store.begin(time.time())
+        self._sharing.start(self._controller.ended)
         self._controller.lead(self._found())
         if self._controller.superseded:
             os._exit(1)  # the run's workers, lease, record and name belong to another controller

@@ -163,6 +163,19 @@ class RayWorkerGroup:
         self._nodes = known
         return known
 
+    def held_nodes(self) -> list[str]:
+        """Return the node of each worker that holds a place there, also if its process is still
+        starting.
+        """
+        placed = self.nodes()
+        tables = [
+            ray._private.state.state.actor_table(actor._actor_id.hex())
+            for worker, actor in self.actors().items()
+            if worker not in placed
+        ]
+        starting = [table["Address"]["NodeID"] for table in tables if table and table["Pid"]]
+        return [*placed.values(), *starting]
+
     def without_process(self, workers: Iterable[WorkerId]) -> list[WorkerId]:
         """Return the workers for which Ray has no process yet: they wait for a node, or their
         process is starting.

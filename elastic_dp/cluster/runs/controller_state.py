@@ -90,6 +90,12 @@ class ControllerStateStore:
         with self._lock:
             self._changed |= _update(self.state, message)
 
+    def begin(self, now: float) -> None:
+        """Record that the run leaves the queue: its time counts from `now`."""
+        with self._lock:
+            self.state.started_at, self._changed = now, True
+        self.save()
+
     def count_loss(self) -> None:
         """Count a worker that was lost before the end without being released."""
         with self._lock:

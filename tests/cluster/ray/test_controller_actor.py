@@ -1,10 +1,12 @@
 """The controller's actor where Ray is not: what it does when it takes over, without a cluster."""
 
+import threading
 import types
 
 import pytest
 
 from elastic_dp.cluster.ray import controller_actor
+from elastic_dp.cluster.runs.controller_state import ControllerState
 
 
 class Ended(BaseException):
@@ -23,11 +25,25 @@ def leading(monkeypatch, **controller):
     """A controller that takes over, as far as its thread needs it."""
     monkeypatch.setattr(controller_actor.os, "_exit", ends)
     actor = object.__new__(controller_actor.ControllerActor.__ray_metadata__.modified_class)
-    actor._state_store = types.SimpleNamespace(inherited=True)
+    state = ControllerState(term=2, stepped=True)
+    actor._state_store = types.SimpleNamespace(inherited=True, state=state)
     actor._controller = types.SimpleNamespace(
-        metrics=types.SimpleNamespace(logged_to=(0, 0)), **controller
+        metrics=types.SimpleNamespace(logged_to=(0, 0)), ended=threading.Event(), **controller
     )
+    actor._sharing = types.SimpleNamespace(start=lambda ended: None)
     return actor
+
+
+def test_controller_that_is_restarted_while_its_run_is_queued_waits_on_in_the_queue(monkeypatch):
+    actor = leading(monkeypatch, lead=lambda found: None, superseded=True)
+    actor._worker_group = types.SimpleNamespace(adopt=lambda logged_to: [])
+    actor._state_store.state.stepped = False
+    waited, begun = [], []
+    actor._sharing.admit = lambda is_over: waited.append(is_over())
+    actor._state_store.begin = begun.append
+    with pytest.raises(Ended):
+        actor._lead()
+    assert waited == [False] and len(begun) == 1
 
 
 def test_a_controller_that_cannot_find_its_workers_is_started_again(monkeypatch, capsys):
@@ -48,9 +64,7 @@ def test_a_controller_that_is_superseded_only_ends(monkeypatch):
 def test_a_worker_can_be_drained_before_the_new_controller_has_met_it(monkeypatch):
     actor = leading(monkeypatch, status=lambda: {"workers": {"w2": "starting"}})
     asked = []
-    actor._request, actor._state_store.state = (
-        asked.append,
-        types.SimpleNamespace(here={"w1": None}),
-    )
+    actor._request = asked.append
+    actor._state_store.state.here = {"w1": True}
     assert actor.drain("w1", None) == ["w2", "w1"]
     assert [event.worker for event in asked] == ["w1"]
