@@ -6,8 +6,9 @@
 - The memory has the layout of the parts in the store (layout.py), so a write needs no further copy.
 - `take` launches copies; `manifest` waits for them, hashes, and runs in the background. Consecutive
   snapshots of the same tensors allocate nothing.
-- The first snapshot of a device's state is slower, since its memory is not registered with the
-  device yet. `register` does that in the background for later snapshots. See device/host_copies.py.
+- Copies of a device's state are slow, and the host waits for them, until the memory is registered
+  with the device. `prepare` and `register` do that in the background, before the first snapshot.
+  See device/host_copies.py.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ class Snapshot:
         self._manifest: Manifest | None = None
         self._hashing = threading.Lock()
 
+    def prepare(self, tree: Any) -> bool:
+        """Allocates memory for snapshots of a tree like this, if a device holds some of it. Returns
+        whether it did; then `register` can run. Raises StateError."""
+        _, tensors = encode(tree)
+        if all(TensorSpec.of(name, tensor).device == "cpu" for name, tensor in tensors):
+            return False
+        self._make_room(tensors)
+        self._kinds = _kinds_of(tensors)
+        return True
+
     @torch.no_grad()
     def take(self, step: int, tree: Any) -> None:
         """Copies the tree. The caller may change the tree again when this returns.
@@ -59,7 +70,7 @@ class Snapshot:
         """
         encoded, tensors = encode(tree)
         self._manifest = None
-        kinds = [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
+        kinds = _kinds_of(tensors)
         if kinds != self._kinds:
             self._make_room(tensors)
             self._kinds = kinds
@@ -138,6 +149,10 @@ class Snapshot:
             for slot, start, end, _ in self._sources
         ]
         self._copies.copy(self._targets, sources)
+
+
+def _kinds_of(tensors: Sequence[NamedTensor]) -> list[tuple[Any, ...]]:
+    return [(name, t.dtype, t.shape, t.stride(), t.device) for name, t in tensors]
 
 
 def _aligned(nbytes: int) -> torch.Tensor:

@@ -84,6 +84,14 @@ class Uploader:
             self._patience_s -= time.perf_counter() - begun_at
         return self._is_over()
 
+    def prepare(self, tree: Any) -> None:
+        """Makes ready for the first snapshot of a tree like this, in the background where it takes
+        time. Raises StateError."""
+        with self._copying:
+            prepared = self.snapshot.prepare(tree)
+        if prepared:
+            self._one.submit(self.snapshot.register)
+
     def take(self, step: int, tree: Any, rank: int, world_size: int, *, writer: str = "") -> Upload:
         """Copies the state and starts to write a share of it.
 

@@ -6,7 +6,8 @@ device.
   there later may write the sources. Whoever reads the memory waits for it first.
 - The memory is ordinary memory, registered with the driver by `register`, which may take seconds
   and is for a background thread. Torch's pinned memory would be rounded up to a power of two, and
-  allocated while the training waits. Until it is registered, the same copies are slower.
+  allocated while the training waits. Until it is registered, the same copies are slower, and
+  whoever launches them waits: CUDA returns when a copy to ordinary memory has ended.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class HostCopies:
         self._events = begun, done
 
     def wait(self) -> None:
-        """Until what was launched last has arrived. Raises what the device raises."""
+        """Wait until the last copy that was launched has arrived. Raises what the device raises."""
         if self._events is not None:
             begun, done = self._events
             done.synchronize()

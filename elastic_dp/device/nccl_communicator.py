@@ -1,8 +1,10 @@
 """One communicator of NCCL between the GPUs of a generation.
 
-- Connecting does not block inside NCCL, so it ends by itself after `timeout_s`, and can be aborted.
-- It happens in a first, tiny collective: `eager_connect_single_device` fails where connecting does
-  not block.
+- Connecting ends by itself after `timeout_s`. Meanwhile torch holds a lock that an abort needs, so
+  whoever aborts waits that long.
+- It happens in first, tiny collectives: `eager_connect_single_device` fails where connecting does
+  not block. There is one of each kind, since each connects peers in its own way when it is first
+  launched. So no launch in a step waits for a peer, who may be gone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class NcclCommunicator:
         options.config.blocking = 0
         # Torch indexes it when the group is split; it is empty for a group without a default one.
         options.global_ranks_in_group = list(range(world_size))
-        self._device = device
+        self._device, self._world_size = device, world_size
         torch.cuda.set_device(device)  # of this thread
         self._backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
 
@@ -44,7 +46,11 @@ class NcclCommunicator:
         torch.cuda.set_device(self._device)
         # On a stream of its own, since the training goes on meanwhile.
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            self.all_reduce(torch.zeros(1, device=self._device)).wait()
+            one, sizes = torch.zeros(1, device=self._device), [1] * self._world_size
+            given, taken = (torch.zeros(self._world_size, device=self._device) for _ in range(2))
+            self.all_to_all(taken, given, sizes, sizes).wait()
+            self.all_gather(taken, one).wait()
+            self.all_reduce(one).wait()
             event = torch.cuda.Event()
             event.record()
             while not event.query():

@@ -32,9 +32,13 @@ def abort_in_background(abort: Callable[[], None], limit_s: float | None = None)
 
     def watch() -> None:
         if not ended.wait(limit_s):
-            text = f"aborting a communicator has taken more than {limit_s:g} s; this worker ends"
-            print(text, file=sys.stderr, flush=True)
-            os._exit(_EXIT_CODE)
+            end_process(f"aborting a communicator has taken more than {limit_s:g} s")
 
     background("abort", run).start()
     background("abort-limit", watch).start()
+
+
+def end_process(why: str) -> None:
+    """Ends this process, whose device cannot be used any more."""
+    print(f"{why}; this worker ends", file=sys.stderr, flush=True)
+    os._exit(_EXIT_CODE)

@@ -1,7 +1,12 @@
 """Connects the device communicator of one generation while the generation already works.
 
-It waits until every member has begun to connect, then connects, within a limit. A member that never
-began is named. It may be aborted at any time, also while it connects.
+An attempt waits until every member has begun it, then connects, within a limit of its own. If it
+fails on any member, the generation goes on without the communicator: the members agree in a step's
+header that the attempt is over, and begin the next one after a pause.
+
+A communicator that connects belongs to the thread that connects it. Torch holds its lock until it
+is connected, an abort needs that lock, and so no other thread calls it before. The thread aborts it
+itself, once the library has given up; nobody waits for that.
 
 The first communicator of a process loads the kernels of all collectives, which takes seconds. A
 joiner does that before it joins, with a communicator of its own (`load_kernels`).
@@ -9,20 +14,27 @@ joiner does that before it joins, with a communicator of its own (`load_kernels`
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
 from elastic_dp.device.accelerator import Accelerator, Communicator
-from elastic_dp.device.faults import fault_of
+from elastic_dp.device.faults import FaultKind, fault_of
 from elastic_dp.distributed.abort_limit import abort_in_background
 from elastic_dp.errors import FormingFailed, GroupAborted
 from elastic_dp.threads import background
 
+# NCCL takes seconds for 32 members, and much longer where it loads its kernels first.
+CONNECTING_LIMIT_S = 120.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0  # before the next attempt; doubled each time
 _POLL_S = 0.02
-_LOADING_LIMIT_S = 60.0
+# A launch takes microseconds. One that finds no room on a device that spins ends by the abort only.
+_LAUNCH_LIMIT_S = 1.0
+_NAMES = 8  # that a message lists
 
 
 def load_kernels(accelerator: Accelerator) -> DeviceConnection:
@@ -31,13 +43,14 @@ def load_kernels(accelerator: Accelerator) -> DeviceConnection:
     Nothing waits for it. If it fails, the generation that connects next finds that out.
     """
     alone = DeviceConnection(
-        accelerator, dist.HashStore, "kernels", rank=0, world_size=1, timeout_s=_LOADING_LIMIT_S
+        accelerator, dist.HashStore, "kernels", rank=0, world_size=1, timeout_s=CONNECTING_LIMIT_S
     )
     return alone.start(then=alone.abort)
 
 
 class DeviceConnection:
-    """`open_client` returns a client of the rendezvous store; nothing else uses `prefix`."""
+    """`open_client` returns a client of the rendezvous store; nothing else uses `prefix`. `names`
+    are those of the members, by rank, for messages."""
 
     def __init__(
         self,
@@ -48,25 +61,33 @@ class DeviceConnection:
         rank: int,
         world_size: int,
         timeout_s: float,
+        names: Sequence[str] = (),
     ) -> None:
-        self.absent: list[int] = []  # ranks that never began to connect, once `check` has raised
         self._accelerator, self._open_client, self._prefix = accelerator, open_client, prefix
         self._client: dist.Store | None = None  # kept, since torch holds only its C++ part
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._lock = threading.Lock()
-        self._communicator: Communicator | None = None
+        self._names = names or [f"rank {r}" for r in range(world_size)]
+        self._changed = threading.Condition()
+        self._in_use = threading.Lock()  # held by a launch
+        self._communicator: Communicator | None = None  # one that stands
+        self._aborted = False
+        self._fault: FormingFailed | None = None  # this device has failed
+        # Of the present attempt:
+        self._attempt, self._begins_at = 0, 0.0
         self._present: set[int] = set()
-        self._stands = self._aborted = False
         self._error: Exception | None = None
 
     def start(self, then: Callable[[], None] = lambda: None) -> DeviceConnection:
-        """`then` is called when it has connected, or failed to."""
+        """`then` is called when an attempt has connected, or failed to."""
 
         def run() -> None:
-            self._connect()
-            then()
+            attempt: int | None = 0
+            while attempt is not None:
+                self._connect(attempt)
+                then()
+                attempt = self._next_attempt(attempt)
 
-        self._deadline = time.monotonic() + self._timeout_s
+        self._begins_at = time.monotonic()
         self._thread = background("connecting", run)
         self._thread.start()
         return self
@@ -74,76 +95,148 @@ class DeviceConnection:
     @property
     def communicator(self) -> Communicator | None:
         """The communicator, once it stands."""
-        return self._communicator if self._stands else None
+        return self._communicator
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Communicator]:
+        """The communicator, which no abort frees before this ends. Raises GroupAborted."""
+        with self._in_use:
+            communicator = self._communicator
+            if communicator is None:
+                raise GroupAborted("the generation was ended")
+            yield communicator
 
     def check(self) -> None:
-        """Raises FormingFailed if the members could not connect in time, or this device failed.
+        """Raises FormingFailed if this device has failed."""
+        if self._fault is not None and not self._aborted:
+            raise self._fault
 
-        Until then the generation goes on without the communicator, so that the run advances also
-        where connecting fails each time.
-        """
-        if self._stands or self._aborted:
-            return
-        failed = self._error is not None and fault_of(self._error) is not None
-        if not failed and time.monotonic() < self._deadline:
-            return
-        self.absent = [r for r in range(self._world_size) if r not in self._present]
-        self.abort()
-        if self.absent:
-            why = f"ranks {self.absent} did not begin to connect their devices"
-        elif self._error is not None:
-            why = f"connecting the devices failed: {str(self._error).splitlines()[0]}"
-        else:
-            why = f"all members began to connect their devices, but not in {self._timeout_s:g} s"
-        raise FormingFailed(why) from self._error
+    def failure(self) -> str | None:
+        """Returns why the present attempt has failed on this member; None if it goes on, has not
+        begun, or has connected."""
+        with self._changed:
+            if self._communicator is not None or self._aborted:
+                return None
+            if self._error is not None:
+                return f"connecting the devices failed: {_first_line(self._error)}"
+            if time.monotonic() < self._deadline():
+                return None
+            absent = [self._names[r] for r in range(self._world_size) if r not in self._present]
+        if not absent:
+            return f"connecting the devices takes more than {self._timeout_s:g} s"
+        more = ["…"] if len(absent) > _NAMES else []
+        listed = ", ".join([*absent[:_NAMES], *more])
+        return f"not in {self._timeout_s:g} s did these begin to connect their devices: {listed}"
+
+    def try_again(self) -> float:
+        """Ends the present attempt and begins the next one after a pause, whose seconds it returns.
+        Every member does, between the same two steps."""
+        with self._changed:
+            communicator, self._communicator = self._communicator, None
+            pause_s = min(FIRST_PAUSE_S * 2.0**self._attempt, LONGEST_PAUSE_S)
+            self._attempt += 1
+            self._begins_at = time.monotonic() + pause_s
+            self._present, self._error = set(), None
+            self._changed.notify_all()
+        self._end(communicator)
+        return pause_s
 
     def abort(self) -> None:
         """Ends the communicator and everything that it is doing. Returns at once."""
-        with self._lock:
-            first, self._aborted = not self._aborted, True
-            communicator, self._communicator, self._stands = self._communicator, None, False
-        if first and communicator is not None:
-            abort_in_background(communicator.abort)
+        with self._changed:
+            self._aborted = True
+            communicator, self._communicator = self._communicator, None
+            self._changed.notify_all()
+        self._end(communicator)
 
-    def _connect(self) -> None:
+    # ------------------------------------------------------------------- thread that connects
+
+    def _connect(self, attempt: int) -> None:
+        def check() -> None:
+            if self._aborted or attempt != self._attempt:
+                raise GroupAborted("the generation, or this attempt to connect, was ended")
+
         try:
-            self._client = self._open_client()
-            store = dist.PrefixStore(self._prefix, self._client)
-            if not self._wait_for_presence(store):
-                return
-            communicator = self._accelerator.communicator(
-                store, self._rank, self._world_size, self._timeout_s
-            )
-            with self._lock:
-                aborted = self._aborted
-                self._communicator = None if aborted else communicator
-            if aborted:
-                abort_in_background(communicator.abort)
-                return
-            communicator.connect(self._check_not_aborted)
-            with self._lock:
-                self._stands = not self._aborted
+            if self._client is None:
+                self._client = self._open_client()
+            store = dist.PrefixStore(f"{self._prefix}/{attempt}", self._client)
+            if self._wait_for_presence(store, check):
+                self._connect_members(store, check)
         except GroupAborted:
             pass
         except Exception as error:  # the store's and the backend's errors have many types
-            if not self._aborted:
-                self._error = error
+            failed = FormingFailed(f"connecting the devices failed: {_first_line(error)}")
+            failed.__cause__ = error
+            with self._changed:
+                if fault_of(failed) is FaultKind.DEVICE:
+                    self._fault = failed
+                elif attempt == self._attempt:
+                    self._error = error
 
-    def _wait_for_presence(self, store: dist.Store) -> bool:
+    def _connect_members(self, store: dist.Store, check: Callable[[], None]) -> None:
+        communicator = self._accelerator.communicator(
+            store, self._rank, self._world_size, self._timeout_s
+        )
+        stands = False
+        try:
+            communicator.connect(check)
+            with self._changed:
+                check()
+                self._communicator, stands = communicator, True
+        finally:
+            if not stands:
+                _abort_here(communicator)
+
+    def _wait_for_presence(self, store: dist.Store, check: Callable[[], None]) -> bool:
         def key(rank: int) -> str:
             return f"connecting/{rank}"
 
         store.set(key(self._rank), "1")
-        while len(self._present) < self._world_size:
-            for rank in set(range(self._world_size)) - self._present:
+        present: set[int] = set()
+        while len(present) < self._world_size:
+            for rank in set(range(self._world_size)) - present:
                 if store.check([key(rank)]):
-                    self._present.add(rank)
-            self._check_not_aborted()
-            if time.monotonic() > self._deadline:
-                return False  # the training thread says who is absent; see `check`
-            time.sleep(_POLL_S if len(self._present) < self._world_size else 0.0)
+                    present.add(rank)
+            with self._changed:
+                check()
+                self._present = set(present)
+                if time.monotonic() > self._deadline():
+                    return False  # `failure` says who is absent
+            time.sleep(_POLL_S if len(present) < self._world_size else 0.0)
         return True
 
-    def _check_not_aborted(self) -> None:
-        if self._aborted:
-            raise GroupAborted("the generation was ended while its devices connected")
+    def _next_attempt(self, last: int) -> int | None:
+        """Waits until the members agreed to try again and the pause is over. Returns the number of
+        the next attempt, or None if there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._aborted or self._attempt > last)
+            while not self._aborted and (left_s := self._begins_at - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            return None if self._aborted else self._attempt
+
+    def _deadline(self) -> float:
+        return self._begins_at + self._timeout_s
+
+    def _end(self, communicator: Communicator | None) -> None:
+        """Aborts a communicator that stands. It must not be this connection's any more."""
+        if communicator is None:
+            return
+
+        def abort() -> None:
+            if self._in_use.acquire(timeout=_LAUNCH_LIMIT_S):
+                self._in_use.release()  # no launch uses it, and none begins
+            communicator.abort()
+
+        abort_in_background(abort)
+
+
+def _abort_here(communicator: Communicator) -> None:
+    """However long it takes: a communicator that never stood has nothing of a step to do."""
+    try:
+        communicator.abort()
+    except RuntimeError as error:
+        print(f"aborting a communicator: {error}", file=sys.stderr, flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -14,6 +14,7 @@ from the device to the host.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_dp.device.accelerator import Accelerator, Communicator, DeviceEvent
+from elastic_dp.distributed.abort_limit import end_process
 from elastic_dp.distributed.device_connection import DeviceConnection
 from elastic_dp.errors import CollectiveFailed
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from elastic_dp.distributed.process_group import Operation, ProcessGroup
 
 _POLL_S = 0.00005
+# Longer than an abort, since the device first does what was launched before: a long micro-batch.
+REST_LIMIT_S = 60.0
 
 
 class StagedOperation:
@@ -66,7 +70,9 @@ class DeviceTransport:
         self.rank, self.world_size = group.rank, group.world_size
         self._group, self.accelerator = group, accelerator
         self._connection: DeviceConnection | None = None
-        self._communicator: Communicator | None = None  # once all members agreed to use it
+        self._switched = False  # all members agreed to use the communicator
+        self._news: list[str] = []  # what the user has not been told yet
+        self._failures = 0  # attempts to connect that were given up
         self._unsent: deque[StagedOperation] = deque()
         self._staged: list[StagedOperation] = []  # since the last event that has passed
         self._unconfirmed: list[DeviceOperation] = []  # the same
@@ -83,24 +89,54 @@ class DeviceTransport:
         """Whether the communicator stands on this member."""
         return self._connection is not None and self._connection.communicator is not None
 
+    def agree(self, step: int, *, connected: bool, why_not: str | None) -> None:
+        """Acts on the header of a step, as every member does between the same two steps.
+
+        `connected`: the communicator stands on all members. `why_not`: connecting failed on one.
+        """
+        if self._connection is None or self._switched:
+            return
+        if connected:
+            self.switch()
+            if self._failures:
+                tried = self._failures + 1
+                self._news.append(
+                    f"the devices are connected, at attempt {tried}: gradients use them from step "
+                    f"{step + 1} on"
+                )
+        elif why_not is not None:
+            pause_s = self._connection.try_again()
+            self._failures += 1
+            if self._failures == 1:
+                self._news.append(
+                    f"{why_not}. Gradients travel through the host meanwhile; the next attempt "
+                    f"begins in {pause_s:g} s"
+                )
+
     def switch(self) -> None:
         """Uses the communicator from now on. Every member does, between the same two steps."""
         if self._connection is not None:
-            self._communicator = self._connection.communicator
+            self._switched = True
             self._group.check()  # an abort has taken it away
+            self._group.watch_peer()
 
     @property
     def switched(self) -> bool:
-        return self._communicator is not None
+        return self._switched
 
-    @property
-    def absent(self) -> list[int]:
-        return [] if self._connection is None else self._connection.absent
+    def connecting_failure(self) -> str | None:
+        """Returns why this member's attempt to connect has failed, if it has."""
+        return None if self._connection is None else self._connection.failure()
 
     def check_connection(self) -> None:
-        """Raises FormingFailed if the devices cannot be connected."""
-        if self._connection is not None and self._communicator is None:
+        """Raises FormingFailed if this member's device has failed while it was connected."""
+        if self._connection is not None and not self._switched:
             self._connection.check()
+
+    def news(self) -> list[str]:
+        """Returns what the user is to be told about the connection, once."""
+        news, self._news = self._news, []
+        return news
 
     def abort(self) -> None:
         """Frees the device from collectives that will never end. Returns at once."""
@@ -110,7 +146,7 @@ class DeviceTransport:
     # ------------------------------------------------------------------------------ collectives
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        if self._communicator is not None:
+        if self._switched:
             return self._launch((tensor,), lambda of: of.all_reduce(tensor))
         flat = self._copied(tensor)
         return self._stage(tensor, flat, (flat,), lambda: self._group.all_reduce(flat))
@@ -123,7 +159,7 @@ class DeviceTransport:
         input_sizes: Sequence[int],
     ) -> Any:
         sizes = output_sizes, input_sizes
-        if self._communicator is not None:
+        if self._switched:
             return self._launch((output, input), lambda of: of.all_to_all(output, input, *sizes))
         given, received = self._copied(input), self._host_like(output)
         return self._stage(
@@ -134,7 +170,7 @@ class DeviceTransport:
         )
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Any:
-        if self._communicator is not None:
+        if self._switched:
             return self._launch((output, input), lambda of: of.all_gather(output, input))
         given, received = self._copied(input), self._host_like(output)
         return self._stage(
@@ -192,21 +228,25 @@ class DeviceTransport:
         self._staged.clear()
 
     def come_to_rest(self) -> None:
-        """Waits until the device has nothing of this generation to do. An abort that does not free
-        it ends the process."""
+        """Waits until the device has nothing of this generation to do. The process ends if an abort
+        does not free it in time."""
         self._unsent.clear()
         self._staged.clear()
+        until = math.inf
         if self._unconfirmed:
             self.abort()
+            until = time.monotonic() + REST_LIMIT_S
         event = self.accelerator.record()
         while not event.query():
+            if time.monotonic() > until:
+                end_process(f"the device is still busy {REST_LIMIT_S:g} s after an abort")
             time.sleep(_POLL_S)
         self._unconfirmed.clear()
 
     def release(self) -> Any:
         """Returns what must be dropped on a thread of its own: to destroy a communicator blocks."""
-        kept = self._connection, self._communicator, self._unconfirmed
-        self._connection = self._communicator = None
+        kept = self._connection, self._unconfirmed
+        self._connection = None
         self._unconfirmed = []
         return kept
 
@@ -218,9 +258,12 @@ class DeviceTransport:
 
     def _check(self) -> None:
         self._group.check()
-        failure = None if self._communicator is None else self._communicator.failure()
+        communicator = self._connection.communicator if self._connection is not None else None
+        failure = communicator.failure() if self._switched and communicator is not None else None
         if failure is not None:
             raise CollectiveFailed(failure)
+        if self._unconfirmed and self._group.lost_peer is not None:
+            raise CollectiveFailed(self._group.lost_peer)
 
     # ----------------------------------------------------------------------------------- private
 
@@ -228,9 +271,10 @@ class DeviceTransport:
         self, buffers: tuple[torch.Tensor, ...], start: Callable[[Communicator], Any]
     ) -> DeviceOperation:
         self._group.check()
-        assert self._communicator is not None
+        assert self._connection is not None
         try:
-            operation = DeviceOperation(buffers, start(self._communicator))
+            with self._connection.in_use() as communicator:
+                operation = DeviceOperation(buffers, start(communicator))
         except RuntimeError as error:
             raise CollectiveFailed(str(error).splitlines()[0]) from error
         self._unconfirmed.append(operation)

@@ -38,9 +38,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_dp.device.accelerator import accelerator_of
-from elastic_dp.distributed.device_connection import DeviceConnection
+from elastic_dp.distributed.device_connection import CONNECTING_LIMIT_S, DeviceConnection
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gloo_device import GlooDevice
+from elastic_dp.distributed.peer_watch import PeerWatch
 from elastic_dp.distributed.rendezvous_store import RendezvousStoreClient, RendezvousStoreServer
 from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
 from elastic_dp.threads import background
@@ -93,13 +94,14 @@ class ProcessGroup:
         self._backend, self._store = backend, store
         self._aborted = False
         self._pending: set[Operation] = set()
+        self._watch: PeerWatch | None = None
         accelerator = accelerator_of(device)
         # None: the gradients are on the host, too.
         self.on_device = DeviceTransport(self, accelerator) if accelerator.asynchronous else None
 
     @property
     def transport(self) -> Transport:
-        """For gradients."""
+        """Return the transport for gradients."""
         return self if self.on_device is None else self.on_device
 
     @property
@@ -118,6 +120,15 @@ class ProcessGroup:
     def check(self) -> None:
         if self._aborted:
             raise GroupAborted("the generation was ended")
+
+    def watch_peer(self) -> None:
+        """From now on `lost_peer` says that the next rank has ended. For a host that will wait for
+        something else than operations of this group. All members do, or none."""
+        self._watch = PeerWatch(self._backend, self.rank, self.world_size)
+
+    @property
+    def lost_peer(self) -> str | None:
+        return None if self._watch is None else self._watch.lost
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -216,6 +227,12 @@ class ProcessGroup:
     def close(self) -> None:
         """Leaves the group. Returns at once; what is still in flight is dropped when it ends."""
         self.abort()
+        if self._watch is not None:
+            with contextlib.suppress(RuntimeError):  # the peer is gone
+                goodbye = Operation(())
+                kept_for_it, goodbye.work = self._watch.say_goodbye(self._backend)
+                goodbye.buffers = (kept_for_it,)
+                self._pending.add(goodbye)
         kept = self._store, None if self.on_device is None else self.on_device.release()
         _abandoned_groups.add((self._backend, self._pending, kept))
         self._backend, self._pending, self._store = None, set(), None
@@ -316,9 +333,15 @@ class Forming:
         self._ended.set()
 
 
-def connect_devices(group: ProcessGroup, rendezvous: Rendezvous, timeout_s: float) -> None:
+def connect_devices(
+    group: ProcessGroup,
+    rendezvous: Rendezvous,
+    timeout_s: float = CONNECTING_LIMIT_S,
+    names: Sequence[str] = (),
+) -> None:
     """Starts to connect the devices of the members of `group`, if there are several. See
-    `DeviceTransport`. `rendezvous` has a prefix that nothing else uses."""
+    `DeviceTransport`. `rendezvous` has a prefix that nothing else uses. `names` are those of the
+    members, for messages."""
     if group.on_device is None or group.world_size == 1:
         return
 
@@ -331,6 +354,7 @@ def connect_devices(group: ProcessGroup, rendezvous: Rendezvous, timeout_s: floa
         rank=group.rank,
         world_size=group.world_size,
         timeout_s=timeout_s,
+        names=names,
     )
     group.on_device.connect(connection.start())
 

@@ -15,6 +15,7 @@ that is always fast.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -48,12 +49,17 @@ class SimulatedDevice:
 
     connect_s: float = 0.0  # that connecting takes
     connect_hangs: bool = False  # ... it never ends
-    abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives
+    connect_fails: int = 0  # the first attempts of each process that fail
+    # An abort blocks until connecting has ended, since torch then holds its lock; otherwise it ends
+    # connecting.
+    abort_waits_for_connect: bool = True
+    abort_frees: bool = True  # collectives that spin end by an abort
+    abort_s: float = 0.0  # that aborting blocks, after it has freed the collectives; inf: for ever
     reports_failures: bool = False  # the communicator notices that a peer is gone
     # After how long torch's watchdog ends the process for a failure, and its monitor for an abort
     # that blocks, unless the environment turns them off; 0: never.
     watchdog_s: float = 0.0
-    destroy_s: float = 0.0  # that destroying blocks
+    destroy_s: float = 0.0  # that destroying blocks; inf: for ever
 
 
 class _SimulatedStream:
@@ -169,6 +175,7 @@ class SimulatedAccelerator:
     def __init__(self, settings: SimulatedDevice | None = None) -> None:
         self.settings = settings or SimulatedDevice()
         self._of_thread = threading.local()
+        self.connects = 0  # that failed
 
     @property
     def stream(self) -> _SimulatedStream:
@@ -227,6 +234,7 @@ class SimulatedCommunicator:
         self._accelerator, self._settings = accelerator, accelerator.settings
         self._store, self._rank, self._world_size = store, rank, world_size
         self._aborted = threading.Event()
+        self._connecting = threading.Lock()
         self._failure: str | None = None
         # Read when the group is made, as torch does.
         self._handles_errors = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
@@ -234,13 +242,25 @@ class SimulatedCommunicator:
         self._backend: Any = None
 
     def connect(self, check: Callable[[], None]) -> None:
+        with (
+            self._connecting if self._settings.abort_waits_for_connect else contextlib.nullcontext()
+        ):
+            self._connect(check)
+
+    def _connect(self, check: Callable[[], None]) -> None:
+        deaf = self._settings.abort_waits_for_connect
         if self._settings.connect_hangs:
-            self._aborted.wait()
+            self._aborted.wait(self._timeout_s if deaf else None)
+            raise RuntimeError("NCCL timeout while it connects")
         until = time.monotonic() + self._settings.connect_s
         while time.monotonic() < until:
-            check()
+            if not deaf:
+                check()
             time.sleep(0.005)
         check()
+        if self._accelerator.connects < self._settings.connect_fails:
+            self._accelerator.connects += 1
+            raise RuntimeError("no route to a peer")
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=self._timeout_s)
@@ -249,9 +269,11 @@ class SimulatedCommunicator:
         self._backend = backend
 
     def abort(self) -> None:
-        self._aborted.set()
+        with self._connecting:
+            if self._settings.abort_frees:
+                self._aborted.set()
         monitor = self._end_process() if self._monitors else None
-        time.sleep(self._settings.abort_s)
+        _block(self._settings.abort_s)
         if monitor is not None:
             monitor.cancel()
 
@@ -260,7 +282,7 @@ class SimulatedCommunicator:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            time.sleep(self._settings.destroy_s)
+            _block(self._settings.destroy_s)
 
     def all_reduce(self, tensor: torch.Tensor) -> _Work:
         given = tensor.clone()
@@ -332,6 +354,10 @@ class SimulatedCommunicator:
         timer.daemon = True
         timer.start()
         return timer
+
+
+def _block(seconds: float) -> None:
+    threading.Event().wait(None if seconds == math.inf else seconds)
 
 
 _never_dropped: list[Any] = []  # Gloo's destructor blocks until its last operation ends

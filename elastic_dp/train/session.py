@@ -410,6 +410,8 @@ class Session:
         if left_out and self.rank == 0:  # the whole list follows at the end
             names = ", ".join(left_out)
             self.link.say(f"from step {record.number} on without what cannot be decoded: {names}")
+        for text in self._groups.news_of_devices():
+            self._warn(text)
         is_last = bool(self.total_steps and record.number >= self.total_steps)
         self.progress.step_committed(record.number, is_last=is_last)
 

@@ -2,6 +2,7 @@
 copies arrives when it is waited for."""
 
 import contextlib
+import dataclasses
 import threading
 import types
 
@@ -15,9 +16,12 @@ from elastic_dp.checkpoint.commit_record import CommitMetadata
 from elastic_dp.checkpoint.layout import TensorSpec
 from elastic_dp.checkpoint.snapshot import Snapshot
 from elastic_dp.checkpoint.uploader import Uploader
+from elastic_dp.config import CheckpointConfig
 from elastic_dp.device.host_copies import HostCopies
 from tests.checkpoint.states import big_tree, memory_store, same
 from tests.patience import eventually
+from tests.runs import local, spec_of
+from tests.train.jobs import plain
 
 DEVICE = torch.device("cuda", 0)
 
@@ -107,7 +111,7 @@ def test_register_gives_the_driver_exactly_the_memory_and_takes_back_what_it_too
 
 
 class LateCopies(HostCopies):
-    """Of a device: what is copied is there when somebody has waited for it."""
+    """Copies of a device: what is copied is there once it was waited for."""
 
     def __init__(self):
         super().__init__()
@@ -179,8 +183,42 @@ def test_the_memory_of_snapshots_is_registered_once_in_the_background(on_device)
     assert same(loaded, tree)
 
 
+def test_the_memory_of_snapshots_is_registered_before_the_first_one(on_device):
+    uploader = Uploader(Catalog(memory_store()), lambda *_: None)
+    uploader.snapshot = Snapshot(copies := LateCopies())
+    uploader.prepare(tree := big_tree(1 << 20))
+    eventually(lambda: copies.registered)
+    assert threading.current_thread() not in copies.threads
+    uploader.take(1, tree, 0, 1)
+    uploader.wait()
+    assert copies.registered[0][0] == uploader.snapshot._memory.data_ptr()
+    assert len(copies.threads) == 1
+    uploader.close()
+
+
+def test_snapshots_are_prepared_for_after_the_first_step(tmp_path, monkeypatch):
+    """Then the optimizer has its state, and there is time until the first checkpoint."""
+    calls = []
+    prepare, take = Uploader.prepare, Uploader.take
+
+    def prepares(self, tree):
+        calls.append("prepare")
+        prepare(self, tree)
+
+    def takes(self, step, *rest, **named):
+        calls.append(step)
+        return take(self, step, *rest, **named)
+
+    monkeypatch.setattr(Uploader, "prepare", prepares)
+    monkeypatch.setattr(Uploader, "take", takes)
+    spec = dataclasses.replace(spec_of(steps=4), checkpoint=CheckpointConfig(every_steps=3))
+    local(spec, plain, url=str(tmp_path / "run"))
+    assert calls[:2] == ["prepare", 3] and calls.count("prepare") == 1
+
+
 def test_the_memory_of_snapshots_of_the_host_is_not_registered():
     snapshot = Snapshot(copies := LateCopies())
     snapshot.take(1, big_tree(1 << 16))
+    assert not Snapshot(copies).prepare(big_tree(1 << 16))
     snapshot.register()
     assert copies.registered == []

@@ -3,41 +3,37 @@ threads of this process."""
 
 from __future__ import annotations
 
+import pickle
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 
-from elastic_dp.device import nccl_communicator
 from elastic_dp.device.accelerator import install
-from elastic_dp.distributed import abort_limit, process_group
-from elastic_dp.distributed.device_connection import DeviceConnection, load_kernels
+from elastic_dp.distributed import abort_limit, device_connection, device_transport, process_group
 from elastic_dp.distributed.device_transport import DeviceTransport
 from elastic_dp.distributed.gradient_reducer import GradientReducer
 from elastic_dp.distributed.process_group import (
     Forming,
     ProcessGroup,
     Rendezvous,
-    RendezvousStoreClient,
     connect_devices,
     open_rendezvous_store,
 )
 from elastic_dp.distributed.record_gather import RecordGather
 from elastic_dp.distributed.reduction_tree import fold
-from elastic_dp.errors import CollectiveFailed, FormingFailed, GroupAborted
+from elastic_dp.errors import CollectiveFailed, GroupAborted
 from elastic_dp.testing.simulated_device import (
     ReadBeforeEvent,
     SimulatedAccelerator,
     SimulatedDevice,
 )
 from elastic_dp.train.generations.worker_control import WorkerControl
+from tests.distributed.hanging_device import Keys, OfHanging, connection
 from tests.patience import PATIENCE_S, eventually
 
 CPU = torch.device("cpu")
@@ -87,7 +83,7 @@ def transport_of(group: ProcessGroup) -> DeviceTransport:
 
 
 def switch(group: ProcessGroup) -> None:
-    """As all members do when a header says that all are connected."""
+    """Switch as all members do when a header says that all are connected."""
     eventually(lambda: transport_of(group).connected)
     group.gather_bytes(b"")
     transport_of(group).switch()
@@ -186,7 +182,7 @@ def test_an_output_is_not_read_on_the_host_before_its_event():
 
 
 def test_an_aborted_collective_is_not_read():
-    """It is one that the peer never enters, as if it had died."""
+    """The peer never enters the collective, as if it had died."""
     entered, aborted = threading.Event(), threading.Event()
 
     def act(group):
@@ -218,7 +214,7 @@ def test_failure_of_the_communicator_is_noticed_while_the_host_waits():
             return noticed.wait(PATIENCE_S)
         transport, output = transport_of(group), torch.ones(2)
         transport.wait(transport.all_gather(output, torch.ones(1)))
-        transport._communicator.failure = lambda: "NCCL reports REMOTE_ERROR"
+        transport._connection.communicator.failure = lambda: "NCCL reports REMOTE_ERROR"
         otherwise = threading.Timer(5.0, group.abort)
         otherwise.start()
         with pytest.raises(CollectiveFailed, match="NCCL reports REMOTE_ERROR"):
@@ -228,6 +224,27 @@ def test_failure_of_the_communicator_is_noticed_while_the_host_waits():
         return True
 
     assert of_each(2, act) == [True, True]
+
+
+def test_members_agree_to_try_again_and_use_what_stands_on_all_of_them(monkeypatch):
+    monkeypatch.setattr(device_connection, "FIRST_PAUSE_S", 0.01)
+
+    def act(group):
+        transport, step = transport_of(group), 0
+        while not transport.switched:
+            eventually(lambda: transport.connected or transport.connecting_failure())
+            mine = (transport.connected, transport.connecting_failure())
+            of_all = [pickle.loads(told) for told in group.gather_bytes(pickle.dumps(mine))]
+            connected = all(stands for stands, _ in of_all)
+            why_not = next((why for _, why in of_all if why), None)
+            transport.agree(step, connected=connected, why_not=why_not)
+            step += 1
+        output = torch.zeros(2)
+        transport.wait(transport.all_gather(output, torch.ones(1)))
+        return step, len(transport.news()), transport.read([output])[0].tolist()
+
+    device = SimulatedDevice(connect_fails=4)
+    assert of_each(2, act, device) == [(3, 2, [1.0, 1.0])] * 2
 
 
 def test_control_bytes_never_use_the_communicator(monkeypatch):
@@ -245,54 +262,9 @@ def test_control_bytes_never_use_the_communicator(monkeypatch):
 # ------------------------------------------------------------------------------------- aborting
 
 
-class Hanging:
-    """A communicator whose abort blocks."""
-
-    def __init__(self) -> None:
-        self.aborting, self.may_end = threading.Event(), threading.Event()
-        self.thread: threading.Thread | None = None
-
-    def connect(self, check: Callable[[], None]) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.thread = threading.current_thread()
-        self.aborting.set()
-        self.may_end.wait(PATIENCE_S)
-
-    def failure(self) -> str | None:
-        return None
-
-
-class OfHanging(SimulatedAccelerator):
-    def __init__(self, *, hangs: bool = False) -> None:
-        super().__init__()
-        self.made = Hanging()
-        if not hangs:
-            self.made.may_end.set()
-
-    def communicator(self, *_: Any) -> Any:
-        return self.made
-
-
-class Keys(dict):
-    """A rendezvous store."""
-
-    set = dict.__setitem__
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-
 @pytest.fixture
 def any_store(monkeypatch):
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
-
-
-def connection(accelerator, keys, *, timeout_s=PATIENCE_S, world_size=2):
-    return DeviceConnection(
-        accelerator, lambda: keys, "p", rank=0, world_size=world_size, timeout_s=timeout_s
-    ).start()
 
 
 @pytest.fixture
@@ -347,150 +319,35 @@ def test_a_worker_whose_abort_ends_goes_on(hanging, monkeypatch):
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "abort-limit"])
 
 
-# ----------------------------------------------------------------------------------- connecting
+def test_device_that_no_abort_frees_ends_the_process(monkeypatch):
+    """The abort returns, and the collective spins on."""
+    monkeypatch.setattr(device_transport, "REST_LIMIT_S", 0.01)
 
+    class Exited(BaseException):
+        pass
 
-@pytest.mark.usefixtures("any_store")
-def test_connecting_names_who_is_absent():
-    late = connection(OfHanging(), Keys({"connecting/2": "1"}), timeout_s=0.05, world_size=4)
-    eventually(lambda: 2 in late._present)
+    def exits(code):
+        raise Exited
 
-    def fails():
+    monkeypatch.setattr(abort_limit.os, "_exit", exits)
+    exited = threading.Event()
+
+    def act(group):
+        switch(group)
+        if group.rank == 1:
+            return exited.wait(PATIENCE_S)
+        transport, output = transport_of(group), torch.ones(2)
+        communicator = transport._connection.communicator
+        transport.wait(transport.all_gather(output, torch.ones(1)))
         try:
-            late.check()
-        except FormingFailed as error:
-            return str(error)
-        return None
+            with pytest.raises(Exited):
+                transport.come_to_rest()
+        finally:
+            exited.set()
+            communicator._aborted.set()
+        return True
 
-    assert eventually(fails) == "ranks [1, 3] did not begin to connect their devices"
-    assert late.absent == [1, 3]
-
-
-class NeverConnects(Hanging):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[type] = []
-        self.connecting = threading.Event()
-
-    def connect(self, check):
-        self.connecting.set()
-        try:
-            while True:
-                check()
-        except GroupAborted:
-            self.ended.append(GroupAborted)
-            raise
-
-    def abort(self):
-        self.aborting.set()
-
-
-@pytest.mark.usefixtures("any_store")
-@pytest.mark.parametrize("ends_by", ["abort", "time"])
-def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
-    accelerator = OfHanging()
-    accelerator.made = never = NeverConnects()
-    one = connection(accelerator, Keys({"connecting/1": "1"}), timeout_s=0.2)
-    assert never.connecting.wait(PATIENCE_S)
-    if ends_by == "abort":
-        one.abort()
-        one.check()
-    else:
-
-        def fails():
-            try:
-                one.check()
-            except FormingFailed as error:
-                return str(error)
-            return None
-
-        assert "all members began to connect their devices, but not in 0.2 s" in eventually(fails)
-        assert one.absent == []
-    assert never.aborting.wait(PATIENCE_S)
-    eventually(lambda: never.ended)
-    assert one.communicator is None
-
-
-@pytest.mark.usefixtures("any_store")
-def test_connecting_ends_by_an_abort_while_it_waits_for_others():
-    one = connection(OfHanging(), Keys())
-    one.abort()
-    eventually(lambda: not one._thread.is_alive())
-
-
-@pytest.mark.usefixtures("any_store")
-def test_connecting_failure_is_raised_when_its_time_is_over():
-    """Meanwhile the generation makes steps without the communicator."""
-    accelerator = OfHanging()
-    accelerator.made.connect = lambda check: (_ for _ in ()).throw(RuntimeError("no interface"))
-    one = connection(accelerator, Keys({"connecting/1": "1"}))
-    eventually(lambda: one._error)
-    one.check()
-    one._deadline = 0.0
-    with pytest.raises(FormingFailed, match="no interface"):
-        one.check()
-
-
-@pytest.mark.usefixtures("any_store")
-def test_connecting_broken_device_is_raised_at_once():
-    accelerator = OfHanging()
-
-    def fails(check):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    accelerator.made.connect = fails
-    one = connection(accelerator, Keys({"connecting/1": "1"}))
-    eventually(lambda: one._error)
-    with pytest.raises(FormingFailed):
-        one.check()
-
-
-def test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group(monkeypatch):
-    made = {}
-
-    def nccl(store, rank, size, options):
-        made.update(rank=rank, size=size, options=options)
-
-    nccl.Options = lambda: types.SimpleNamespace(config=types.SimpleNamespace())
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.delenv(nccl_communicator._CONNECTING_LIMIT, raising=False)
-    device = torch.device("cuda", 0)
-    nccl_communicator.NcclCommunicator("store", 1, 3, device, 20.4)
-    options = made.pop("options")
-    assert made == {"rank": 1, "size": 3}
-    assert options.global_ranks_in_group == [0, 1, 2]
-    assert options.config.blocking == 0
-    assert nccl_communicator.os.environ[nccl_communicator._CONNECTING_LIMIT] == "20"
-
-
-def test_nccl_error_that_torch_reports_is_a_failure_of_the_communicator():
-    made = nccl_communicator.NcclCommunicator.__new__(nccl_communicator.NcclCommunicator)
-    reported = [ErrorType.SUCCESS, ErrorType.COMM_ERROR]
-    made._backend = types.SimpleNamespace(get_error=lambda: reported.pop(0))
-    assert [made.failure(), made.failure()] == [None, "NCCL reports COMM_ERROR"]
-
-
-def test_kernels_are_loaded_by_a_communicator_of_one_rank_which_is_then_aborted():
-    accelerator, sizes = OfHanging(), []
-
-    def communicator(store, rank, world_size, timeout_s):
-        sizes.append(world_size)
-        return accelerator.made
-
-    accelerator.communicator = communicator
-    loading = load_kernels(accelerator)
-    assert accelerator.made.aborting.wait(PATIENCE_S)
-    assert sizes == [1] and loading.communicator is None
-
-
-@pytest.mark.parametrize("error", ["no interface", "CUDA error: an illegal memory access"])
-def test_kernels_that_cannot_be_loaded_stop_nobody(error):
-    accelerator = OfHanging()
-    accelerator.made.connect = lambda check: (_ for _ in ()).throw(RuntimeError(error))
-    loading = load_kernels(accelerator)
-    assert accelerator.made.aborting.wait(PATIENCE_S)
-    assert error in str(loading._error)
+    assert of_each(2, act, SimulatedDevice(abort_frees=False)) == [True, True]
 
 
 # --------------------------------------------------------------------------------------- memory
@@ -550,17 +407,3 @@ def test_staging_memory_is_used_again():
         return len(addresses)
 
     assert sum(of_each(2, act)) <= 20  # of 100; a few, where a peer is late
-
-
-def test_store_client_of_a_connection_is_its_own():
-    """The idle one is for the next forming, which must not wait."""
-    install(SimulatedAccelerator())
-    store = open_rendezvous_store("127.0.0.1", b"secret")
-    client = RendezvousStoreClient("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
-    meet = Rendezvous("127.0.0.1", store.port, "d", b"secret")
-    process_group._keep_client(meet, client)
-    group = ProcessGroup(None, 0, 2, CPU)
-    connect_devices(group, meet, PATIENCE_S)
-    eventually(lambda: 0 in transport_of(group)._connection._present)
-    assert process_group._store_client(meet, timedelta(seconds=60)) is client
-    group.abort()

@@ -57,6 +57,7 @@ class StepBoundaryCheckpoints:
         self._checkpointer, self._state, self._weights = checkpointer, state, weights
         self._progress, self._loop = progress, loop
         self._control, self._reporter = control, reporter
+        self._prepared = False  # for the first snapshot
 
     def take_if_requested(self, writers: tuple[WorkerId, ...] = ()) -> None:
         """Takes a checkpoint if one is requested. Returns when the state is copied.
@@ -71,6 +72,9 @@ class StepBoundaryCheckpoints:
             self._reporter.pass_point("keeping")
             self._act(request, self._decide(request))
             self._weights.compare_after(request.step)  # other members may have taken it
+        elif not self._prepared:
+            self._checkpointer.prepare(self._state)
+        self._prepared = True
         self._control.upload_is_late(self._checkpointer.late)
 
     def take_without_controller(self) -> None:

@@ -87,13 +87,23 @@ class GenerationGroups:
             raise
         if self._connects:
             assert self._form is not None
-            timeout_s = self._form.membership.forming_timeout_s
-            connect_devices(self.main, self._meeting("devices"), timeout_s)
+            names = [member.worker for member in self._form.membership.members]
+            connect_devices(self.main, self._meeting("devices"), names=names)
         for old in self._old:
             old.close()
         # Other members may still be receiving, so the group closes with the next forming.
         self._old = [] if state_group is None else [state_group]
         return state_group
+
+    def check_connection(self) -> None:
+        """Raises FormingFailed if this member's device has failed while it was connected."""
+        if self.main is not None and self.main.on_device is not None:
+            self.main.on_device.check_connection()
+
+    def news_of_devices(self) -> list[str]:
+        """Returns what the user is to be told about connecting the devices, once."""
+        on_device = None if self.main is None else self.main.on_device
+        return [] if on_device is None else on_device.news()
 
     def auxiliary(self) -> ProcessGroup:
         """Returns a second group of the same members, for evaluations. Raises GroupError."""
@@ -134,24 +144,11 @@ class GenerationGroups:
         meet, generation = self._form.rendezvous, self._form.membership.generation
         return dataclasses.replace(meet, prefix=f"{meet.prefix}/{generation}/{purpose}")
 
-    def check_connection(self) -> None:
-        """Raises FormingFailed if the devices cannot be connected."""
-        on_device = None if self.main is None else self.main.on_device
-        if on_device is not None:
-            try:
-                on_device.check_connection()
-            except FormingFailed:
-                self._not_reached(on_device.absent, range(self.world_size))
-                raise
-
-    def _not_reached(self, absent: Sequence[int], ranks: Sequence[int]) -> None:
-        assert self._form is not None
-        members = self._form.membership.members
-        self.unreachable = tuple(members[ranks[r]].worker for r in absent)
-
     def _formed(self, forming: Forming, ranks: Sequence[int]) -> ProcessGroup:
         try:
             return forming.wait()
         except FormingFailed:
-            self._not_reached(forming.absent, ranks)
+            assert self._form is not None
+            members = self._form.membership.members
+            self.unreachable = tuple(members[ranks[r]].worker for r in forming.absent)
             raise

@@ -33,6 +33,7 @@ class MemberHeader:
     bad: Iterable[int]
     weights: str | None
     connected: bool | None = None  # whether its device is connected; None: nobody waits for that
+    why_not: str | None = None  # why it could not be connected, once that has failed
 
     def to_bytes(self) -> bytes:
         rest: dict[str, Any] = {
@@ -46,6 +47,8 @@ class MemberHeader:
             rest["weights"] = self.weights
         if self.connected is not None:
             rest["connected"] = self.connected
+        if self.why_not is not None:
+            rest["why_not"] = self.why_not
         flags = bytes([self.late]) + self.used + self.changed
         return flags + msgpack.packb(rest, unicode_errors="surrogatepass")
 
@@ -64,6 +67,7 @@ class StepHeader:
     results: dict[int, MicroBatchResult]  # by virtual worker
     weights: list[str | None]  # by rank: the digest of its weights, where they are compared
     connected: bool  # the devices of all members are connected, and not used yet
+    why_not: str | None  # why that of some member could not be connected
 
     @classmethod
     def of(cls, records: Sequence[bytes], used: int, changed: int) -> StepHeader:
@@ -89,6 +93,7 @@ class StepHeader:
             },
             weights=[text.get("weights") for text in texts],
             connected=all(text.get("connected") for text in texts),
+            why_not=next((text["why_not"] for text in texts if "why_not" in text), None),
         )
 
 

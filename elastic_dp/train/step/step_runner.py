@@ -161,8 +161,8 @@ class StepRunner:
             extremes = self._read_device(step, results)
             lengths = self._launch_header(step, results, stop)
         header = self._collect_headers(step, *lengths)
-        if header.connected and group.on_device is not None:
-            group.on_device.switch()  # what follows in this step is not on the device
+        if group.on_device is not None:  # what follows in this step is not on the device
+            group.on_device.agree(step, connected=header.connected, why_not=header.why_not)
         if header.stop is not None:
             self._undo()
             self.control.commit()
@@ -316,6 +316,7 @@ class StepRunner:
         """Sends the header. Returns its numbers of flags for parameters and for buffers."""
         assert self._group is not None
         on_device = self._group.on_device
+        connects = on_device is not None and not on_device.switched
         bad = frozenset[int]().union(*(self.data.bad_row_groups(step, v) for v in results))
         header = MemberHeader(
             late=self.gradients.late,
@@ -327,7 +328,8 @@ class StepRunner:
             keeps_late=self.control.checkpoint_late,
             bad=bad - self.state.bad_row_groups,
             weights=self.weights.digest(step - 1),
-            connected=None if on_device is None or on_device.switched else on_device.connected,
+            connected=on_device.connected if on_device is not None and connects else None,
+            why_not=on_device.connecting_failure() if on_device is not None and connects else None,
         )
         self._header.launch(header.to_bytes())
         self.pass_point("header", step)

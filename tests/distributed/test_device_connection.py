@@ -1,0 +1,318 @@
+"""Connecting the devices of a generation: in time, with everybody, and again after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import types
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from elastic_dp.device import nccl_communicator
+from elastic_dp.device.accelerator import install
+from elastic_dp.distributed import abort_limit, device_connection, process_group
+from elastic_dp.distributed.device_connection import load_kernels
+from elastic_dp.distributed.process_group import (
+    ProcessGroup,
+    Rendezvous,
+    RendezvousStoreClient,
+    connect_devices,
+    open_rendezvous_store,
+)
+from elastic_dp.errors import FormingFailed, GroupAborted
+from elastic_dp.testing.simulated_device import SimulatedAccelerator
+from elastic_dp.train.generations import generation_groups
+from elastic_dp.train.generations.worker_control import FormGroup, WorkerControl
+from tests.distributed.hanging_device import Hanging, Keys, OfHanging, connection
+from tests.patience import PATIENCE_S, eventually
+
+CPU = torch.device("cpu")
+OTHER = {"connecting/1": "1"}  # has begun to connect
+
+
+@pytest.fixture(autouse=True)
+def any_store(monkeypatch):
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    yield
+    install(None)
+
+
+def test_connecting_names_who_is_absent():
+    late = connection(OfHanging(), Keys({"connecting/2": "1"}), timeout_s=0.05, world_size=4)
+    eventually(lambda: 2 in late._present)
+    said = eventually(late.failure)
+    assert said == "not in 0.05 s did these begin to connect their devices: rank 1, rank 3"
+    late.check()  # the generation goes on
+
+
+def test_connecting_names_a_few_of_many():
+    late = connection(OfHanging(), Keys(), timeout_s=0.05, world_size=500)
+    assert eventually(late.failure).endswith("rank 7, rank 8, …")
+
+
+class NeverConnects(Hanging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.connecting = threading.Event()
+
+    def connect(self, check):
+        self.connecting.set()
+        while True:
+            check()
+
+    def abort(self):
+        self.aborting.set()
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "time"])
+def test_connecting_ends_by_an_abort_and_after_its_time(ends_by):
+    accelerator = OfHanging()
+    accelerator.made = never = NeverConnects()
+    one = connection(accelerator, Keys(OTHER), timeout_s=0.2)
+    assert never.connecting.wait(PATIENCE_S)
+    if ends_by == "abort":
+        one.abort()
+        assert one.failure() is None
+    else:
+        assert eventually(one.failure) == "connecting the devices takes more than 0.2 s"
+        assert not never.aborting.is_set()  # that the members must agree on
+        one.try_again()
+    assert never.aborting.wait(PATIENCE_S)
+    assert one.communicator is None
+
+
+def test_connecting_ends_by_an_abort_while_it_waits_for_others():
+    one = connection(OfHanging(), Keys())
+    one.abort()
+    eventually(lambda: not one._thread.is_alive())
+
+
+class Locking(Hanging):
+    """Like torch's: connecting holds the lock that an abort needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.connecting = threading.Lock(), threading.Event()
+
+    def connect(self, check):
+        with self.lock:
+            self.connecting.set()
+            self.may_end.wait(PATIENCE_S)
+        check()
+
+    def abort(self):
+        with self.lock:
+            self.aborting.set()
+
+
+def test_connecting_that_blocks_an_abort_ends_no_process(monkeypatch):
+    """A peer is lost while NCCL connects: its members go on, and nobody waits for the library."""
+    monkeypatch.setattr(abort_limit, "ABORT_LIMIT_S", 0.05)
+    exited = threading.Event()
+    monkeypatch.setattr(abort_limit.os, "_exit", lambda code: exited.set())
+    accelerator = OfHanging()
+    accelerator.made = locking = Locking()
+    locking.may_end.clear()
+    one = connection(accelerator, Keys(OTHER))
+    assert locking.connecting.wait(PATIENCE_S)
+    one.abort()
+    assert not exited.wait(0.2)
+    locking.may_end.set()
+    assert locking.aborting.wait(PATIENCE_S)
+    assert one.communicator is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no interface"), dist.DistBackendError("NCCL")])
+def test_connecting_that_fails_ends_no_generation(error):
+    """The group makes steps without the communicator."""
+    accelerator = OfHanging()
+    accelerator.made.connect = lambda check: (_ for _ in ()).throw(error)
+    one = connection(accelerator, Keys(OTHER))
+    assert eventually(one.failure) == f"connecting the devices failed: {error}"
+    one.check()
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+
+
+def test_connecting_broken_device_is_raised_at_once():
+    accelerator = OfHanging()
+
+    def fails(check):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    accelerator.made.connect = fails
+    one = connection(accelerator, Keys(OTHER))
+    eventually(lambda: one._fault)
+    one.try_again()
+    with pytest.raises(FormingFailed):
+        one.check()
+
+
+def test_connecting_takes_the_limit_of_its_own_and_not_that_of_a_group_that_forms(monkeypatch):
+    limits = []
+    taken = inspect.signature(connect_devices)
+
+    def connects(*given, **named):
+        call = taken.bind(*given, **named)
+        call.apply_defaults()
+        limits.append(call.arguments["timeout_s"])
+
+    monkeypatch.setattr(generation_groups, "connect_devices", connects)
+    member = types.SimpleNamespace(worker="a")
+    membership = types.SimpleNamespace(
+        members=[member], forming_timeout_s=0.5, generation=1, rank=lambda worker: 0
+    )
+    control = WorkerControl(_generation=1, _inside=True)
+    groups = generation_groups.GenerationGroups("a", CPU, True, control)
+    groups.enter(FormGroup(membership, Rendezvous("127.0.0.1", 1, "p", b"secret")))
+    groups.start(())
+    groups.formed()
+    assert limits == [device_connection.CONNECTING_LIMIT_S]
+
+
+def test_connecting_is_tried_again_after_pauses_that_grow(monkeypatch):
+    monkeypatch.setattr(device_connection, "LONGEST_PAUSE_S", 0.03)
+    monkeypatch.setattr(device_connection, "FIRST_PAUSE_S", 0.01)
+    accelerator, errors = OfHanging(), [RuntimeError("1"), RuntimeError("2"), RuntimeError("3")]
+
+    def connect(check):
+        if errors:
+            raise errors.pop(0)
+
+    accelerator.made.connect = connect
+    one, pauses = connection(accelerator, Keys(OTHER)), []
+    for number in range(3):
+        eventually(lambda: one.failure())
+        assert len(errors) == 2 - number  # nobody tries before the members have agreed
+        pauses.append(one.try_again())
+        assert one.failure() is None
+    assert pauses == [0.01, 0.02, 0.03]
+    assert eventually(lambda: one.communicator) is accelerator.made
+
+
+def test_communicator_that_stands_is_aborted_where_the_others_try_again():
+    accelerator = OfHanging()
+    one = connection(accelerator, Keys(OTHER))
+    eventually(lambda: one.communicator)
+    one.try_again()
+    assert one.communicator is None
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+
+
+def test_abort_waits_for_a_launch_and_none_begins_after_it(monkeypatch):
+    """NCCL frees the communicator, whose address the launch has."""
+    monkeypatch.setattr(device_connection, "_LAUNCH_LIMIT_S", PATIENCE_S)
+    accelerator = OfHanging()
+    one = connection(accelerator, Keys(OTHER))
+    eventually(lambda: one.communicator)
+    with one.in_use() as communicator:
+        one.abort()
+        assert not communicator.aborting.wait(0.1)
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+    with pytest.raises(GroupAborted), one.in_use():
+        pass
+
+
+def test_abort_does_not_wait_long_for_a_launch_that_only_it_can_end(monkeypatch):
+    monkeypatch.setattr(device_connection, "_LAUNCH_LIMIT_S", 0.01)
+    one = connection(OfHanging(), Keys(OTHER))
+    eventually(lambda: one.communicator)
+    with one.in_use() as communicator:
+        one.abort()
+        assert communicator.aborting.wait(PATIENCE_S)
+
+
+# ----------------------------------------------------------------------------------------- NCCL
+
+
+def test_nccl_is_made_without_blocking_and_with_the_ranks_of_its_group(monkeypatch):
+    made = {}
+
+    def nccl(store, rank, size, options):
+        made.update(rank=rank, size=size, options=options)
+
+    nccl.Options = lambda: types.SimpleNamespace(config=types.SimpleNamespace())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv(nccl_communicator._CONNECTING_LIMIT, raising=False)
+    device = torch.device("cuda", 0)
+    nccl_communicator.NcclCommunicator("store", 1, 3, device, 20.4)
+    options = made.pop("options")
+    assert made == {"rank": 1, "size": 3}
+    assert options.global_ranks_in_group == [0, 1, 2]
+    assert options.config.blocking == 0
+    assert nccl_communicator.os.environ[nccl_communicator._CONNECTING_LIMIT] == "20"
+
+
+def test_nccl_connects_for_each_kind_of_collective_before_a_step_uses_it(monkeypatch):
+    """Each connects peers when it is first launched, and a peer may be gone by then."""
+    launched = []
+
+    class Launched:
+        def __getattr__(self, name):
+            return lambda *given: launched.append((name, given)) or self
+
+        def query(self):
+            return True
+
+    made = nccl_communicator.NcclCommunicator.__new__(nccl_communicator.NcclCommunicator)
+    made._backend, made._device, made._world_size = Launched(), CPU, 3
+    monkeypatch.setattr(nccl_communicator, "torch", types.SimpleNamespace(**vars(torch)))
+    nccl_communicator.torch.cuda = types.SimpleNamespace(
+        set_device=lambda device: None,
+        Stream=lambda device: None,
+        stream=lambda stream: contextlib.nullcontext(),
+        Event=Launched,
+    )
+    made.connect(lambda: None)
+    kinds = [name for name, _ in launched if name not in ("wait", "record")]
+    assert kinds == ["alltoall_base", "_allgather_base", "allreduce"]
+    assert launched[0][1][2:4] == ([1, 1, 1], [1, 1, 1])  # with every peer
+
+
+def test_nccl_error_that_torch_reports_is_a_failure_of_the_communicator():
+    made = nccl_communicator.NcclCommunicator.__new__(nccl_communicator.NcclCommunicator)
+    reported = [ErrorType.SUCCESS, ErrorType.COMM_ERROR]
+    made._backend = types.SimpleNamespace(get_error=lambda: reported.pop(0))
+    assert [made.failure(), made.failure()] == [None, "NCCL reports COMM_ERROR"]
+
+
+def test_kernels_are_loaded_by_a_communicator_of_one_rank_which_is_then_aborted():
+    accelerator, sizes = OfHanging(), []
+
+    def communicator(store, rank, world_size, timeout_s):
+        sizes.append(world_size)
+        return accelerator.made
+
+    accelerator.communicator = communicator
+    loading = load_kernels(accelerator)
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+    assert sizes == [1] and loading.communicator is None
+
+
+@pytest.mark.parametrize("error", ["no interface", "CUDA error: an illegal memory access"])
+def test_kernels_that_cannot_be_loaded_stop_nobody(error):
+    accelerator = OfHanging()
+    accelerator.made.connect = lambda check: (_ for _ in ()).throw(RuntimeError(error))
+    loading = load_kernels(accelerator)
+    assert accelerator.made.aborting.wait(PATIENCE_S)
+    eventually(lambda: error in str(loading._error or loading._fault))
+
+
+def test_store_client_of_a_connection_is_its_own(monkeypatch):
+    """The idle one is for the next forming, which must not wait."""
+    monkeypatch.undo()  # a real store
+    install(SimulatedAccelerator())
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+    client = RendezvousStoreClient("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
+    meet = Rendezvous("127.0.0.1", store.port, "d", b"secret")
+    process_group._keep_client(meet, client)
+    group = ProcessGroup(None, 0, 2, CPU)
+    connect_devices(group, meet, PATIENCE_S)
+    eventually(lambda: 0 in group.on_device._connection._present)
+    assert process_group._store_client(meet, timedelta(seconds=60)) is client
+    group.abort()

@@ -1,0 +1,77 @@
+"""A member that dies while the others only wait for their devices."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+
+from elastic_dp.device.accelerator import install
+from elastic_dp.distributed.process_group import (
+    Forming,
+    ProcessGroup,
+    Rendezvous,
+    connect_devices,
+    open_rendezvous_store,
+)
+from elastic_dp.errors import CollectiveFailed
+from elastic_dp.testing.simulated_device import SimulatedAccelerator
+from tests.distributed.test_device_transport import of_each, switch, transport_of
+from tests.patience import PATIENCE_S, eventually
+
+CPU = torch.device("cpu")
+
+
+def member(rank: int, port: int) -> ProcessGroup:
+    """With its device in use."""
+    install(SimulatedAccelerator())
+    meet = Rendezvous("127.0.0.1", port, "g", b"secret")
+    how = {"rank": rank, "world_size": 2, "device": CPU}
+    group = Forming(meet, **how, timeout_s=PATIENCE_S).start().wait()
+    connect_devices(group, Rendezvous("127.0.0.1", port, "d", b"secret"), PATIENCE_S)
+    switch(group)
+    return group
+
+
+def dies(port: int) -> None:
+    member(1, port)
+    threading.Event().wait()
+
+
+def test_peer_that_dies_while_the_host_waits_for_its_device_is_noticed_at_once():
+    """Without a controller, and although the communicator reports nothing."""
+    store = open_rendezvous_store("127.0.0.1", b"secret")
+    peer = multiprocessing.get_context("forkserver").Process(target=dies, args=(store.port,))
+    peer.start()
+    try:
+        group = member(0, store.port)
+        transport, output = transport_of(group), torch.ones(2)
+        transport.wait(transport.all_gather(output, torch.ones(1)))
+        otherwise = threading.Timer(PATIENCE_S, group.abort)
+        otherwise.start()
+        peer.kill()
+        with pytest.raises(CollectiveFailed, match="by peer"):
+            transport.read([output])
+        otherwise.cancel()
+        transport.come_to_rest()
+    finally:
+        peer.kill()
+        peer.join()
+        install(None)
+
+
+def watching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "peer-watch"]
+
+
+def test_peers_that_leave_say_goodbye_so_that_no_thread_keeps_the_group():
+    def act(group):
+        switch(group)
+        found = len(watching())
+        group.gather_bytes(b"")
+        return found
+
+    assert max(of_each(3, act, generations=2)) >= 1
+    eventually(lambda: not watching())
